@@ -1,0 +1,41 @@
+"""`finetune`: what can be asked before a run. Every import is inside its handler, so that answers come at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from finetune import __version__
+from finetune.errors import FinetuneError
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="finetune", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"finetune {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="find what is wrong with DeepSpeed configs, as a recipe does on start")
+    check.add_argument("files", nargs="+", metavar="FILE", help="a path, or a shipped name such as zero2")
+    check.add_argument("--world_size", type=int, default=1, help="ranks of the run (default 1)")
+    check.add_argument("--gpu", action="store_true", help="check for a machine with GPUs (default: without)")
+    arguments = parser.parse_args(argv)
+    try:
+        return _check(arguments.files, arguments.world_size, arguments.gpu)
+    except FinetuneError as error:
+        print(f"finetune: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def _check(files: list[str], world_size: int, gpu: bool) -> int:
+    from finetune.dsconfig.load import load
+    from finetune.dsconfig.rules import Run
+
+    run = Run(world_size, world_size, gpu, "run", {})
+    for file in files:
+        for note in load(file, run).notes:
+            print(f"warning: {note}")
+        print(f"{file}: no errors for {world_size} rank(s).")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

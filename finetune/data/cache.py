@@ -1,0 +1,112 @@
+"""Do a long preparation once, on one rank, and let the others wait for it with a time-out that has a name.
+
+Not a collective: a barrier dies after the process group's 10 to 30 minutes, with a message about gloo or NCCL. Here the
+first rank to come takes a file lock and prepares; the rest poll for the finished folder. It holds on one node and on
+several, with and without a shared file system.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from finetune.errors import RunError
+
+POLL_SECONDS = 0.2
+REPORT_SECONDS = 30.0
+
+
+def cache_home() -> Path:
+    """Where prepared data is kept: $FINETUNE_CACHE, or `finetune` beside the caches of other tools."""
+    if given := os.environ.get("FINETUNE_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "finetune"
+
+
+def cache_key(*parts: Any) -> str:
+    """A short name for what `parts`, made of plain JSON values, describe."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def file_state(path: str | None) -> tuple[str, int, int] | None:
+    """Name, size in bytes and time of change in nanoseconds: a file that differs in these is prepared anew."""
+    if path is None:
+        return None
+    place = Path(path).expanduser().resolve()
+    try:
+        state = place.stat()
+    except OSError:
+        return str(place), -1, -1
+    return str(place), state.st_size, state.st_mtime_ns
+
+
+def prepare_once(
+    folder: Path, prepare: Callable[[Path], None], *, what: str, leads: bool, reports: bool, timeout_seconds: float
+) -> bool:
+    """Make sure that `folder` is there, whole. Returns True if this call made it.
+
+    `prepare` fills the temporary folder that it is given, which is renamed when it returns: a folder that is there is
+    complete. Ranks with `leads` (one a node) may prepare; the others wait. `reports` says who tells of the waiting.
+    Raises RunError when `timeout_seconds` have passed.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    waiting = _Waiting(what, folder, reports, timeout_seconds)
+    lock = FileLock(f"{folder}.lock", timeout=0)
+    while not folder.is_dir():
+        if leads:
+            try:
+                with lock:
+                    if folder.is_dir():
+                        return False
+                    _prepare_in(folder, prepare)
+                    return True
+            except Timeout:
+                pass  # another node, or another run, is preparing the same data
+        waiting.a_little()
+    return False
+
+
+def _prepare_in(folder: Path, prepare: Callable[[Path], None]) -> None:
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed; we hold the lock
+    unfinished.mkdir()
+    try:
+        prepare(unfinished)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    unfinished.rename(folder)
+
+
+class _Waiting:
+    def __init__(self, what: str, folder: Path, reports: bool, timeout_seconds: float) -> None:
+        self.what, self.folder, self.reports, self.timeout = what, folder, reports, timeout_seconds
+        self.start = self.reported = time.monotonic()
+
+    def a_little(self) -> None:
+        now = time.monotonic()
+        waited = now - self.start
+        if waited > self.timeout:
+            raise RunError(
+                f"waited {waited:.0f} s for another process {self.what}, and gave up. If it is still at work, raise "
+                f"--data_timeout_seconds (now {self.timeout:.0f}); if none is, delete {self.folder}.lock."
+            )
+        if self.reports and now - self.reported > REPORT_SECONDS:
+            self.reported = now
+            size = sum(f.stat().st_size for f in Path(f"{self.folder}.unfinished").glob("**/*") if f.is_file())
+            print(
+                f"waiting for another process {self.what}: {waited:.0f} s, {size / 2**20:.0f} MiB written so far",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,167 @@
+"""Text classification and regression: token ids, labels and an account of what was found, prepared once and cached."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from finetune.data.cache import cache_home, cache_key, file_state, prepare_once
+from finetune.data.columns import Columns, Labels
+from finetune.data.tables import SPLITS, DataArguments, PreparationArguments, Table, clean_tables, load_tables
+from finetune.data.tokenizer import train_wordpiece
+
+FORMAT = 1  # raise it when what is cached changes
+
+
+@dataclass(frozen=True)
+class Account:
+    """What was found, for the log and the model card. Row counts are after skipping and cutting."""
+
+    source: str
+    columns: Columns
+    rows: dict[str, int]
+    skipped: dict[str, int]
+    truncated: dict[str, int]
+    label_counts: dict[str, int]  # of the training rows; empty for regression
+    max_seq_length: int
+
+    def headline(self) -> str:
+        """One line for the log: what is used, and which flags change it."""
+        rows = ", ".join(f"{count:,} {split}" for split, count in self.rows.items())
+        left_out = sum(self.skipped.values())
+        more = "; --train_file takes your own" if self.source.startswith("built-in") else ""
+        classes = f", {len(self.label_counts)} labels" if self.label_counts else ", regression"
+        cut = f", {left_out:,} bad rows left out" if left_out else ""
+        return f"data: {self.source} ({rows} rows{classes}{cut}{more})"
+
+
+@dataclass(frozen=True)
+class ClassificationData:
+    """Tokenized splits (`train`, `validation`, and `test` where given) with all that belongs to them."""
+
+    splits: Table
+    labels: Labels
+    account: Account
+    tokenizer: Any
+
+
+def prepare(
+    arguments: DataArguments,
+    preparation: PreparationArguments,
+    tokenizer: Any | None,
+    *,
+    max_seq_length: int,
+    vocab_size: int,
+    seed: int,
+    leads: bool,
+    reports: bool,
+) -> ClassificationData:
+    """The data of one run, from the cache or made on the rank that `leads`. `max_seq_length` is in tokens.
+
+    Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text. Raises RequestError for bad data
+    and RunError when the rank that prepares takes longer than --data_timeout_seconds.
+    """
+    place = Path(arguments.dataset_name or "").expanduser()
+    local = sorted(str(f) for f in place.rglob("*") if f.is_file()) if arguments.dataset_name and place.is_dir() else []
+    files = [arguments.train_file, arguments.validation_file, arguments.test_file, *local]
+    cut = {
+        k: v for k, v in asdict(preparation).items() if k not in ("preprocessing_num_workers", "data_timeout_seconds")
+    }
+    model = None if tokenizer is None else tokenizer.backend_tokenizer.to_str()
+    python = platform.python_version()  # the built-in text is Python's own
+    key = cache_key(
+        FORMAT, asdict(arguments), cut, [file_state(f) for f in files], model, max_seq_length, vocab_size, seed, python
+    )
+
+    def make(folder: Path) -> None:
+        tables, source = load_tables(arguments)
+        tables, columns, labels, skipped = clean_tables(tables, arguments, preparation, seed)
+        used = tokenizer
+        if used is None:
+            texts = (str(text) for name in columns.text for text in tables["train"][name])
+            used = train_wordpiece(texts, vocab_size, max_seq_length)
+        workers = preparation.preprocessing_num_workers or os.cpu_count()
+        tokenized, truncated = tokenize_tables(tables, columns, used, max_seq_length, workers)
+        counts: Counter[str] = Counter()
+        if labels.task == "classification":
+            counts.update(labels.names[i] for i in tokenized["train"]["labels"])
+        rows = {split: len(table) for split, table in tokenized.items()}
+        account = Account(source, columns, rows, skipped, truncated, dict(counts), max_seq_length)
+        save(folder, tokenized, labels, account, used)
+
+    folder = cache_home() / "classification" / key
+    timeout = preparation.data_timeout_seconds
+    prepare_once(folder, make, what="to tokenize", leads=leads, reports=reports, timeout_seconds=timeout)
+    return load(folder)
+
+
+def tokenize_tables(
+    tables: Table, columns: Columns, tokenizer: Any, max_seq_length: int, workers: int | None
+) -> tuple[Table, dict[str, int]]:
+    """Columns `input_ids` (and `token_type_ids` where the model has them), `labels` and `length` in tokens.
+
+    Returns, too, how many rows of each split were cut to `max_seq_length`. Validation rows are sorted by length, for
+    metrics do not depend on order and padding does.
+    """
+    tokenized: Table = {}
+    truncated: dict[str, int] = {}
+    for split, table in tables.items():
+        table = table.map(
+            _encoder(tokenizer, columns, max_seq_length),
+            batched=True,
+            num_proc=workers if workers and len(table) > 1000 * workers else None,
+            remove_columns=[name for name in table.column_names if name != "label"],
+            desc=f"tokenizing {split}",
+        )
+        truncated[split] = int(np.sum(table["truncated"]))
+        table = table.remove_columns("truncated")
+        if "label" in table.column_names:
+            table = table.rename_column("label", "labels")
+        if split == "validation":
+            table = table.select(np.argsort(-np.asarray(table["length"]), kind="stable")).flatten_indices()
+        tokenized[split] = table
+    return tokenized, truncated
+
+
+def _encoder(
+    tokenizer: Any, columns: Columns, max_length: int
+) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+    def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        texts = [[str(value) for value in rows[name]] for name in columns.text]
+        # One token more than is kept tells a row that was cut from one that just fits.
+        encoded = tokenizer(*texts, truncation=True, max_length=max_length + 1, return_attention_mask=False)
+        cut = [len(ids) > max_length for ids in encoded["input_ids"]]
+        if any(cut):
+            encoded = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
+        return {**encoded, "length": [len(ids) for ids in encoded["input_ids"]], "truncated": cut}
+
+    return encode
+
+
+def save(folder: Path, splits: Table, labels: Labels, account: Account, tokenizer: Any) -> None:
+    """Write what `load` reads."""
+    for split, table in splits.items():
+        table.save_to_disk(str(folder / split))
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+    (folder / "data.json").write_text(json.dumps({"labels": asdict(labels), "account": asdict(account)}, indent=1))
+
+
+def load(folder: Path) -> ClassificationData:
+    """Memory-mapped splits and what belongs to them, as `save` wrote them."""
+    stored = json.loads((folder / "data.json").read_text())
+    splits = {split: Dataset.load_from_disk(str(folder / split)) for split in SPLITS if (folder / split).is_dir()}
+    labels = Labels(stored["labels"]["task"], tuple(stored["labels"]["names"]))
+    found = stored["account"]
+    columns = Columns(tuple(found["columns"]["text"]), found["columns"]["label"])
+    account = Account(**{**found, "columns": columns})
+    return ClassificationData(splits, labels, account, AutoTokenizer.from_pretrained(str(folder / "tokenizer")))

@@ -1,0 +1,152 @@
+"""Which columns hold the text and the label, found where that is unambiguous, and what kind of labels they are."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.errors import RequestError
+
+LABEL_NAMES = ("label", "labels", "sentiment", "class", "category", "target", "y", "score", "stars", "rating")
+TEXT_NAMES = ("text", "sentence", "review", "content", "document", "body", "comment", "tweet", "message", "question")
+# The layouts of the GLUE tasks (transformers, examples/pytorch/text-classification/run_glue.py) and their like.
+PAIR_NAMES = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("text1", "text2"),
+    ("text_a", "text_b"),
+    ("query", "passage"),
+)
+MAX_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Columns:
+    """`text` is one column, or two for pairs; `label` is None where the rows carry none."""
+
+    text: tuple[str, ...]
+    label: str | None
+
+
+@dataclass(frozen=True)
+class Labels:
+    """`names` are the classes in the order of their ids; empty for regression."""
+
+    task: str  # "classification" or "regression"
+    names: tuple[str, ...]
+
+    def encode(self, value: Any) -> int | float:
+        """The id of a label, or its number for regression. Raises KeyError for a class that is not among `names`."""
+        if self.task == "regression":
+            return float(value)
+        return self._ids[label_text(value)]
+
+    @property
+    def _ids(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+
+def label_text(value: Any) -> str:
+    """A label as the name it gets: 1, 1.0 and "1" are one class."""
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).strip()
+
+
+def find_columns(head: Sequence[dict[str, Any]], text: Sequence[str] | None, label: str | None, where: str) -> Columns:
+    """Text and label columns of a table, from its first rows `head`. What is given by flag is only checked.
+
+    Raises RequestError, listing the columns with a value each, where the choice is not clear.
+    """
+    names = list(head[0])
+    for wanted, flag in [(name, "text_column_names") for name in text or ()] + [(label, "label_column_name")]:
+        if wanted is not None and wanted not in names:
+            raise RequestError(f"{where} has no column {wanted!r} (--{flag}). {_describe(head)}")
+    if text and len(text) > 2:
+        raise RequestError(f"--text_column_names takes one column, or two for pairs, but {len(text)} were given.")
+    label = label or _find_label(head, set(text or ()))
+    return Columns(tuple(text) if text else _find_text(head, label, where), label)
+
+
+def _find_label(head: Sequence[dict[str, Any]], taken: set[str]) -> str | None:
+    lower = {name.lower(): name for name in head[0] if name not in taken}
+    for name in LABEL_NAMES:
+        if name in lower:
+            return lower[name]
+    if any(name in lower for name in TEXT_NAMES):
+        return None
+    # No telling name: the one column whose values recur, in a table that has others.
+    recurring = [name for name in lower.values() if len({str(row[name]) for row in head}) <= max(2, len(head) // 3)]
+    return recurring[0] if len(recurring) == 1 and len(lower) > 1 else None
+
+
+def _find_text(head: Sequence[dict[str, Any]], label: str | None, where: str) -> tuple[str, ...]:
+    names = [name for name in head[0] if name != label]
+    lower = {name.lower(): name for name in names}
+    for first, second in PAIR_NAMES:
+        if first in lower and second in lower:
+            return lower[first], lower[second]
+    by_name = [lower[name] for name in TEXT_NAMES if name in lower]
+    strings = [name for name in names if any(isinstance(row[name], str) for row in head)]
+    wordy = [name for name in strings if any(" " in str(row[name] or "").strip() for row in head)]
+    for found in (by_name, wordy, strings):
+        if len(found) == 1:
+            return (found[0],)
+    raise RequestError(
+        f"{where}: cannot tell which column is the text. {_describe(head)} Say it by --text_column_names."
+    )
+
+
+def _describe(head: Sequence[dict[str, Any]]) -> str:
+    shown = "; ".join(f"{name} (such as {str(value)[:30]!r})" for name, value in head[0].items())
+    return f"It has the columns: {shown}."
+
+
+def is_empty(value: Any) -> bool:
+    """True for None, NaN and text of blanks."""
+    return value is None or (isinstance(value, float) and math.isnan(value)) or not str(value).strip()
+
+
+def find_labels(values: Iterable[Any], task: str | None, class_names: Sequence[str] | None, where: str) -> Labels:
+    """What the training labels are: classes (integers, text, or `class_names` from a hub), or numbers to predict.
+
+    Fractions mean regression, and so does a column of floating-point numbers; `task` overrules both.
+    Raises RequestError where there is but one class, or where regression is asked for and a label is no number.
+    """
+    if class_names and task != "regression":
+        return Labels("classification", tuple(class_names))
+    values = list(values)
+    counts = Counter(label_text(value) for value in values)
+    numbers = {name: number for name in counts if (number := _number(name)) is not None}
+    if task == "regression" or (task is None and len(numbers) == len(counts) and _are_fractions(values, counts)):
+        wrong = [name for name in counts if name not in numbers][:MAX_SHOWN]
+        if wrong:
+            raise RequestError(f"{where}: --task regression needs numbers as labels, but found {', '.join(wrong)}.")
+        return Labels("regression", ())
+    if len(counts) < 2:
+        raise RequestError(
+            f"{where}: all {len(values):,} rows have the label {next(iter(counts), None)!r}, and there is nothing to "
+            "learn from one class. Check --label_column_name, and that the file is whole."
+        )
+    names = sorted(counts, key=lambda name: numbers[name]) if len(numbers) == len(counts) else sorted(counts)
+    return Labels("classification", tuple(names))
+
+
+def _are_fractions(values: Sequence[Any], counts: Counter[str]) -> bool:
+    written_as_floats = any(isinstance(value, float) or (isinstance(value, str) and "." in value) for value in values)
+    return written_as_floats and len(counts) > 1
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

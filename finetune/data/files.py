@@ -1,0 +1,151 @@
+"""Open local tables and hub data sets as `datasets.Dataset`, with errors that say where and how to mend."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, IterableDataset, Value, load_dataset
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+from finetune.errors import RequestError
+
+KINDS = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+}
+SNIFFED_ROWS = 200  # how much of a table is looked at to tell a header from a row, and quoting from plain text
+
+
+def open_file(flag: str, name: str, streaming: bool = False) -> Dataset | IterableDataset:
+    """The rows of one csv, tsv, json(l) or parquet file. Cells of csv and tsv stay text: labels are typed later.
+
+    A csv or tsv without a header row gets the column names `column_1`, `column_2`, ... Raises RequestError.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file():
+        near = sorted(p.name for p in path.parent.glob("*") if p.suffix in KINDS)[:8] if path.parent.is_dir() else []
+        there = f" {path.parent}/ holds {', '.join(near)}." if near else f" {path.parent}/ holds no table either."
+        raise RequestError(f"--{flag} {name}: there is no such file.{there} Check the path.")
+    kind = KINDS.get(path.suffix.lower())
+    if kind is None:
+        raise RequestError(f"--{flag} {name}: cannot tell what it is by its name. Give {', '.join(KINDS)}.")
+    if path.stat().st_size == 0:
+        raise RequestError(f"--{flag} {name}: the file is empty.")
+    options = _csv_options(flag, path) if kind == "csv" else {}
+    try:
+        data = load_dataset(kind, data_files=str(path), split="train", streaming=streaming, **options)
+        if streaming:
+            next(iter(data))
+    except (DatasetGenerationError, UnicodeDecodeError, ValueError, StopIteration) as error:
+        raise RequestError(f"--{flag} {name}: {_fault(kind, path, error)}") from error
+    if not streaming and not len(data):
+        raise RequestError(f"--{flag} {name}: the file has no rows.")
+    return data
+
+
+def open_hub(name: str, config: str | None, split: str, streaming: bool = False) -> Dataset | IterableDataset | None:
+    """One split of a hub data set (or of a local folder in the hub's layout); None where it has no such split."""
+    try:
+        return load_dataset(name, config, split=split, streaming=streaming)
+    except DatasetNotFoundError as error:
+        raise RequestError(_not_found(name, error)) from error
+    except (ConnectionError, OSError) as error:
+        raise RequestError(_not_found(name, error)) from error
+    except ValueError as error:
+        if "Unknown split" in str(error) or "Bad split" in str(error):
+            return None
+        raise RequestError(f"--dataset_name {name}: {error}") from error
+
+
+def _not_found(name: str, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    return (
+        f"--dataset_name {name}: neither a local folder nor to be had from the hub ({reason}). "
+        "Offline? Give local files by --train_file (csv, tsv, json, jsonl, parquet), or leave both out for built-in text."
+    )
+
+
+def _csv_options(flag: str, path: Path) -> dict[str, Any]:
+    """Separator, quoting and header, found from the first rows, as keyword arguments for pandas' reader."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = list(itertools.islice(file, SNIFFED_ROWS))
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--{flag} {path}: is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
+    separator = "\t" if path.suffix.lower() in (".tsv", ".txt") or ("\t" in lines[0] and "," not in lines[0]) else ","
+    quoting = csv.QUOTE_NONE if separator == "\t" and not _is_quoted(lines) else csv.QUOTE_MINIMAL
+    rows = [row for row in csv.reader(lines, delimiter=separator, quoting=quoting) if row]
+    if not rows:
+        raise RequestError(f"--{flag} {path}: the file has no rows.")
+    header = _has_header(rows)
+    names = rows[0] if header else [f"column_{i + 1}" for i in range(len(rows[0]))]
+    if len(set(names)) < len(names):
+        raise RequestError(f"--{flag} {path}: two columns have one name in the header: {', '.join(names)}.")
+    return {
+        "sep": separator,
+        "quoting": quoting,
+        "header": 0 if header else None,
+        "names": names,
+        "features": Features({name: Value("string") for name in names}),
+        "keep_default_na": False,  # "NA" and "null" are words; an empty cell is found later, as an empty row
+        "encoding": "utf-8-sig",
+    }
+
+
+def _is_quoted(lines: list[str]) -> bool:
+    """True where cells are wrapped in double quotes as csv writers do it; else a quote is a mere character."""
+    cells = [cell for line in lines for cell in line.rstrip("\r\n").split("\t") if '"' in cell]
+    wrapped = [c for c in cells if len(c) > 1 and c[0] == c[-1] == '"' and '"' not in c[1:-1].replace('""', "")]
+    return bool(cells) and len(wrapped) == len(cells)
+
+
+def _has_header(rows: list[list[str]]) -> bool:
+    """The first row is a header unless one of its cells looks like the cells under it: a number over numbers, or a
+    value that the column takes again and again."""
+    if len(rows) < 2:
+        return True
+    for column, first in enumerate(rows[0]):
+        below = [row[column] for row in rows[1:] if column < len(row)]
+        if _is_number(first) and below and all(_is_number(cell) for cell in below):
+            return False
+        if below.count(first) >= 2 and len(set(below)) <= len(below) / 2:
+            return False
+    return True
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _fault(kind: str, path: Path, error: Exception) -> str:
+    """What is wrong with a file that a reader refused, with its line."""
+    if kind == "json":
+        for number, line in _numbered_lines(path):
+            try:
+                json.loads(line)
+            except json.JSONDecodeError as fault:
+                return f"line {number}, column {fault.colno}: {fault.msg}. One JSON object a line is expected."
+    causes: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(str(cause).strip())
+        cause = cause.__cause__
+    return f"cannot be read as {kind}: {causes[-1] or causes[0] or type(error).__name__}"
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())

@@ -1,0 +1,207 @@
+"""Raw tables to clean ones: splits loaded, columns and labels found, bad rows refused or skipped, samples chosen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import ClassLabel, Dataset
+from sklearn.model_selection import train_test_split
+
+from finetune.data.builtin import docstring_rows
+from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text
+from finetune.data.files import open_file, open_hub
+from finetune.errors import RequestError
+
+SPLITS = ("train", "validation", "test")
+HEAD_ROWS = 200
+HIDDEN_LABEL = -1  # GLUE's test sets on the hub
+
+Table = dict[str, Dataset]
+
+
+@dataclass
+class DataArguments:
+    """What to train on. With none of these, the built-in docstrings are used."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "hub data set, or a local folder in its layout"})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "configuration of the hub data set"})
+    train_file: str | None = field(default=None, metadata={"help": "csv, tsv, json(l) or parquet file"})
+    validation_file: str | None = field(default=None, metadata={"help": "likewise; default: a part of train"})
+    test_file: str | None = field(default=None, metadata={"help": "likewise; labels are not needed"})
+    text_column_names: list[str] | None = field(default=None, metadata={"help": "one column, or two for pairs"})
+    label_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
+    task: str | None = field(default=None, metadata={"help": "classification or regression; default: by the labels"})
+    max_seq_length: int | None = field(default=None, metadata={"help": "tokens; default: the model's, at most 512"})
+    streaming: bool = field(default=False, metadata={"help": "read and tokenize on the way; needs --max_steps"})
+
+
+@dataclass
+class PreparationArguments:
+    """How the data is cut, cleaned and cached."""
+
+    validation_fraction: float = field(default=0.1, metadata={"help": "part of train to hold out, without a split"})
+    max_train_samples: int | None = field(default=None, metadata={"help": "a seeded random choice of this many"})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "likewise for validation"})
+    max_predict_samples: int | None = field(default=None, metadata={"help": "the first so many of the test rows"})
+    skip_bad_rows: bool = field(default=False, metadata={"help": "leave out rows with empty text or label"})
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "processes that tokenize"})
+    data_timeout_seconds: float = field(
+        default=7200.0, metadata={"help": "how long to wait for the rank that prepares"}
+    )
+
+
+def load_tables(arguments: DataArguments) -> tuple[Table, str]:
+    """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
+    if arguments.dataset_name and arguments.train_file:
+        raise RequestError("--dataset_name and --train_file are both given. Keep one.")
+    if arguments.dataset_name:
+        found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in SPLITS}
+        tables = {name: table for name, table in found.items() if table is not None}
+        source = " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
+    elif arguments.train_file or arguments.validation_file or arguments.test_file:
+        files = {name: getattr(arguments, f"{name}_file") for name in SPLITS}
+        tables = {name: open_file(f"{name}_file", file) for name, file in files.items() if file}
+        source = ", ".join(Path(file).name for file in files.values() if file)
+    else:
+        tables = {"train": Dataset.from_dict(docstring_rows())}
+        source = "built-in docstrings of Python's standard library, labelled with their package"
+    if "train" not in tables:
+        raise RequestError(f"{source}: there is no train split to learn the labels from. Give --train_file.")
+    return tables, source
+
+
+def clean_tables(
+    tables: Table, arguments: DataArguments, cut: PreparationArguments, seed: int
+) -> tuple[Table, Columns, Labels, dict[str, int]]:
+    """Find columns and labels, refuse or skip bad rows, split and cut. Raises RequestError before anything heavy.
+
+    The tables that come back have the text columns and, where rows are labelled, `label` with ids or numbers.
+    """
+    head = tables["train"].select(range(min(HEAD_ROWS, len(tables["train"])))).to_list()
+    columns = find_columns(head, arguments.text_column_names, arguments.label_column_name, "the training data")
+    if columns.label is None:
+        raise RequestError(
+            f"cannot tell which column is the label among {', '.join(head[0])}. Say --label_column_name."
+        )
+    names = _class_names(tables["train"], columns.label)
+    skipped: dict[str, int] = {}
+    cleaned: Table = {}
+    for split, table in tables.items():
+        table = _rename_like(table, columns, split)
+        cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, cut.skip_bad_rows)
+    labels = find_labels(cleaned["train"][columns.label], arguments.task, names, "the training data")
+    for split, table in cleaned.items():
+        cleaned[split] = _encode(table, columns, labels, split)
+    if "validation" not in cleaned:
+        cleaned |= _split_off_validation(cleaned["train"], labels, cut.validation_fraction, seed)
+    for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
+        if split in cleaned and most is not None:
+            cleaned[split] = _at_most(cleaned[split], most, None if split == "test" else seed)
+    return cleaned, columns, labels, skipped
+
+
+def _class_names(table: Dataset, label: str) -> list[str] | None:
+    feature = table.features[label]
+    return list(feature.names) if isinstance(feature, ClassLabel) else None
+
+
+def _rename_like(table: Dataset, columns: Columns, split: str) -> Dataset:
+    """Keep the columns that matter. A test split may lack the label; any other split must have them all."""
+    missing = [name for name in columns.text if name not in table.column_names]
+    if columns.label not in table.column_names and split != "test":
+        missing.append(str(columns.label))
+    if missing:
+        raise RequestError(
+            f"the {split} data has no column {missing[0]!r}, which the training data has. "
+            f"It has: {', '.join(table.column_names)}."
+        )
+    wanted = [*columns.text, *([columns.label] if columns.label in table.column_names else [])]
+    table = table.select_columns(wanted)
+    if columns.label in wanted and isinstance(table.features[columns.label], ClassLabel):
+        names = table.features[columns.label].names
+        values = [None if v is None or v == HIDDEN_LABEL else names[v] for v in table[columns.label]]
+        table = table.remove_columns(columns.label).add_column(columns.label, values)
+    return table
+
+
+def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) -> tuple[Dataset, int]:
+    """Rows with empty text or label are refused, or with `skip` left out. A test split may be unlabelled altogether."""
+    bad = np.zeros(len(table), dtype=bool)
+    for name in table.column_names:
+        empty = np.fromiter((is_empty(value) for value in table[name]), dtype=bool, count=len(table))
+        if name == columns.label and split == "test" and empty.all():
+            table = table.remove_columns(name)
+            continue
+        bad |= empty
+    count = int(bad.sum())
+    if count and not skip:
+        rows = ", ".join(str(i + 1) for i in np.flatnonzero(bad)[:5])
+        raise RequestError(
+            f"the {split} data has {count:,} of {len(table):,} rows with empty text or label (data rows {rows}"
+            f"{', ...' if count > 5 else ''}). Mend them, or leave them out by --skip_bad_rows True."
+        )
+    if count == len(table):
+        raise RequestError(f"the {split} data has no row with both text and label. Check the column names.")
+    return (table.select(np.flatnonzero(~bad)) if count else table), count
+
+
+def _encode(table: Dataset, columns: Columns, labels: Labels, split: str) -> Dataset:
+    if columns.label not in table.column_names:
+        return table
+    values = table[columns.label]
+    if labels.task == "classification":
+        unknown = Counter(label_text(value) for value in values if label_text(value) not in labels.names)
+        if unknown:
+            shown = ", ".join(f"{name!r} ({count} rows)" for name, count in unknown.most_common(5))
+            raise RequestError(
+                f"the {split} data has labels that are not in the training data: {shown}. "
+                f"Training has: {', '.join(labels.names[:20])}. Check that both files use the same names."
+            )
+    ids = [_encoded(labels, value, split) for value in values]
+    return table.remove_columns(columns.label).add_column("label", ids)
+
+
+def _encoded(labels: Labels, value: Any, split: str) -> int | float:
+    try:
+        return labels.encode(value)
+    except ValueError as error:
+        raise RequestError(f"the {split} data has the label {value!r}, but regression needs a number.") from error
+
+
+def _split_off_validation(train: Dataset, labels: Labels, fraction: float, seed: int) -> Table:
+    """A seeded split, stratified by class; a class of a single row stays in train."""
+    if not 0 < fraction < 1:
+        raise RequestError(f"--validation_fraction is {fraction}, but it must lie between 0 and 1.")
+    ids = np.asarray(train["label"])
+    rows = np.arange(len(train))
+    fixed = np.zeros(len(train), dtype=bool)
+    if labels.task == "classification":
+        fixed = np.bincount(ids, minlength=len(labels.names))[ids] < 2
+    pool = rows[~fixed]
+    classes = ids[pool] if labels.task == "classification" else None
+    size = max(1, round(fraction * len(pool)))
+    if classes is not None and len(pool):
+        size = max(size, len(np.unique(classes)))
+    if len(pool) - size < (1 if classes is None else len(np.unique(classes))):
+        raise RequestError(
+            f"the training data has only {len(train)} rows: too few to hold some out. Add --validation_file."
+        )
+    kept, held_out = train_test_split(pool, test_size=size, random_state=seed, stratify=classes)
+    return {
+        "train": train.select(np.sort(np.concatenate([kept, rows[fixed]]))),
+        "validation": train.select(np.sort(held_out)),
+    }
+
+
+def _at_most(table: Dataset, most: int, seed: int | None) -> Dataset:
+    """A seeded choice, for the first rows of a sorted file may hold one class; without a seed, the first rows."""
+    if most < 1:
+        raise RequestError(f"a maximum of {most} samples leaves nothing. Give 1 or more, or leave the flag out.")
+    if most >= len(table):
+        return table
+    chosen = np.arange(most) if seed is None else np.sort(np.random.default_rng(seed).permutation(len(table))[:most])
+    return table.select(chosen)

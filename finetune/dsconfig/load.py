@@ -1,0 +1,76 @@
+"""From a name or a path to a config that the Trainer can take: found, read, checked, and filled where only we can."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.dsconfig.read import read_config
+from finetune.dsconfig.rules import Run, findings, is_left_to_the_trainer, offload_device
+from finetune.errors import RequestError
+
+SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """`config` is ready for `TrainingArguments(deepspeed=...)`; `notes` are lines to say once."""
+
+    name: str
+    config: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def find_config(name_or_path: str) -> Path:
+    """`zero2` is a shipped name, anything that exists is a path. Raises RequestError naming what there is."""
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path
+    shipped = SHIPPED / f"{name_or_path.removesuffix('.json')}.json"
+    if "/" not in name_or_path and shipped.is_file():
+        return shipped
+    names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json"))) or f"none, for {SHIPPED.name}/ is missing"
+    raise RequestError(f"--deepspeed {name_or_path}: there is no such file. Give a path, or a shipped name: {names}.")
+
+
+def load(name_or_path: str, run: Run) -> Loaded:
+    """Read a config and check it against `run`. Raises RequestError with every error that was found, at once."""
+    path = find_config(name_or_path)
+    config = read_config(path)
+    found = findings(config, run)
+    errors = [finding.message for finding in found if finding.severity == "error"]
+    if errors:
+        raise RequestError("\n".join(f"{path.name}: {message}" for message in errors))
+    warnings = tuple(f"{path.name}: {finding.message}" for finding in found)
+    return Loaded(path.stem, resolve(config, run), warnings)
+
+
+def resolve(config: dict[str, Any], run: Run) -> dict[str, Any]:
+    """Fill the "auto" values that the Trainer does not know, and hand it the sections that it does better itself.
+
+    A section that is all "auto" says: as the Trainer would. So the Trainer's own optimizer and schedule are used. They
+    exempt biases and norms from weight decay, and start at the full rate without warm-up, where DeepSpeed's do not
+    (transformers/integrations/deepspeed.py passes one flat list of parameters; deepspeed/runtime/lr_schedules.py raises
+    the warm-up to two steps). With offload the caller must build DeepSpeedCPUAdam: `wants_cpu_adam` says when.
+    """
+    config = copy.deepcopy(config)
+    for name in ("optimizer", "scheduler"):
+        if name in config and is_left_to_the_trainer(config[name]):
+            del config[name]
+    zero = config.get("zero_optimization", {})
+    if zero.get("zero_hpz_partition_size") == "auto":
+        zero["zero_hpz_partition_size"] = run.ranks_per_node
+    for what in ("offload_optimizer", "offload_param"):
+        section = zero.get(what)
+        if section and section.get("device") == "nvme" and section.get("nvme_path", "auto") == "auto":
+            section["nvme_path"] = run.nvme_path or str(Path(run.output_dir) / "nvme_offload")
+        if section and not run.has_cuda:
+            section["pin_memory"] = False  # nothing to pin for without a GPU
+    return config
+
+
+def wants_cpu_adam(config: dict[str, Any]) -> bool:
+    """True where the optimizer's states are offloaded and no optimizer section is left for DeepSpeed to build from."""
+    return offload_device(config, "offload_optimizer") != "none" and "optimizer" not in config

@@ -1,0 +1,171 @@
+"""Sequence classifiers: any pretrained one, or a DistilBERT from scratch at a size that suits the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DistilBertConfig
+
+from finetune.data.columns import Labels
+from finetune.errors import RequestError
+
+
+@dataclass
+class ModelArguments:
+    """Which model. Without a name, a DistilBERT of `model_size` is trained from scratch."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "hub id or folder of any classifier"})
+    model_revision: str = field(default="main", metadata={"help": "branch, tag or commit on the hub"})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "hub id or folder; default: the model's"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "run Python code that comes with the model"})
+    model_size: str = field(default="tiny", metadata={"help": "from scratch: tiny, small or base"})
+    dropout: float | None = field(
+        default=None, metadata={"help": "from scratch: in embeddings and layers; default 0.1"}
+    )
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shape of a DistilBERT. `base` is that of distilbert-base-uncased (arXiv 1910.01108)."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab_size: int
+
+
+SIZES = {
+    "tiny": Size(layers=2, width=128, heads=2, vocab_size=8_000),
+    "small": Size(layers=4, width=256, heads=4, vocab_size=16_000),
+    "base": Size(layers=6, width=768, heads=12, vocab_size=30_522),
+}
+DEFAULT_POSITIONS = 512
+LARGEST_DEFAULT_LENGTH = 512  # tokens; a model that could read more is asked for it by --max_seq_length
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model before its weights: `config` and `tokenizer` are None when it is to be trained from scratch."""
+
+    config: Any | None
+    tokenizer: Any | None
+    max_seq_length: int
+    vocab_size: int
+    description: str
+    hub_id: str | None  # for the model card; None for a folder or a model from scratch
+
+
+def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source:
+    """Look at the model's config and tokenizer, not its weights. Raises RequestError where one cannot be had."""
+    size = SIZES.get(arguments.model_size)
+    if size is None:
+        raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(SIZES)}.")
+    config = tokenizer = None
+    if arguments.model_name_or_path:
+        config = _from_pretrained(AutoConfig, "model_name_or_path", arguments.model_name_or_path, arguments)
+        _refuse_without_weights(arguments.model_name_or_path)
+    if arguments.tokenizer_name or arguments.model_name_or_path:
+        flag = "tokenizer_name" if arguments.tokenizer_name else "model_name_or_path"
+        tokenizer = _from_pretrained(AutoTokenizer, flag, getattr(arguments, flag), arguments)
+        if not getattr(tokenizer, "is_fast", False):
+            raise RequestError(f"--{flag} {getattr(arguments, flag)}: has no tokenizer.json. Convert it to a fast one.")
+    positions = DEFAULT_POSITIONS if config is None else _positions(config)
+    length = max_seq_length or min(positions, LARGEST_DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", 10**9))
+    if length > positions:
+        raise RequestError(
+            f"--max_seq_length is {length}, but the model has {positions} positions. Give at most those."
+        )
+    if length < 8:
+        raise RequestError(f"--max_seq_length is {length}, which leaves no room for text. Give 8 or more.")
+    what = arguments.model_name_or_path or f"DistilBERT from scratch, size {arguments.model_size}"
+    hub_id = None if Path(what).expanduser().exists() else arguments.model_name_or_path
+    return Source(config, tokenizer, length, size.vocab_size, what, hub_id)
+
+
+def build_classifier(arguments: ModelArguments, source: Source, labels: Labels, tokenizer: Any) -> Any:
+    """The model, with the names of the labels in its config. Build it after `TrainingArguments`: ZeRO-3 shards then."""
+    label_config = {
+        "num_labels": len(labels.names) or 1,
+        "problem_type": "regression" if labels.task == "regression" else "single_label_classification",
+    }
+    if labels.names:
+        label_config["id2label"] = dict(enumerate(labels.names))
+        label_config["label2id"] = {name: i for i, name in enumerate(labels.names)}
+    if source.config is None:
+        return AutoModelForSequenceClassification.from_config(_scratch_config(arguments, tokenizer, label_config))
+    config = source.config
+    for key, value in label_config.items():
+        setattr(config, key, value)
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+    if len(tokenizer) > config.vocab_size:
+        raise RequestError(
+            f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {config.vocab_size:,}. "
+            "Use the model's own tokenizer."
+        )
+    return AutoModelForSequenceClassification.from_pretrained(
+        arguments.model_name_or_path,
+        config=config,
+        revision=arguments.model_revision,
+        trust_remote_code=arguments.trust_remote_code,
+        ignore_mismatched_sizes=True,  # a head with another number of labels is made anew
+    )
+
+
+def _scratch_config(arguments: ModelArguments, tokenizer: Any, label_config: dict[str, Any]) -> DistilBertConfig:
+    size = SIZES[arguments.model_size]
+    dropout = 0.1 if arguments.dropout is None else arguments.dropout
+    return DistilBertConfig(
+        vocab_size=len(tokenizer),
+        n_layers=size.layers,
+        dim=size.width,
+        n_heads=size.heads,
+        hidden_dim=4 * size.width,
+        max_position_embeddings=DEFAULT_POSITIONS,
+        dropout=dropout,
+        attention_dropout=dropout,
+        seq_classif_dropout=dropout,
+        pad_token_id=tokenizer.pad_token_id,
+        **label_config,
+    )
+
+
+def _positions(config: Any) -> int:
+    """How many tokens the model can read; RoBERTa's family keeps two positions for itself (padding_idx + 1)."""
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    reserved = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "longformer") else 0
+    return int(positions) - reserved if positions else 10**9
+
+
+def _from_pretrained(auto: Any, flag: str, name: str, arguments: ModelArguments) -> Any:
+    place = Path(name).expanduser()
+    looks_local = place.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not place.is_dir():
+        raise RequestError(f"--{flag} {name}: there is no such folder. Give one that holds config.json, or a hub id.")
+    if looks_local and auto is AutoConfig and not (place / "config.json").is_file():
+        there = ", ".join(sorted(p.name for p in place.iterdir())[:8]) or "nothing"
+        raise RequestError(f"--{flag} {name}: the folder has no config.json; it holds {there}.")
+    try:
+        return auto.from_pretrained(
+            str(place) if looks_local else name,
+            revision=arguments.model_revision,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        tried = "the folder" if looks_local else "the local cache and the hub"
+        raise RequestError(
+            f"--{flag} {name}: cannot be loaded; tried {tried} ({reason}). Offline? Give a folder with config.json, "
+            "model.safetensors and tokenizer.json, or leave the flag out to train a small model from scratch."
+        ) from error
+
+
+def _refuse_without_weights(name: str) -> None:
+    place = Path(name).expanduser()
+    if place.is_dir() and not any(place.glob("*.safetensors*")):
+        there = ", ".join(sorted(p.name for p in place.iterdir())[:8])
+        old = any(place.glob("pytorch_model*.bin"))
+        mend = "Convert the .bin to safetensors." if old else "Give the folder of a trained model."
+        raise RequestError(f"--model_name_or_path {name}: the folder has no *.safetensors; it holds {there}. {mend}")

@@ -1,0 +1,268 @@
+"""Flags and YAML to dataclasses, beside the Trainer's own `TrainingArguments`; and the checks that a request must pass."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from finetune.dsconfig.load import Loaded, load
+from finetune.dsconfig.rules import Run
+from finetune.errors import RequestError
+from finetune.training.launch import Launch
+
+MAX_YAML_BYTES = 1_000_000
+RUN_RECORD = "recipe.yaml"  # its presence says: this folder was written by a recipe
+
+
+@dataclass
+class RunArguments:
+    """How to run, beside what the Trainer's arguments say."""
+
+    config: str | None = field(
+        default=None, metadata={"help": "YAML file of flat flag: value lines; flags overrule it"}
+    )
+    deepspeed_config: str | None = field(default=None, metadata={"help": "the same as --deepspeed"})
+    nvme_path: str | None = field(default=None, metadata={"help": "folder on a fast disk for NVMe offload"})
+    resume: str | None = field(default=None, metadata={"help": "'auto', or the checkpoint folder to go on from"})
+    overwrite_output_dir: bool = field(default=False, metadata={"help": "delete the run that output_dir holds"})
+    class_weights: str = field(default="none", metadata={"help": "'balanced': every class counts alike in the loss"})
+    early_stopping_patience: int | None = field(default=None, metadata={"help": "evaluations without improvement"})
+    group_by_length: bool = field(default=True, metadata={"help": "batches of like length, so that little is padding"})
+
+
+class Parser(HfArgumentParser):
+    """The Trainer's parser, made to raise RequestError where argparse prints two hundred flags and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(f"{message}. `--help` lists the flags.")
+
+
+class Request:
+    """What the user asked for, before `TrainingArguments` is built: values by name, and which were given at all."""
+
+    def __init__(
+        self,
+        groups: Sequence[type],
+        defaults: dict[str, Any],
+        argv: Sequence[str],
+        launch: Launch,
+        scratch_defaults: dict[str, Any],
+    ) -> None:
+        self.groups = tuple(groups)
+        self.launch = launch
+        parser = _parser((*groups, TrainingArguments), defaults)
+        flags = parse_flags(parser, list(argv))
+        path = flags.get("config")
+        self.given = {**(_read_yaml(path, parser) if path else {}), **flags}
+        if not self.given.get("model_name_or_path"):
+            defaults = {**defaults, **scratch_defaults}
+        self.values: dict[str, Any] = {**defaults, **self.given}
+        _check(self.values, self.given)
+
+    def value(self, name: str) -> Any:
+        """The value of any flag: as given, or the recipe's default, or the Trainer's."""
+        return self.values.get(name, trainer_default(name))
+
+    def build(self, **settled: Any) -> tuple[Any, ...]:
+        """The dataclasses of the groups, then `TrainingArguments` with what the runtime `settled`."""
+        known = {f.name for f in fields(TrainingArguments) if f.init}
+        training = {k: v for k, v in {**self.values, **settled}.items() if k in known}
+        built = [
+            group(**{f.name: self.values[f.name] for f in fields(group) if f.name in self.values})
+            for group in self.groups
+        ]
+        try:
+            return (*built, TrainingArguments(**training))
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+
+
+def trainer_default(name: str) -> Any:
+    """The default of a field of TrainingArguments; None for any other name."""
+    found = {f.name: f.default for f in fields(TrainingArguments)}
+    return found.get(name)
+
+
+def _parser(groups: Sequence[type], defaults: dict[str, Any]) -> Parser:
+    parser = Parser(groups, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for action in parser._actions:
+        if action.dest in defaults:
+            action.help = f"{action.help or ''} [this recipe: {defaults[action.dest]}]".replace("%", "%%")
+        if action.dest != "help":
+            action.default = argparse.SUPPRESS  # only what is given comes back
+    return parser
+
+
+def parse_flags(parser: Parser, argv: list[str]) -> dict[str, Any]:
+    """The given flags by name. The deepspeed launcher's --local_rank ends here (transformers 5 has no such flag)."""
+    argv = [word for word in argv if not word.startswith(("--local_rank=", "--local-rank="))]
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise RequestError(
+            f"{unknown[0]} is no flag of this recipe.{_nearest(unknown[0].lstrip('-').split('=')[0], parser)}"
+        )
+    return vars(known)
+
+
+def _nearest(word: str, parser: Parser) -> str:
+    near = difflib.get_close_matches(word, [action.dest for action in parser._actions], 1)
+    return f" Did you mean --{near[0]}?" if near else " `--help` lists them."
+
+
+def _read_yaml(name: str, parser: Parser) -> dict[str, Any]:
+    """Flat `key: value` lines, as if they were flags, so both take the same values and give the same errors."""
+    path = Path(name).expanduser()
+    try:
+        if path.stat().st_size > MAX_YAML_BYTES:
+            raise RequestError(f"--config {name}: {path.stat().st_size:,} bytes is no recipe config.")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(
+            f"--config {name}: cannot be read ({error.strerror}). Give the path of a YAML file."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise RequestError(f"{name}{where}: is not YAML: {getattr(error, 'problem', None) or error}.") from error
+    if not isinstance(content, dict):
+        raise RequestError(f"{name}: must hold flat `flag: value` lines, but holds a {type(content).__name__}.")
+    known = {action.dest for action in parser._actions} - {"help", "config"}
+    argv: list[str] = []
+    for key, value in content.items():
+        if key not in known:
+            raise RequestError(f"{name}: {key!r} is no flag of this recipe.{_nearest(str(key), parser)}")
+        if isinstance(value, dict):
+            argv.append(f"--{key}={json.dumps(value)}")
+        elif isinstance(value, list):
+            argv += [f"--{key}", *map(str, value)]
+        elif value is not None:
+            argv.append(f"--{key}={value}")
+    try:
+        return parse_flags(parser, argv)
+    except RequestError as error:
+        raise RequestError(f"{name}: {error}") from error
+
+
+def _check(values: dict[str, Any], given: dict[str, Any]) -> None:
+    """What is wrong with the flags alone, whatever the machine and the data."""
+    if values.get("resume") and values.get("overwrite_output_dir"):
+        raise RequestError("--resume and --overwrite_output_dir contradict each other. Keep one.")
+    if given.get("deepspeed") and given.get("deepspeed_config"):
+        raise RequestError("--deepspeed and --deepspeed_config say the same thing twice. Keep one.")
+    if values.get("class_weights", "none") not in ("none", "balanced"):
+        raise RequestError(f"--class_weights is {values['class_weights']!r}, but it must be none or balanced.")
+    if values.get("task") not in (None, "classification", "regression"):
+        raise RequestError(f"--task is {values['task']!r}, but it must be classification or regression.")
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if name in values and values[name] < 1:
+            raise RequestError(f"--{name} is {values[name]}, but it must be 1 or more.")
+    reports = values.get("report_to") or []
+    if "wandb" in reports and not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")):
+        import netrc
+
+        try:
+            logged_in = bool(netrc.netrc().hosts)
+        except (OSError, netrc.NetrcParseError):
+            logged_in = False
+        if not logged_in:
+            raise RequestError(
+                "--report_to wandb, but nobody is logged in, and a run must not stop to ask. Run `wandb login`, or set "
+                "WANDB_API_KEY, or set WANDB_MODE=offline and `wandb sync` later."
+            )
+
+
+def choose_deepspeed(request: Request, precision: dict[str, bool], has_cuda: bool) -> Loaded | None:
+    """The DeepSpeed config of the run, checked, or None for a run without DeepSpeed.
+
+    --deepspeed or --deepspeed_config name a shipped config or a path; `none` switches it off. The deepspeed launcher
+    uses zero2 by default, plain python and torchrun nothing. Under `accelerate launch` the choice is in its own config.
+    """
+    launch = request.launch
+    asked = request.values.get("deepspeed") or request.values.get("deepspeed_config")
+    by_accelerate = (
+        os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" and launch.launcher == "accelerate"
+    )
+    if by_accelerate and asked:
+        raise RequestError(
+            f"accelerate launch already sets DeepSpeed up, and --deepspeed {asked} asks for another config. Drop "
+            "--deepspeed, or launch with `deepspeed` or `torchrun` instead."
+        )
+    if by_accelerate:
+        asked = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if not asked and launch.launcher == "deepspeed":
+        asked = "zero2"
+    if not asked or asked == "none":
+        return None
+    names = (
+        "per_device_train_batch_size gradient_accumulation_steps max_grad_norm learning_rate adam_beta1 adam_beta2 "
+        "adam_epsilon weight_decay lr_scheduler_type"
+    ).split()
+    arguments = {name: request.value(name) for name in names} | precision
+    run = Run(
+        world_size=launch.world_size,
+        ranks_per_node=launch.local_world_size,
+        has_cuda=has_cuda,
+        output_dir=request.values["output_dir"],
+        arguments=arguments,
+        nvme_path=request.values.get("nvme_path"),
+    )
+    return load(asked, run)
+
+
+def settle_output_dir(request: Request) -> None:
+    """Refuse to write over a run, or clear it if told so. Only rank 0 may call it. Raises RequestError."""
+    folder = Path(request.values["output_dir"]).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise RequestError(f"--output_dir {folder}: is a file. Give a folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise RequestError(
+            f"--output_dir {folder}: cannot be written ({error.strerror}). Give another folder."
+        ) from error
+    entries = [p.name for p in folder.iterdir()]
+    if request.values.get("resume") or not entries:
+        return
+    if not request.values.get("overwrite_output_dir"):
+        raise RequestError(
+            f"--output_dir {folder}: already holds {len(entries)} files or folders. Go on with that run by --resume auto, delete "
+            "it by --overwrite_output_dir True, or give another folder."
+        )
+    if RUN_RECORD not in entries:
+        raise RequestError(
+            f"--output_dir {folder}: holds {', '.join(sorted(entries)[:3])} but no {RUN_RECORD}, so it is no run of ours "
+            "and is not deleted. Empty it by hand, or give another folder."
+        )
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def checkpoint_to_resume(request: Request) -> str | None:
+    """The checkpoint folder that --resume means; None without it. Raises RequestError where there is none."""
+    folder, resume = Path(request.values["output_dir"]).expanduser(), request.values.get("resume")
+    if not resume:
+        return None
+    if resume == "auto":
+        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        if last is None:
+            raise RequestError(f"--resume auto: {folder} holds no checkpoint. Leave --resume out to start anew.")
+        return str(last)
+    path = Path(resume).expanduser()
+    if not (path / "trainer_state.json").is_file():
+        raise RequestError(
+            f"--resume {resume}: is no checkpoint folder (no trainer_state.json in it). Give one, or auto."
+        )
+    return str(path)

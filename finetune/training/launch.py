@@ -1,0 +1,80 @@
+"""What a launcher tells its processes, and how a recipe's `main` ends: one rank speaks. Never imports torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetune.errors import FinetuneError
+
+SILENT_RANK_WAITS_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where this process stands among the others. The defaults are those of plain `python`."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    launcher: str = "python"  # "python", "deepspeed", "accelerate" or "torchrun"
+
+    @property
+    def speaks(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def leads_its_node(self) -> bool:
+        return self.local_rank == 0
+
+
+def read_launch() -> Launch:
+    """From the environment that torchrun, `accelerate launch` and the deepspeed launcher set up.
+
+    deepspeed/launcher/launch.py sets CROSS_SIZE and LOCAL_SIZE; accelerate's marks are ACCELERATE_*; all set RANK.
+    """
+    env = os.environ
+    if "RANK" not in env:
+        return Launch()
+    world = int(env.get("WORLD_SIZE", "1"))
+    local_world = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world)
+    if "ACCELERATE_MIXED_PRECISION" in env or "ACCELERATE_USE_DEEPSPEED" in env:
+        launcher = "accelerate"
+    else:
+        launcher = "deepspeed" if "CROSS_SIZE" in env else "torchrun"
+    return Launch(int(env["RANK"]), int(env.get("LOCAL_RANK", "0")), world, local_world, launcher)
+
+
+def join_as_single_process() -> None:
+    """Give plain `python` the variables of a launch of one, which DeepSpeed would look for by MPI otherwise."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a recipe's `main` and end the process: 0 done, 1 the run failed, 2 the request was wrong.
+
+    Every rank meets the same fault in the request, and rank 0 alone says it. The others wait for the launcher to end
+    them, which it does as soon as rank 0 has; ending first, they would have rank 0 killed before it spoke. A rank whose
+    fault rank 0 does not share speaks once it has waited in vain.
+    """
+    launch = read_launch()
+    try:
+        main()
+    except FinetuneError as error:
+        prefix = ""
+        if not launch.speaks:
+            time.sleep(SILENT_RANK_WAITS_SECONDS)
+            prefix = f"[rank {launch.rank}] "
+        print(f"\n{prefix}error: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(error.exit_status)  # no atexit hook may hang on a collective that the other ranks have left

@@ -1,0 +1,93 @@
+"""Is a model's loss divided by the number of items that the Trainer counted? Asked of the model, not of a list of names.
+
+transformers 5.23 multiplies the loss by the number of processes, and does not divide it by the accumulation steps, for
+every model whose forward takes `**kwargs`, on the assumption that such a model divides by `num_items_in_batch`
+(trainer.py, Trainer.__init__, compute_loss, training_step). Many do not, DistilBERT's classification head among them:
+their loss and gradients grow with the number of GPUs, and gradient clipping bites harder and harder. Setting
+`accepts_loss_kwargs` on the model is the Trainer's public switch. Let this go once transformers finds out by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+PROBE_ROWS, PROBE_TOKENS = 2, 4
+
+
+def honours_num_items_in_batch(model: Any, label_is_float: bool = False, label_per_token: bool = False) -> bool | None:
+    """True if the loss that `model` returns depends on `num_items_in_batch`; None if the question cannot be put.
+
+    The count is given to a copy of the model as a tensor that wants a gradient: if the loss is a function of it,
+    autograd finds a path back. The copy is built from the config, on the meta device, where tensors have shapes and a
+    graph but no values: it costs no memory, and weights that ZeRO-3 has sharded are no obstacle. A model that looks at
+    values on its way (GPT-2 at its padding) is asked once more on the CPU, with a single layer. `label_per_token` puts
+    labels of shape (B, T) in place of (B,).
+    """
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if "num_items_in_batch" not in parameters and not takes_any:
+        return False
+    shape = (PROBE_ROWS, PROBE_TOKENS) if label_per_token else (PROBE_ROWS,)
+    for device in ("meta", "cpu"):
+        config = copy.deepcopy(model.config)
+        if device == "cpu":
+            config.num_hidden_layers = 1
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device(device), torch.enable_grad():
+                twin = type(model)(config)
+                count = torch.ones((), requires_grad=True)
+                tokens = torch.ones(PROBE_ROWS, PROBE_TOKENS, dtype=torch.long)
+                labels = torch.ones(shape, dtype=torch.float if label_is_float else torch.long)
+                loss = twin(input_ids=tokens, labels=labels, num_items_in_batch=count).loss
+                (found,) = torch.autograd.grad(loss, count, allow_unused=True)
+        except TypeError as error:
+            if "num_items_in_batch" in str(error):
+                return False
+        except (RuntimeError, ValueError, AttributeError, IndexError):
+            continue
+        else:
+            return found is not None
+    return None
+
+
+def settle_loss_scaling(model: Any, label_is_float: bool = False, label_per_token: bool = False) -> bool:
+    """Tell the Trainer what `honours_num_items_in_batch` found; call it before the Trainer is built.
+
+    Where the model cannot be asked, False is the safe answer: the loss is then a mean over each micro-batch, which is
+    the mean over the global batch wherever micro-batches have equally many items.
+    """
+    honours = honours_num_items_in_batch(model, label_is_float, label_per_token) or False
+    model.accepts_loss_kwargs = honours
+    return honours
+
+
+def weighted_loss(class_weights: list[float] | None, label_smoothing: float) -> Any:
+    """A `compute_loss_func` for the Trainer: cross entropy with class weights, as a sum over rows by their number.
+
+    The divisor is the number of rows of the global batch, not the sum of their weights: a mean of weighted means would
+    depend on how rows are spread over processes. This is what scikit-learn's `class_weight` does.
+    """
+
+    def compute(
+        outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        logits = outputs["logits"].float()  # (B, classes)
+        weights = None if class_weights is None else torch.tensor(class_weights, device=logits.device)
+        losses = torch.nn.functional.cross_entropy(
+            logits, labels, weight=weights, label_smoothing=label_smoothing, reduction="sum"
+        )
+        return losses / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+    return compute
+
+
+def class_weights(label_ids: Sequence[int], classes: int) -> list[float]:
+    """Weights that let every class count alike: rows / (classes x rows of the class), as scikit-learn's "balanced"."""
+    counts = np.bincount(np.asarray(label_ids), minlength=classes)
+    return [float(len(label_ids) / (classes * count)) if count else 0.0 for count in counts]

@@ -1,0 +1,60 @@
+"""Metrics over whole evaluation sets, computed here and offline. They depend on the rows alone, not on how the rows were
+spread over batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, matthews_corrcoef, mean_squared_error
+
+from finetune.data.columns import Labels
+
+Metrics = Callable[[Any], dict[str, float]]
+
+
+def metrics_for(labels: Labels) -> Metrics:
+    """A `compute_metrics` for the Trainer.
+
+    It returns `loss` too, the exact mean over rows: the Trainer's own is a mean over batches, in which rows that fill
+    up the last batch of a rank count twice (transformers 5.23, Trainer.evaluation_loop). The Trainer lets it win.
+    """
+    return regression_metrics if labels.task == "regression" else classification_metrics
+
+
+def classification_metrics(evaluated: Any) -> dict[str, float]:
+    """loss (cross entropy), accuracy, macro-F1 and Matthews, from logits (N, classes) and ids (N,)."""
+    logits, ids = _logits(evaluated.predictions), np.asarray(evaluated.label_ids)
+    predicted = logits.argmax(axis=-1)
+    return {
+        "loss": float(-log_softmax(logits)[np.arange(len(ids)), ids].mean()),
+        "accuracy": float(accuracy_score(ids, predicted)),
+        "f1_macro": float(f1_score(ids, predicted, average="macro", zero_division=0)),
+        "matthews": float(matthews_corrcoef(ids, predicted)),
+    }
+
+
+def regression_metrics(evaluated: Any) -> dict[str, float]:
+    """loss and mse (one and the same), and Pearson's correlation, from predictions (N, 1) and numbers (N,)."""
+    predicted, truth = _logits(evaluated.predictions).reshape(-1), np.asarray(evaluated.label_ids, dtype=np.float64)
+    mse = float(mean_squared_error(truth, predicted))
+    flat = predicted.std() == 0 or truth.std() == 0  # no correlation with a constant
+    return {"loss": mse, "mse": mse, "pearson": 0.0 if flat else float(np.corrcoef(truth, predicted)[0, 1])}
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities along the last axis, in float64."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def confusion(predictions: Any, ids: Any, classes: int) -> np.ndarray:
+    """Counts (classes, classes): rows are true labels, columns predicted ones."""
+    return confusion_matrix(np.asarray(ids), _logits(predictions).argmax(axis=-1), labels=range(classes))
+
+
+def _logits(predictions: Any) -> np.ndarray:
+    """Some models give a tuple of which the logits are the first."""
+    first = predictions[0] if isinstance(predictions, tuple) else predictions
+    return np.asarray(first, dtype=np.float64)

@@ -1,0 +1,64 @@
+"""The pictures in a run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+BLUE, ORANGE, GREY = "#2a6f97", "#e07a30", "#6b7280"
+MANY_CLASSES = 12  # from here on labels are turned, and cells carry smaller numbers
+
+
+def plot_training(rows: Sequence[dict[str, Any]], path: Path, metric: str) -> None:
+    """Loss of training and evaluation over steps, and `metric` of the evaluation (its name in the logs) beside it."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for key, label, colour, marker in (("loss", "training", BLUE, ""), ("eval_loss", "evaluation", ORANGE, "o")):
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        if points:
+            left.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=label)
+    left.set_ylabel("loss")
+    if left.lines:
+        left.legend(frameon=False)
+    points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+    if points:
+        right.plot(*zip(*points, strict=True), color=ORANGE, marker="o", markersize=4)
+    right.set_ylabel(f"evaluation {metric.removeprefix('eval_')}")
+    for axes in (left, right):
+        axes.set_xlabel("optimizer step")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.savefig(path, dpi=120)
+
+
+def plot_confusion(counts: np.ndarray, names: Sequence[str], path: Path) -> None:
+    """Counts (classes, classes), coloured by their share of the true label's row."""
+    side = max(3.6, 0.48 * len(names) + 1.6)
+    figure = Figure(figsize=(side + 0.6, side), layout="constrained")
+    axes = figure.subplots()
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    many = len(names) > MANY_CLASSES
+    shown = [name if len(name) <= 18 else name[:17] + "…" for name in names]
+    axes.set_xticks(
+        range(len(names)),
+        shown,
+        rotation=45 if many or max(map(len, shown)) > 6 else 0,
+        ha="right" if many else "center",
+    )
+    axes.set_yticks(range(len(names)), shown)
+    axes.set_xlabel("predicted")
+    axes.set_ylabel("true")
+    if len(names) <= 30:
+        for row, column in np.argwhere(counts > 0):
+            colour = "white" if shares[row, column] > 0.5 else "black"
+            size = 7 if many else 10
+            axes.text(column, row, int(counts[row, column]), ha="center", va="center", color=colour, fontsize=size)
+    figure.colorbar(image, ax=axes, shrink=0.8, label="share of the true label")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,149 @@
+"""What a run leaves behind beside weights and checkpoints: records, metrics, predictions. Rank 0 writes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import TrainerCallback
+
+from finetune.errors import RunError
+from finetune.training.arguments import RUN_RECORD
+
+PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "tokenizers", "scikit-learn", "numpy")
+SECRET_WORDS = ("token", "key", "password", "secret")
+
+
+class MetricsFile(TrainerCallback):
+    """Appends every log of the Trainer to `metrics.jsonl`, one JSON object a line with `step` and `epoch`."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs:
+            row = {"step": state.global_step, **logs, "time": round(time.time(), 3)}
+            with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_finite(row)) + "\n")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of `metrics.jsonl`; a last line that a kill has torn is left out."""
+    rows = []
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def write_records(folder: Path, values: dict[str, Any], argv: Sequence[str], launcher: str) -> None:
+    """`recipe.yaml`, which `--config` takes to run again, and `environment.json`."""
+    kept = {
+        k: v for k, v in sorted(values.items()) if v is not None and not _is_secret(k) and k not in ("config", "resume")
+    }
+    write_text(folder / RUN_RECORD, yaml.safe_dump(_plain(kept), sort_keys=True))
+    record = {
+        "command": command_line(argv, launcher),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "packages": {name: _version(name) for name in ("finetune", *PACKAGES)},
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    write_text(folder / "environment.json", json.dumps(record, indent=2) + "\n")
+
+
+def command_line(argv: Sequence[str], launcher: str) -> str:
+    """How the recipe was called, without the values of flags that name a secret."""
+    words, hide = [f"recipes/{Path(sys.argv[0]).name}"], False
+    for word in argv:
+        if word.startswith(("--local_rank", "--local-rank")):
+            continue
+        name = word.split("=")[0]
+        secret = word.startswith("--") and _is_secret(name)
+        words.append("***" if hide else f"{name}=***" if secret and "=" in word else word)
+        hide = secret and "=" not in word
+    return f"{launcher} {shlex.join(words)}"
+
+
+def write_ds_config(folder: Path, trainer: Any) -> None:
+    """`ds_config.json` as the engine got it, every "auto" filled; nothing for a run without DeepSpeed."""
+    if trainer.is_deepspeed_enabled:
+        write_json(folder / "ds_config.json", trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """JSON that any parser takes: a number that is not finite becomes null."""
+    write_text(path, json.dumps(_finite(content), indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(path.name + ".unfinished")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+@contextmanager
+def explained_disk_errors(folder: Path) -> Iterator[None]:
+    """Turn a full disk, in whichever library's words, into one sentence. What was saved before stays."""
+    try:
+        yield
+    except Exception as error:
+        if not _disk_is_full(error, folder):
+            raise
+        free = shutil.disk_usage(folder).free / 2**20
+        raise RunError(
+            f"the disk of {folder} is full ({free:.0f} MiB free), and saving failed. Earlier checkpoints are as they were. "
+            "Make room, keep fewer by --save_total_limit, or save optimizer-free by --save_only_model True; then "
+            "--resume auto."
+        ) from error
+
+
+def _disk_is_full(error: BaseException, folder: Path) -> bool:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left" in str(cause):  # safetensors
+            return True
+        if "PytorchStreamWriter" in str(cause) and shutil.disk_usage(folder).free < 2**20:  # torch.save gives no errno
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _is_secret(name: str) -> bool:
+    return any(part in SECRET_WORDS for part in name.lower().replace("-", "_").split("_"))
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

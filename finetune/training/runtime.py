@@ -1,0 +1,81 @@
+"""Settle the machine before anything is built: threads, precision, process group, DeepSpeed, Accelerate's state."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from finetune.training.launch import Launch, join_as_single_process
+
+# The widths at which bf16 beats fp32 on a CPU. Without either it is about four times slower (docs/results/seq_cls.md);
+# torch.backends.cpu.get_cpu_capability() says AVX512 for both kinds, so the flags are read instead.
+BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
+
+
+def choose_precision(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """ "bf16", "fp16" or "fp32": the fastest that trains well on this machine."""
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    try:
+        flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
+    except OSError:
+        return "fp32"
+    return "bf16" if BF16_CPU_FLAGS & set(flags.split()) else "fp32"
+
+
+def set_threads(launch: Launch) -> int:
+    """Share the cores among this node's ranks, and return the threads of this one.
+
+    deepspeed and python give each rank a thread a core, so that ranks fight; torchrun gives one thread unless told. A
+    number that the user set (OMP_NUM_THREADS other than torchrun's 1) is kept.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0 and not (given == "1" and launch.world_size > 1):
+        return int(given)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // launch.local_world_size)
+    if not torch.cuda.is_available():
+        torch.set_num_threads(threads)
+    return threads
+
+
+def join_process_group(launch: Launch, with_deepspeed: bool) -> None:
+    """Build Accelerate's process state. Call it before `TrainingArguments`, which must be told to use it:
+    `accelerator_config={"use_configured_state": True}`.
+
+    Without a GPU Accelerate finds no backend by itself and takes every rank for the only one, so that the Trainer
+    resolves "auto" batch sizes to wrong products (accelerate 1.15, state.py, PartialState.__init__: it wants `cpu=True`,
+    which in turn rules out DeepSpeed). Naming the backend mends both.
+    """
+    from accelerate import PartialState
+
+    # ninja lies beside this Python when the environment is not activated, and DeepSpeed's builds look for it by PATH.
+    here = os.path.dirname(sys.executable)
+    if here not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = f"{here}{os.pathsep}{os.environ.get('PATH', '')}"
+    if with_deepspeed:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        if launch.launcher == "python":
+            join_as_single_process()
+    if launch.world_size > 1 or with_deepspeed:
+        PartialState(**({} if torch.cuda.is_available() else {"backend": "gloo"}))
+
+
+def quiet_libraries(launch: Launch) -> None:
+    """One rank speaks: progress bars and library chatter are for rank 0, and for a terminal."""
+    import datasets
+    import transformers
+
+    if not launch.speaks or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+    level = logging.WARNING if launch.speaks else logging.ERROR
+    for name in ("transformers", "datasets", "accelerate", "DeepSpeed", "torch.distributed"):
+        logging.getLogger(name).setLevel(level)
+    if not launch.speaks:
+        warnings.simplefilter("ignore")

@@ -1,0 +1,119 @@
+"""How fast a run goes and how much memory it takes: real tokens, padding, step times, peaks, model FLOPs utilization."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+# Dense bf16 or fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets (the figures without sparsity).
+PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+FLOPS_PER_PARAM_AND_TOKEN = 6  # 2 forward, 4 backward (Kaplan et al., arXiv 2001.08361, section 2.1)
+
+
+def peak_flops() -> float | None:
+    """The half-precision peak of this GPU in FLOP/s; None on a CPU or an unknown GPU."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_memory_bytes() -> int:
+    """GPU: the allocator's peak. CPU: the process's largest resident set (`ru_maxrss`), everything included."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS
+
+
+class SpeedMeter(TrainerCallback):
+    """Counts tokens and times steps. The Trainer subclass feeds it batches and adds its figures to each log.
+
+    A step's time runs from the end of the step before, so it holds the wait for data; evaluation and saving are left
+    out. On a GPU the host's clock sees a step when the device's queue has taken it, so single steps are approximate and
+    their sum is right.
+    """
+
+    def __init__(self, non_embedding_parameters: int, world_size: int) -> None:
+        self.flops_per_token = FLOPS_PER_PARAM_AND_TOKEN * non_embedding_parameters
+        self.world_size = world_size
+        self.peak = peak_flops()
+        self.total_step_seconds: list[float] = []
+        self._total: Any = 0
+        self._window: Any = 0
+        self._window_seconds = 0.0
+        self._mark: float | None = None
+
+    def count(self, inputs: dict[str, Any]) -> None:
+        """Add a micro-batch of this rank: rows, real tokens, and tokens with padding. Nothing is synchronised."""
+        ids = inputs["input_ids"]  # (B, T)
+        mask = inputs.get("attention_mask")
+        real = mask.sum() if mask is not None else torch.tensor(ids.numel(), device=ids.device)
+        counted = torch.stack([torch.full_like(real, ids.shape[0]), real, torch.full_like(real, ids.numel())])
+        self._window = self._window + counted.double()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._mark is None:
+            self._mark = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        if self._mark is not None:
+            self._window_seconds += now - self._mark
+            self.total_step_seconds.append(now - self._mark)
+        self._mark = now
+
+    def _forget_the_mark(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._mark = None
+
+    on_evaluate = on_save = on_epoch_begin = on_predict = _forget_the_mark
+
+    def window(self, reduce: Any) -> dict[str, float]:
+        """Figures since the last call, over all ranks; `reduce` sums a tensor over them. Every rank must call it."""
+        if not self._window_seconds:
+            return {}
+        counted = reduce(self._window)
+        figures = self._figures(counted, self._window_seconds)
+        self._total, self._window, self._window_seconds = self._total + counted, 0, 0.0
+        return figures
+
+    def summary(self, reduce: Any, gather: Any) -> dict[str, Any]:
+        """Figures of the whole run: speed, median and p95 of step times in seconds, peak memory of each rank in GiB."""
+        self.window(reduce)
+        peaks = gather(peak_memory_bytes())
+        figures: dict[str, Any] = {"peak_memory_gib_per_rank": [round(peak / 2**30, 3) for peak in peaks]}
+        if self.total_step_seconds:
+            figures |= self._figures(self._total, sum(self.total_step_seconds))
+            figures["step_seconds_median"] = float(np.median(self.total_step_seconds))
+            figures["step_seconds_p95"] = float(np.percentile(self.total_step_seconds, 95))
+        return figures
+
+    def _figures(self, counted: Any, seconds: float) -> dict[str, float]:
+        rows, real, padded = counted.tolist()
+        figures = {
+            "samples_per_second": rows / seconds,
+            "real_tokens_per_second": real / seconds,
+            "padding_share": 1 - real / padded,
+        }
+        if self.peak:
+            figures["mfu"] = self.flops_per_token * real / seconds / (self.peak * self.world_size)
+        return figures

@@ -1,0 +1,91 @@
+"""The first chapter of every recipe: from the command line to a settled machine and the Trainer's arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import set_seed
+
+from finetune.training import runtime
+from finetune.training.arguments import Request, checkpoint_to_resume, choose_deepspeed, settle_output_dir
+from finetune.training.launch import Launch, read_launch
+
+
+@dataclass(frozen=True)
+class Session:
+    """One process of one run, ready to train. `arguments` has the recipe's groups in order."""
+
+    launch: Launch
+    arguments: tuple[Any, ...]
+    training: Any
+    request: Request
+    checkpoint: str | None
+    threads: int
+
+    def say(self, *lines: str) -> None:
+        """Print on one rank."""
+        if self.launch.speaks:
+            print(*lines, sep="\n", flush=True)
+
+
+def start(
+    groups: Sequence[type], defaults: dict[str, Any], argv: Sequence[str], scratch_defaults: dict[str, Any]
+) -> Session:
+    """Parse, check, settle, and build `TrainingArguments`. Raises RequestError before anything heavy is done.
+
+    `scratch_defaults` overrule `defaults` when no --model_name_or_path is given.
+    """
+    launch = read_launch()
+    request = Request(groups, defaults, argv, launch, scratch_defaults)
+    runtime.quiet_libraries(launch)
+    checkpoint = checkpoint_to_resume(request)
+    has_cuda = torch.cuda.is_available()
+    precision = choose_precision(request)
+    deepspeed = choose_deepspeed(request, precision, has_cuda)
+    if launch.speaks:
+        settle_output_dir(request)
+    threads = runtime.set_threads(launch)
+    runtime.join_process_group(launch, with_deepspeed=deepspeed is not None)
+    settled: dict[str, Any] = {**precision, "deepspeed": deepspeed.config if deepspeed else None}
+    settled["use_cpu"] = request.value("use_cpu") or not has_cuda  # bf16 without a GPU is refused otherwise
+    settled["disable_tqdm"] = request.given.get("disable_tqdm", not sys.stderr.isatty())  # a bar is for a terminal
+    if launch.world_size > 1 or deepspeed:
+        settled["accelerator_config"] = {
+            **(request.values.get("accelerator_config") or {}),
+            "use_configured_state": True,
+        }
+    *arguments, training = request.build(**settled)
+    set_seed(training.seed)
+    session = Session(launch, tuple(arguments), training, request, checkpoint, threads)
+    session.say(_headline(session, deepspeed.name if deepspeed else None), *(deepspeed.notes if deepspeed else ()))
+    return session
+
+
+def choose_precision(request: Request) -> dict[str, bool]:
+    """The Trainer's `bf16` and `fp16`: as asked for, or what is fastest here."""
+    asked = {name: request.given[name] for name in ("bf16", "fp16") if name in request.given}
+    if asked:
+        return {"bf16": False, "fp16": False} | asked
+    best = runtime.choose_precision()
+    return {"bf16": best == "bf16", "fp16": best == "fp16"}
+
+
+def _headline(session: Session, deepspeed: str | None) -> str:
+    training, launch = session.training, session.launch
+    precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {session.threads} thread(s) a rank"
+    engine = (
+        f"DeepSpeed {deepspeed}"
+        if deepspeed
+        else "DeepSpeed by accelerate"
+        if training.deepspeed_plugin
+        else "no DeepSpeed"
+    )
+    accumulation = training.gradient_accumulation_steps
+    batch = f"{training.train_batch_size} x {accumulation} x {launch.world_size}"
+    total = training.train_batch_size * accumulation * launch.world_size
+    return f"run: {launch.world_size} rank(s) on {device}; {engine}; {precision}; global batch {batch} = {total}"

@@ -1,0 +1,100 @@
+"""The Hugging Face Trainer with three things mended: which samples make a step, what is counted, and the optimizer that
+offload wants. Everything else is the Trainer's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import PredictionOutput
+
+from finetune.data.sampling import GlobalBatchSampler
+from finetune.dsconfig.load import wants_cpu_adam
+from finetune.training.speed import SpeedMeter
+
+
+class FinetuneTrainer(Trainer):
+    """`lengths` are those of the training samples in tokens, to group by; None for a plain shuffle."""
+
+    def __init__(self, *args: Any, lengths: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lengths = lengths
+        self.speed = SpeedMeter(self._non_embedding_parameters(), self.args.world_size)
+        self.add_callback(self.speed)
+        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
+        if plugin is not None and wants_cpu_adam(plugin.deepspeed_config):
+            self.optimizer_cls_and_kwargs = _cpu_adam(self.args)
+
+    def get_train_dataloader(self) -> Any:
+        """As the Trainer's, but with steps that do not depend on the number of processes (see GlobalBatchSampler)."""
+        if isinstance(self.train_dataset, torch.utils.data.IterableDataset) or not hasattr(
+            self.train_dataset, "__len__"
+        ):
+            return super().get_train_dataloader()
+        args = self.args
+        global_batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        seed = args.data_seed if args.data_seed is not None else args.seed
+        wanted = set(self.data_collator_columns())
+        unused = [name for name in self.train_dataset.column_names if name not in wanted]
+        loader = DataLoader(
+            self.train_dataset.remove_columns(unused),
+            batch_size=args.train_batch_size,
+            sampler=GlobalBatchSampler(len(self.train_dataset), global_batch, seed, self.lengths),
+            collate_fn=self.data_collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+        return self.accelerator.prepare(loader)
+
+    def data_collator_columns(self) -> list[str]:
+        """The columns that a model takes: its tokenizer's inputs, and the labels."""
+        return [*self.processing_class.model_input_names, "token_type_ids", *self.label_names]
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        self.speed.count(inputs)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add the speed of the steps since the last log. Called on every rank, as the sum over ranks needs."""
+        if "loss" in logs:
+            logs = {**logs, **self.speed.window(self._sum_over_ranks)}
+        super().log(logs, start_time)
+
+    def predict_in_input_order(self, dataset: Any, metric_key_prefix: str = "predict") -> PredictionOutput:
+        """As `predict`, with batches of like length inside, and rows out in the order in which they came in."""
+        order = np.argsort(-np.asarray(dataset["length"]), kind="stable")
+        output = self.predict(dataset.select(order), metric_key_prefix=metric_key_prefix)
+        back = np.argsort(order)
+        first = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
+        truth = None if output.label_ids is None else output.label_ids[back]
+        return PredictionOutput(first[back], truth, output.metrics)
+
+    def speed_summary(self) -> dict[str, Any]:
+        """The figures of the whole run; every rank must call it."""
+        return self.speed.summary(self._sum_over_ranks, self._from_all_ranks)
+
+    def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(tensor.float(), reduction="sum").double().cpu()
+
+    def _from_all_ranks(self, value: float) -> list[float]:
+        own = torch.tensor([value], dtype=torch.float32, device=self.args.device)
+        return [float(v) for v in self.accelerator.gather(own).tolist()]
+
+    def _non_embedding_parameters(self) -> int:
+        embedding = self.model.get_input_embeddings().weight
+        counts = [getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p is not embedding]
+        return sum(counts)
+
+
+def _cpu_adam(args: Any) -> tuple[Any, dict[str, Any]]:
+    """DeepSpeed's AdamW for states in CPU memory, with the Trainer's weight-decay groups: a section in the JSON would
+    put weight decay on biases and norms too (transformers, integrations/deepspeed.py, deepspeed_optim_sched)."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    betas = (args.adam_beta1, args.adam_beta2)
+    return DeepSpeedCPUAdam, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "adamw_mode": True}

@@ -1,0 +1,119 @@
+"""Fine-tune a text classifier (or regressor), on one CPU core or on many GPUs.
+
+    deepspeed --num_gpus 2 recipes/seq_cls.py                                     # small, offline, on built-in text
+    deepspeed --num_gpus 8 recipes/seq_cls.py --deepspeed zero3 --train_file reviews.csv --model_name_or_path FOLDER_OR_ID
+    python recipes/seq_cls.py --config recipes/configs/seq_cls_sst2.yaml --train_file train.tsv --validation_file dev.tsv
+
+Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
+taken, too; `--help` lists all. The run folder (--output_dir) then opens with `pipeline("text-classification", folder)`.
+"""
+
+import sys
+from pathlib import Path
+
+from transformers import DataCollatorWithPadding, EarlyStoppingCallback
+
+from finetune.data.classification import prepare
+from finetune.data.tables import DataArguments, PreparationArguments
+from finetune.models.classifier import ModelArguments, build_classifier, find_source
+from finetune.training.arguments import RunArguments
+from finetune.training.launch import run
+from finetune.training.loss import class_weights, settle_loss_scaling, weighted_loss
+from finetune.training.metrics import metrics_for
+from finetune.training.report import headline, write_predictions, write_report
+from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
+from finetune.training.start import start
+from finetune.training.trainer import FinetuneTrainer
+
+DEFAULTS = {
+    "output_dir": "runs/seq_cls",
+    "do_train": True,
+    "do_eval": True,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 32,
+    "num_train_epochs": 3,
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "save_total_limit": 2,
+    "logging_steps": 10,
+    "report_to": ["none"],
+}
+# A model from scratch wants a higher rate and more rounds than a pretrained one.
+SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "warmup_steps": 0.1}
+
+
+def main() -> None:
+    # Start: parse, check, settle the machine. What is wrong with the request is said here or in the next two chapters.
+    groups = (ModelArguments, DataArguments, PreparationArguments, RunArguments)
+    session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
+    model_args, data_args, preparation, run_args = session.arguments
+    training, folder = session.training, Path(session.training.output_dir)
+
+    # Data: the model's tokenizer, or one trained on the text. One rank prepares, the others wait.
+    source = find_source(model_args, data_args.max_seq_length)
+    data = prepare(
+        data_args,
+        preparation,
+        source.tokenizer,
+        max_seq_length=source.max_seq_length,
+        vocab_size=source.vocab_size,
+        seed=training.seed,
+        leads=session.launch.leads_its_node,
+        reports=session.launch.leads_its_node or session.launch.local_rank == 1,
+    )
+    session.say(data.account.headline(), f"model: {source.description}; --model_name_or_path takes any other")
+
+    # Model: built after TrainingArguments, for ZeRO-3 shards it while it is built.
+    model = build_classifier(model_args, source, data.labels, data.tokenizer)
+    settle_loss_scaling(model, label_is_float=data.labels.task == "regression")
+
+    # Trainer
+    callbacks = [MetricsFile()]
+    if run_args.early_stopping_patience:
+        callbacks.append(EarlyStoppingCallback(run_args.early_stopping_patience))
+    weights = None
+    if run_args.class_weights == "balanced":
+        weights = class_weights(data.splits["train"]["labels"], len(data.labels.names))
+    trainer = FinetuneTrainer(
+        model=model,
+        args=training,
+        train_dataset=data.splits["train"],
+        eval_dataset=data.splits["validation"],
+        processing_class=data.tokenizer,
+        data_collator=DataCollatorWithPadding(data.tokenizer),
+        compute_metrics=metrics_for(data.labels),
+        compute_loss_func=weighted_loss(weights, training.label_smoothing_factor) if weights else None,
+        callbacks=callbacks,
+        lengths=data.splits["train"]["length"] if run_args.group_by_length else None,
+    )
+
+    # Train, then save the model where `from_pretrained` looks for it.
+    with explained_disk_errors(folder):
+        if session.launch.speaks:
+            write_records(folder, session.request.values, sys.argv[1:], session.launch.launcher)
+        if training.do_train:
+            trained = trainer.train(resume_from_checkpoint=session.checkpoint)
+            trainer.save_metrics("train", {**trained.metrics, **trainer.speed_summary()})
+            trainer.save_model()
+            trainer.save_state()
+
+        # Evaluate and predict: whole sets, each row once, whatever the number of ranks.
+        evaluated = predicted = None
+        if training.do_eval:
+            evaluated = trainer.predict(data.splits["validation"], metric_key_prefix="eval")
+            trainer.save_metrics("eval", evaluated.metrics)
+        if training.do_predict:
+            predicted = trainer.predict_in_input_order(data.splits["test"])
+            trainer.save_metrics("predict", predicted.metrics)
+
+        # Report
+        if session.launch.speaks:
+            write_ds_config(folder, trainer)
+            if predicted is not None:
+                write_predictions(folder / "predictions.csv", predicted.predictions, data.labels, predicted.label_ids)
+            write_report(folder, data, evaluated, source)
+            session.say(headline(folder))
+
+
+if __name__ == "__main__":
+    run(main)
