@@ -11,7 +11,7 @@ taken, too; `--help` lists all. The run folder (--output_dir) then opens with `p
 import sys
 from pathlib import Path
 
-from transformers import DataCollatorWithPadding, EarlyStoppingCallback
+from transformers import EarlyStoppingCallback
 
 from finetune.data.classification import prepare
 from finetune.data.tables import DataArguments, PreparationArguments
@@ -73,18 +73,18 @@ def main() -> None:
         callbacks.append(EarlyStoppingCallback(run_args.early_stopping_patience))
     weights = None
     if run_args.class_weights == "balanced":
-        weights = class_weights(data.splits["train"]["labels"], len(data.labels.names))
+        weights = class_weights([data.account.label_counts.get(name, 0) for name in data.labels.names])
     trainer = FinetuneTrainer(
         model=model,
         args=training,
         train_dataset=data.splits["train"],
         eval_dataset=data.splits["validation"],
         processing_class=data.tokenizer,
-        data_collator=DataCollatorWithPadding(data.tokenizer),
+        data_collator=data.collator,
         compute_metrics=metrics_for(data.labels),
         compute_loss_func=weighted_loss(weights, training.label_smoothing_factor) if weights else None,
         callbacks=callbacks,
-        lengths=data.splits["train"]["length"] if run_args.group_by_length else None,
+        lengths=data.lengths if run_args.group_by_length else None,
     )
 
     # Train, then save the model where `from_pretrained` looks for it.

@@ -6,21 +6,30 @@ import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DataCollatorWithPadding
 
 from finetune.data.cache import cache_home, cache_key, file_state, prepare_once
 from finetune.data.columns import Columns, Labels
-from finetune.data.tables import SPLITS, DataArguments, PreparationArguments, Table, clean_tables, load_tables
+from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
+from finetune.data.tables import (
+    SPLITS,
+    CleanTables,
+    DataArguments,
+    PreparationArguments,
+    Table,
+    clean_tables,
+    load_tables,
+)
 from finetune.data.tokenizer import train_wordpiece
 
-FORMAT = 1  # raise it when what is cached changes
+FORMAT = 2  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Account:
     truncated: dict[str, int]
     label_counts: dict[str, int]  # of the training rows; empty for regression
     max_seq_length: int
+    stream: Survey | None = None  # where the training rows are streamed
 
     def headline(self) -> str:
         """One line for the log: what is used, and which flags change it."""
@@ -49,10 +59,22 @@ class Account:
 class ClassificationData:
     """Tokenized splits (`train`, `validation`, and `test` where given) with all that belongs to them."""
 
-    splits: Table
+    splits: dict[str, Any]
     labels: Labels
     account: Account
     tokenizer: Any
+
+    @property
+    def lengths(self) -> Any | None:
+        """Tokens of each training sample; None for a stream."""
+        return None if self.account.stream else self.splits["train"]["length"]
+
+    @property
+    def collator(self) -> Any:
+        """Pads a batch to its longest row; a stream's rows are tokenized on the way."""
+        if self.account.stream:
+            return StreamCollator(self.tokenizer, self.account.max_seq_length)
+        return DataCollatorWithPadding(self.tokenizer)
 
 
 def prepare(
@@ -85,24 +107,42 @@ def prepare(
 
     def make(folder: Path) -> None:
         tables, source = load_tables(arguments)
-        tables, columns, labels, skipped = clean_tables(tables, arguments, preparation, seed)
+        found = survey(arguments, preparation, "validation" in tables) if arguments.streaming else None
+        if found and found.held_out:
+            tables["validation"] = held_out_rows(arguments, found)
+        known = (found.columns, found.labels) if found else None
+        clean = clean_tables(tables, arguments, preparation, seed, known)
         used = tokenizer
         if used is None:
-            texts = (str(text) for name in columns.text for text in tables["train"][name])
+            texts = some_texts(arguments, found) if found else _texts(clean)
             used = train_wordpiece(texts, vocab_size, max_seq_length)
         workers = preparation.preprocessing_num_workers or os.cpu_count()
-        tokenized, truncated = tokenize_tables(tables, columns, used, max_seq_length, workers)
-        counts: Counter[str] = Counter()
-        if labels.task == "classification":
-            counts.update(labels.names[i] for i in tokenized["train"]["labels"])
+        tokenized, truncated = tokenize_tables(clean.splits, clean.columns, used, max_seq_length, workers)
+        counts = found.label_counts if found else _label_counts(tokenized["train"], clean.labels)
         rows = {split: len(table) for split, table in tokenized.items()}
-        account = Account(source, columns, rows, skipped, truncated, dict(counts), max_seq_length)
-        save(folder, tokenized, labels, account, used)
+        skipped = clean.skipped
+        if found:
+            rows, skipped = {"train": found.rows, **rows}, {"train": found.skipped, **skipped}
+        account = Account(source, clean.columns, rows, skipped, truncated, counts, max_seq_length, found)
+        save(folder, tokenized, clean.labels, account, used)
 
     folder = cache_home() / "classification" / key
     timeout = preparation.data_timeout_seconds
     prepare_once(folder, make, what="to tokenize", leads=leads, reports=reports, timeout_seconds=timeout)
-    return load(folder)
+    data = load(folder)
+    if data.account.stream is None:
+        return data
+    return replace(data, splits={"train": TextStream(arguments, data.account.stream, seed), **data.splits})
+
+
+def _texts(clean: CleanTables) -> Iterator[str]:
+    return (str(text) for name in clean.columns.text for text in clean.splits["train"][name])
+
+
+def _label_counts(train: Dataset, labels: Labels) -> dict[str, int]:
+    if labels.task == "regression":
+        return {}
+    return dict(Counter(labels.names[i] for i in train["labels"]))
 
 
 def tokenize_tables(
@@ -163,5 +203,6 @@ def load(folder: Path) -> ClassificationData:
     labels = Labels(stored["labels"]["task"], tuple(stored["labels"]["names"]))
     found = stored["account"]
     columns = Columns(tuple(found["columns"]["text"]), found["columns"]["label"])
-    account = Account(**{**found, "columns": columns})
+    stream = Survey(**{**found["stream"], "columns": columns, "labels": labels}) if found["stream"] else None
+    account = Account(**{**found, "columns": columns, "stream": stream})
     return ClassificationData(splits, labels, account, AutoTokenizer.from_pretrained(str(folder / "tokenizer")))

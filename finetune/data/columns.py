@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,10 @@ MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class Columns:
-    """`text` is one column, or two for pairs; `label` is None where the rows carry none."""
+    """`text` is one column, or two for pairs."""
 
     text: tuple[str, ...]
-    label: str | None
+    label: str
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def label_text(value: Any) -> str:
 
 
 def find_columns(head: Sequence[dict[str, Any]], text: Sequence[str] | None, label: str | None, where: str) -> Columns:
-    """Text and label columns of a table, from its first rows `head`. What is given by flag is only checked.
+    """Text and label columns of a training table, from its first rows `head`. What is given by flag is only checked.
 
     Raises RequestError, listing the columns with a value each, where the choice is not clear.
     """
@@ -72,6 +72,10 @@ def find_columns(head: Sequence[dict[str, Any]], text: Sequence[str] | None, lab
     if text and len(text) > 2:
         raise RequestError(f"--text_column_names takes one column, or two for pairs, but {len(text)} were given.")
     label = label or _find_label(head, set(text or ()))
+    if label is None:
+        raise RequestError(
+            f"{where}: cannot tell which column is the label. {_describe(head)} Say it by --label_column_name."
+        )
     return Columns(tuple(text) if text else _find_text(head, label, where), label)
 
 
@@ -114,34 +118,35 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value)) or not str(value).strip()
 
 
-def find_labels(values: Iterable[Any], task: str | None, class_names: Sequence[str] | None, where: str) -> Labels:
+def find_labels(values: Counter[Any], task: str | None, class_names: Sequence[str] | None, where: str) -> Labels:
     """What the training labels are: classes (integers, text, or `class_names` from a hub), or numbers to predict.
 
-    Fractions mean regression, and so does a column of floating-point numbers; `task` overrules both.
-    Raises RequestError where there is but one class, or where regression is asked for and a label is no number.
+    `values` counts the raw labels. Fractions mean regression, and so does a column of floating-point numbers; `task`
+    overrules both. Raises RequestError where there is but one class, or where regression is asked for and a label is
+    no number.
     """
-    if class_names and task != "regression":
-        return Labels("classification", tuple(class_names))
-    values = list(values)
-    counts = Counter(label_text(value) for value in values)
+    counts: Counter[str] = Counter()
+    for value, count in values.items():
+        counts[label_text(value)] += count
     numbers = {name: number for name in counts if (number := _number(name)) is not None}
-    if task == "regression" or (task is None and len(numbers) == len(counts) and _are_fractions(values, counts)):
+    all_numbers = len(numbers) == len(counts)
+    written_as_floats = any(isinstance(v, float) or (isinstance(v, str) and "." in v) for v in values)
+    fractions = not class_names and all_numbers and written_as_floats and len(counts) > 1
+    if task == "regression" or (task is None and fractions):
         wrong = [name for name in counts if name not in numbers][:MAX_SHOWN]
         if wrong:
             raise RequestError(f"{where}: --task regression needs numbers as labels, but found {', '.join(wrong)}.")
         return Labels("regression", ())
     if len(counts) < 2:
         raise RequestError(
-            f"{where}: all {len(values):,} rows have the label {next(iter(counts), None)!r}, and there is nothing to "
-            "learn from one class. Check --label_column_name, and that the file is whole."
+            f"{where}: all {sum(counts.values()):,} rows have the label {next(iter(counts), None)!r}, and there is "
+            "nothing to learn from one class. Check --label_column_name, and that the file is whole."
         )
-    names = sorted(counts, key=lambda name: numbers[name]) if len(numbers) == len(counts) else sorted(counts)
-    return Labels("classification", tuple(names))
-
-
-def _are_fractions(values: Sequence[Any], counts: Counter[str]) -> bool:
-    written_as_floats = any(isinstance(value, float) or (isinstance(value, str) and "." in value) for value in values)
-    return written_as_floats and len(counts) > 1
+    if class_names:
+        return Labels("classification", tuple(class_names))
+    return Labels(
+        "classification", tuple(sorted(counts, key=lambda name: numbers[name]) if all_numbers else sorted(counts))
+    )
 
 
 def _number(text: str) -> float | None:

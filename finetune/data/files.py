@@ -82,7 +82,7 @@ def _csv_options(flag: str, path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RequestError(f"--{flag} {path}: is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
     separator = "\t" if path.suffix.lower() in (".tsv", ".txt") or ("\t" in lines[0] and "," not in lines[0]) else ","
-    quoting = csv.QUOTE_NONE if separator == "\t" and not _is_quoted(lines) else csv.QUOTE_MINIMAL
+    quoting: Any = csv.QUOTE_NONE if separator == "\t" and not _is_quoted(lines) else csv.QUOTE_MINIMAL
     rows = [row for row in csv.reader(lines, delimiter=separator, quoting=quoting) if row]
     if not rows:
         raise RequestError(f"--{flag} {path}: the file has no rows.")

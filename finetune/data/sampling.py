@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import Sampler
 
 MEGABATCH = 50  # global batches that are sorted together: enough for little padding, little enough to stay random
@@ -38,18 +39,18 @@ class GlobalBatchSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         random = np.random.default_rng((self.seed, self.epoch))
-        order = np.resize(random.permutation(self.size), len(self))
+        order: npt.NDArray[np.int64] = np.resize(random.permutation(self.size), len(self))
         if self.lengths is not None:
             order = self._group(order, random)
         return iter(order.tolist())
 
-    def _group(self, order: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def _group(self, order: npt.NDArray[np.int64], random: np.random.Generator) -> npt.NDArray[np.int64]:
         assert self.lengths is not None
         batches_in_all = len(order) // self.global_batch_size
         groups = np.array_split(order.reshape(-1, self.global_batch_size), -(-batches_in_all // MEGABATCH))
         flat = [group.ravel() for group in groups]
         grouped = np.concatenate([group[np.argsort(-self.lengths[group], kind="stable")] for group in flat])
-        batches = grouped.reshape(-1, self.global_batch_size)
+        batches: npt.NDArray[np.int64] = grouped.reshape(-1, self.global_batch_size)
         shuffled = random.permutation(len(batches))
         # The longest batch goes first: if memory runs out, it does so at once.
         longest = int(np.argmax(self.lengths[batches].max(axis=1)[shuffled]))

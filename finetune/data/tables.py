@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from datasets import ClassLabel, Dataset
 from sklearn.model_selection import train_test_split
 
@@ -59,41 +60,52 @@ def load_tables(arguments: DataArguments) -> tuple[Table, str]:
     if arguments.dataset_name and arguments.train_file:
         raise RequestError("--dataset_name and --train_file are both given. Keep one.")
     if arguments.dataset_name:
-        found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in SPLITS}
+        wanted = SPLITS[1:] if arguments.streaming else SPLITS
+        found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in wanted}
         tables = {name: table for name, table in found.items() if table is not None}
         source = " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
     elif arguments.train_file or arguments.validation_file or arguments.test_file:
         files = {name: getattr(arguments, f"{name}_file") for name in SPLITS}
-        tables = {name: open_file(f"{name}_file", file) for name, file in files.items() if file}
+        given = {name: file for name, file in files.items() if file and not (arguments.streaming and name == "train")}
+        tables = {name: open_file(f"{name}_file", file) for name, file in given.items()}
         source = ", ".join(Path(file).name for file in files.values() if file)
     else:
         tables = {"train": Dataset.from_dict(docstring_rows())}
         source = "built-in docstrings of Python's standard library, labelled with their package"
-    if "train" not in tables:
+    if "train" not in tables and not arguments.streaming:  # a stream is never opened whole: finetune.data.streaming
         raise RequestError(f"{source}: there is no train split to learn the labels from. Give --train_file.")
     return tables, source
 
 
+@dataclass(frozen=True)
+class CleanTables:
+    """Splits with the text columns and, where rows are labelled, `label` with ids or numbers."""
+
+    splits: Table
+    columns: Columns
+    labels: Labels
+    skipped: dict[str, int]
+
+
 def clean_tables(
-    tables: Table, arguments: DataArguments, cut: PreparationArguments, seed: int
-) -> tuple[Table, Columns, Labels, dict[str, int]]:
+    tables: Table,
+    arguments: DataArguments,
+    cut: PreparationArguments,
+    seed: int,
+    known: tuple[Columns, Labels] | None = None,
+) -> CleanTables:
     """Find columns and labels, refuse or skip bad rows, split and cut. Raises RequestError before anything heavy.
 
-    The tables that come back have the text columns and, where rows are labelled, `label` with ids or numbers.
+    `known` are the columns and labels of a training set that is not among the tables, because it is streamed.
     """
-    head = tables["train"].select(range(min(HEAD_ROWS, len(tables["train"])))).to_list()
-    columns = find_columns(head, arguments.text_column_names, arguments.label_column_name, "the training data")
-    if columns.label is None:
-        raise RequestError(
-            f"cannot tell which column is the label among {', '.join(head[0])}. Say --label_column_name."
-        )
-    names = _class_names(tables["train"], columns.label)
+    columns = known[0] if known else _columns_of(tables["train"], arguments)
+    names = None if known else _class_names(tables["train"], str(columns.label))
     skipped: dict[str, int] = {}
     cleaned: Table = {}
     for split, table in tables.items():
-        table = _rename_like(table, columns, split)
-        cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, cut.skip_bad_rows)
-    labels = find_labels(cleaned["train"][columns.label], arguments.task, names, "the training data")
+        kept = _only_needed_columns(table, columns, split)
+        cleaned[split], skipped[split] = _without_bad_rows(kept, columns, split, cut.skip_bad_rows)
+    labels = known[1] if known else _labels_of(cleaned["train"], columns, arguments.task, names)
     for split, table in cleaned.items():
         cleaned[split] = _encode(table, columns, labels, split)
     if "validation" not in cleaned:
@@ -101,7 +113,16 @@ def clean_tables(
     for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
         if split in cleaned and most is not None:
             cleaned[split] = _at_most(cleaned[split], most, None if split == "test" else seed)
-    return cleaned, columns, labels, skipped
+    return CleanTables(cleaned, columns, labels, skipped)
+
+
+def _columns_of(train: Dataset, arguments: DataArguments) -> Columns:
+    head = train.select(range(min(HEAD_ROWS, len(train)))).to_list()
+    return find_columns(head, arguments.text_column_names, arguments.label_column_name, "the training data")
+
+
+def _labels_of(train: Dataset, columns: Columns, task: str | None, names: list[str] | None) -> Labels:
+    return find_labels(Counter(train[columns.label]), task, names, "the training data")
 
 
 def _class_names(table: Dataset, label: str) -> list[str] | None:
@@ -109,7 +130,7 @@ def _class_names(table: Dataset, label: str) -> list[str] | None:
     return list(feature.names) if isinstance(feature, ClassLabel) else None
 
 
-def _rename_like(table: Dataset, columns: Columns, split: str) -> Dataset:
+def _only_needed_columns(table: Dataset, columns: Columns, split: str) -> Dataset:
     """Keep the columns that matter. A test split may lack the label; any other split must have them all."""
     missing = [name for name in columns.text if name not in table.column_names]
     if columns.label not in table.column_names and split != "test":
@@ -130,7 +151,7 @@ def _rename_like(table: Dataset, columns: Columns, split: str) -> Dataset:
 
 def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) -> tuple[Dataset, int]:
     """Rows with empty text or label are refused, or with `skip` left out. A test split may be unlabelled altogether."""
-    bad = np.zeros(len(table), dtype=bool)
+    bad: npt.NDArray[np.bool_] = np.zeros(len(table), dtype=bool)
     for name in table.column_names:
         empty = np.fromiter((is_empty(value) for value in table[name]), dtype=bool, count=len(table))
         if name == columns.label and split == "test" and empty.all():
@@ -178,7 +199,7 @@ def _split_off_validation(train: Dataset, labels: Labels, fraction: float, seed:
         raise RequestError(f"--validation_fraction is {fraction}, but it must lie between 0 and 1.")
     ids = np.asarray(train["label"])
     rows = np.arange(len(train))
-    fixed = np.zeros(len(train), dtype=bool)
+    fixed: npt.NDArray[np.bool_] = np.zeros(len(train), dtype=bool)
     if labels.task == "classification":
         fixed = np.bincount(ids, minlength=len(labels.names))[ids] < 2
     pool = rows[~fixed]

@@ -86,7 +86,7 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
 
 def build_classifier(arguments: ModelArguments, source: Source, labels: Labels, tokenizer: Any) -> Any:
     """The model, with the names of the labels in its config. Build it after `TrainingArguments`: ZeRO-3 shards then."""
-    label_config = {
+    label_config: dict[str, Any] = {
         "num_labels": len(labels.names) or 1,
         "problem_type": "regression" if labels.task == "regression" else "single_label_classification",
     }

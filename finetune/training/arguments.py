@@ -112,7 +112,7 @@ def parse_flags(parser: Parser, argv: list[str]) -> dict[str, Any]:
         raise RequestError(
             f"{unknown[0]} is no flag of this recipe.{_nearest(unknown[0].lstrip('-').split('=')[0], parser)}"
         )
-    return vars(known)
+    return dict(vars(known))
 
 
 def _nearest(word: str, parser: Parser) -> str:

@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 PROBE_ROWS, PROBE_TOKENS = 2, 4
@@ -87,7 +86,6 @@ def weighted_loss(class_weights: list[float] | None, label_smoothing: float) -> 
     return compute
 
 
-def class_weights(label_ids: Sequence[int], classes: int) -> list[float]:
+def class_weights(counts: Sequence[int]) -> list[float]:
     """Weights that let every class count alike: rows / (classes x rows of the class), as scikit-learn's "balanced"."""
-    counts = np.bincount(np.asarray(label_ids), minlength=classes)
-    return [float(len(label_ids) / (classes * count)) if count else 0.0 for count in counts]
+    return [sum(counts) / (len(counts) * count) if count else 0.0 for count in counts]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, matthews_corrcoef, mean_squared_error
 
 from finetune.data.columns import Labels
@@ -43,18 +44,19 @@ def regression_metrics(evaluated: Any) -> dict[str, float]:
     return {"loss": mse, "mse": mse, "pearson": 0.0 if flat else float(np.corrcoef(truth, predicted)[0, 1])}
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
+def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Log-probabilities along the last axis, in float64."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
+    shifted: npt.NDArray[Any] = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def confusion(predictions: Any, ids: Any, classes: int) -> np.ndarray:
+def confusion(predictions: Any, ids: Any, classes: int) -> npt.NDArray[Any]:
     """Counts (classes, classes): rows are true labels, columns predicted ones."""
-    return confusion_matrix(np.asarray(ids), _logits(predictions).argmax(axis=-1), labels=range(classes))
+    counts: npt.NDArray[Any] = confusion_matrix(np.asarray(ids), _logits(predictions).argmax(axis=-1), labels=range(classes))
+    return counts
 
 
-def _logits(predictions: Any) -> np.ndarray:
+def _logits(predictions: Any) -> npt.NDArray[Any]:
     """Some models give a tuple of which the logits are the first."""
     first = predictions[0] if isinstance(predictions, tuple) else predictions
     return np.asarray(first, dtype=np.float64)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -37,7 +38,7 @@ def plot_training(rows: Sequence[dict[str, Any]], path: Path, metric: str) -> No
     figure.savefig(path, dpi=120)
 
 
-def plot_confusion(counts: np.ndarray, names: Sequence[str], path: Path) -> None:
+def plot_confusion(counts: npt.NDArray[Any], names: Sequence[str], path: Path) -> None:
     """Counts (classes, classes), coloured by their share of the true label's row."""
     side = max(3.6, 0.48 * len(names) + 1.6)
     figure = Figure(figsize=(side + 0.6, side), layout="constrained")
@@ -59,6 +60,6 @@ def plot_confusion(counts: np.ndarray, names: Sequence[str], path: Path) -> None
         for row, column in np.argwhere(counts > 0):
             colour = "white" if shares[row, column] > 0.5 else "black"
             size = 7 if many else 10
-            axes.text(column, row, int(counts[row, column]), ha="center", va="center", color=colour, fontsize=size)
+            axes.text(column, row, str(counts[row, column]), ha="center", va="center", color=colour, fontsize=size)
     figure.colorbar(image, ax=axes, shrink=0.8, label="share of the true label")
     figure.savefig(path, dpi=120)

@@ -53,11 +53,15 @@ def start(
     settled: dict[str, Any] = {**precision, "deepspeed": deepspeed.config if deepspeed else None}
     settled["use_cpu"] = request.value("use_cpu") or not has_cuda  # bf16 without a GPU is refused otherwise
     settled["disable_tqdm"] = request.given.get("disable_tqdm", not sys.stderr.isatty())  # a bar is for a terminal
+    accelerator: dict[str, Any] = {}
     if launch.world_size > 1 or deepspeed:
-        settled["accelerator_config"] = {
-            **(request.values.get("accelerator_config") or {}),
-            "use_configured_state": True,
-        }
+        accelerator["use_configured_state"] = True
+    if request.value("streaming"):
+        # Dispatching from rank 0 joins the batches of all ranks, which are padded to different lengths (accelerate 1.15,
+        # data_loader.py, DataLoaderDispatcher). Unused columns stay, for the text is tokenized by the collator.
+        accelerator["dispatch_batches"] = False
+        settled["remove_unused_columns"] = False
+    settled["accelerator_config"] = {**accelerator, **(request.values.get("accelerator_config") or {})}
     *arguments, training = request.build(**settled)
     set_seed(training.seed)
     session = Session(launch, tuple(arguments), training, request, checkpoint, threads)

