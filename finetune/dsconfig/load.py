@@ -56,6 +56,9 @@ def resolve(config: dict[str, Any], run: Run) -> dict[str, Any]:
     the warm-up to two steps). With offload the caller must build DeepSpeedCPUAdam: `wants_cpu_adam` says when.
     """
     config = copy.deepcopy(config)
+    for name in ("fp16", "bf16"):
+        if config.get(name, {}).get("enabled") == "auto" and name in run.arguments:
+            config[name]["enabled"] = run.arguments[name]
     for name in ("optimizer", "scheduler"):
         if name in config and is_left_to_the_trainer(config[name]):
             del config[name]
@@ -68,7 +71,19 @@ def resolve(config: dict[str, Any], run: Run) -> dict[str, Any]:
             section["nvme_path"] = run.nvme_path or str(Path(run.output_dir) / "nvme_offload")
         if section and not run.has_cuda:
             section["pin_memory"] = False  # nothing to pin for without a GPU
+    if wants_trainer_clipping(config):
+        config.pop("gradient_clipping", None)
     return config
+
+
+def wants_trainer_clipping(config: dict[str, Any]) -> bool:
+    """True at stage 0 in fp32 with the Trainer's optimizer.
+
+    DeepSpeed clips there, but throws the norm away (deepspeed 0.19.8, runtime/engine.py, clip_fp32_gradients), so that
+    the log would lack it; the Trainer's side clips and keeps it instead.
+    """
+    halves = any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
+    return config.get("zero_optimization", {}).get("stage", 0) == 0 and not halves and "optimizer" not in config
 
 
 def wants_cpu_adam(config: dict[str, Any]) -> bool:

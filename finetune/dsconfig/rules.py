@@ -189,7 +189,7 @@ def quantized_collectives_can_run(config: Config, run: Run) -> Iterator[Finding]
 
 
 def clipping_is_stated(config: Config, run: Run) -> Iterator[Finding]:
-    if "gradient_clipping" not in config and run.arguments.get("max_grad_norm"):
+    if "gradient_clipping" not in config and _stage(config) != 0 and run.arguments.get("max_grad_norm"):
         yield _warning(
             f"gradient_clipping is missing, so DeepSpeed clips nothing, though --max_grad_norm is "
             f'{run.arguments["max_grad_norm"]}. Add "gradient_clipping": "auto".'

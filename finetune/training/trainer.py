@@ -12,7 +12,7 @@ from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput
 
 from finetune.data.sampling import GlobalBatchSampler
-from finetune.dsconfig.load import wants_cpu_adam
+from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
 from finetune.training.speed import SpeedMeter
 
 
@@ -25,8 +25,21 @@ class FinetuneTrainer(Trainer):
         self.speed = SpeedMeter(self._non_embedding_parameters(), self.args.world_size)
         self.add_callback(self.speed)
         plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
-        if plugin is not None and wants_cpu_adam(plugin.deepspeed_config):
+        config = plugin.deepspeed_config if plugin is not None else None
+        self.clips_itself = config is not None and wants_trainer_clipping(config)
+        if config is not None and wants_cpu_adam(config):
             self.optimizer_cls_and_kwargs = _cpu_adam(self.args)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        optimizer = super().create_optimizer(model)
+        if self.clips_itself:
+            optimizer.register_step_pre_hook(self._clip)
+        return optimizer
+
+    def _clip(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Clip, and leave the norm where DeepSpeed's engine looks for it after a step (engine.py, _take_model_step)."""
+        gradients = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        optimizer._global_grad_norm = torch.nn.utils.clip_grad_norm_(gradients, self.args.max_grad_norm or float("inf"))
 
     def get_train_dataloader(self) -> Any:
         """As the Trainer's, but with steps that do not depend on the number of processes (see GlobalBatchSampler)."""
