@@ -29,7 +29,7 @@ from finetune.data.tables import (
 )
 from finetune.data.tokenizer import train_wordpiece
 
-FORMAT = 2  # raise it when what is cached changes
+FORMAT = 3  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)

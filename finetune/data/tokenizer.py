@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,18 +18,17 @@ SPECIAL = {
 }
 
 
+PREFIX = "##"  # before a piece that goes on with a word
+ALPHABET_CHARACTERS = 1_000  # the commonest; a rarer character makes its word unknown
+
+
 def train_wordpiece(texts: Iterable[str], vocab_size: int, max_length: int) -> Any:
     """A lower-casing WordPiece tokenizer as BERT's, with a vocabulary of at most `vocab_size`.
 
     The same texts give the same vocabulary. `max_length` is in tokens, [CLS] and [SEP] included.
     """
-    tokenizer = Tokenizer(models.WordPiece(unk_token=SPECIAL["unk_token"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL.values()), show_progress=False, min_frequency=2
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    vocabulary = _train_vocabulary(list(texts), vocab_size)
+    tokenizer = _tokenizer(vocabulary)
     cls, sep = SPECIAL["cls_token"], SPECIAL["sep_token"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}",
@@ -42,3 +42,35 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, max_length: int) -> A
         model_input_names=["input_ids", "attention_mask"],
         **SPECIAL,
     )
+
+
+def _tokenizer(vocabulary: dict[str, int] | None) -> Tokenizer:
+    model = models.WordPiece(vocabulary, unk_token=SPECIAL["unk_token"]) if vocabulary else models.WordPiece()
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _train_vocabulary(texts: list[str], vocab_size: int) -> dict[str, int]:
+    """The trainer numbers the pieces "##a", "##b", ... as a hash map happens to yield words, and ties between merges are
+    settled by these numbers, so that two runs differ (tokenizers 0.23, models/bpe/trainer.rs, tokenize_words). Naming
+    them beforehand, as if they were special, numbers them in order. The vocabulary alone is kept.
+    """
+    tokenizer = _tokenizer(None)
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(tokenizer.normalizer.normalize_str(text))
+    common = sorted(sorted(counts), key=lambda c: -counts[c])[:ALPHABET_CHARACTERS]
+    alphabet = [c for c in common if not c.isspace()]
+    first = [*SPECIAL.values(), *(PREFIX + c for c in alphabet)]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=first,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+        min_frequency=2,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return dict(tokenizer.get_vocab())

@@ -71,8 +71,6 @@ def resolve(config: dict[str, Any], run: Run) -> dict[str, Any]:
             section["nvme_path"] = run.nvme_path or str(Path(run.output_dir) / "nvme_offload")
         if section and not run.has_cuda:
             section["pin_memory"] = False  # nothing to pin for without a GPU
-    if wants_trainer_clipping(config):
-        config.pop("gradient_clipping", None)
     return config
 
 

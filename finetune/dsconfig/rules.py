@@ -189,10 +189,12 @@ def quantized_collectives_can_run(config: Config, run: Run) -> Iterator[Finding]
 
 
 def clipping_is_stated(config: Config, run: Run) -> Iterator[Finding]:
-    if "gradient_clipping" not in config and _stage(config) != 0 and run.arguments.get("max_grad_norm"):
-        yield _warning(
-            f"gradient_clipping is missing, so DeepSpeed clips nothing, though --max_grad_norm is "
-            f'{run.arguments["max_grad_norm"]}. Add "gradient_clipping": "auto".'
+    # deepspeed 0.19.8, runtime/constants.py: GRADIENT_CLIPPING_DEFAULT
+    wanted = run.arguments.get("max_grad_norm", 1.0)
+    if "gradient_clipping" not in config and wanted != 1.0:
+        yield _error(
+            f"gradient_clipping is missing, so DeepSpeed clips at its own 1.0, but the run asks for {wanted} "
+            '(--max_grad_norm). Add "gradient_clipping": "auto".'
         )
 
 

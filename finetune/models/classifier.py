@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DistilBertConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+)
 
 from finetune.data.columns import Labels
 from finetune.errors import RequestError
@@ -94,7 +100,8 @@ def build_classifier(arguments: ModelArguments, source: Source, labels: Labels, 
         label_config["id2label"] = dict(enumerate(labels.names))
         label_config["label2id"] = {name: i for i, name in enumerate(labels.names)}
     if source.config is None:
-        return AutoModelForSequenceClassification.from_config(_scratch_config(arguments, tokenizer, label_config))
+        # Not by `from_config`: under ZeRO-3 it draws the weights in another order, and the run would start elsewhere.
+        return DistilBertForSequenceClassification(_scratch_config(arguments, tokenizer, label_config))
     config = source.config
     for key, value in label_config.items():
         setattr(config, key, value)

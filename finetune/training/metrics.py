@@ -52,7 +52,9 @@ def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def confusion(predictions: Any, ids: Any, classes: int) -> npt.NDArray[Any]:
     """Counts (classes, classes): rows are true labels, columns predicted ones."""
-    counts: npt.NDArray[Any] = confusion_matrix(np.asarray(ids), _logits(predictions).argmax(axis=-1), labels=range(classes))
+    counts: npt.NDArray[Any] = confusion_matrix(
+        np.asarray(ids), _logits(predictions).argmax(axis=-1), labels=range(classes)
+    )
     return counts
 
 

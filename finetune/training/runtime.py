@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from finetune.dsconfig.rules import offload_device
+from finetune.errors import RequestError
 from finetune.training.launch import Launch, join_as_single_process
 
 # The widths at which bf16 beats fp32 on a CPU. Without either it is about four times slower (docs/results/seq_cls.md);
 # torch.backends.cpu.get_cpu_capability() says AVX512 for both kinds, so the flags are read instead.
 BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
+STALE_BUILD_SECONDS = 300.0  # the slowest op takes about a minute to compile on two cores
 
 
 def choose_precision(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -64,6 +69,20 @@ def join_process_group(launch: Launch, with_deepspeed: bool) -> None:
             join_as_single_process()
     if launch.world_size > 1 or with_deepspeed:
         PartialState(**({} if torch.cuda.is_available() else {"backend": "gloo"}))
+
+
+def refuse_stale_builds(config: dict[str, Any]) -> None:
+    """Offload compiles DeepSpeed's ops once. A process killed while it did leaves a lock for which torch waits without
+    end and without a word (torch/utils/file_baton.py). Raises RequestError where one is older than a build takes."""
+    offloads = any(offload_device(config, what) != "none" for what in ("offload_optimizer", "offload_param"))
+    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    for lock in home.glob("**/lock") if offloads else ():
+        age = time.time() - lock.stat().st_mtime
+        if age > STALE_BUILD_SECONDS:
+            raise RequestError(
+                f"{lock}: a build of DeepSpeed's ops was cut off {age / 60:.0f} minutes ago, and offload would wait for "
+                "it without end. Delete that file, unless another run is compiling right now."
+            )
 
 
 def quiet_libraries(launch: Launch) -> None:

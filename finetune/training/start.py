@@ -48,6 +48,8 @@ def start(
     deepspeed = choose_deepspeed(request, precision, has_cuda)
     if launch.speaks:
         settle_output_dir(request)
+        if deepspeed:
+            runtime.refuse_stale_builds(deepspeed.config)
     threads = runtime.set_threads(launch)
     runtime.join_process_group(launch, with_deepspeed=deepspeed is not None)
     settled: dict[str, Any] = {**precision, "deepspeed": deepspeed.config if deepspeed else None}

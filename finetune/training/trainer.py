@@ -27,12 +27,15 @@ class FinetuneTrainer(Trainer):
         plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
         config = plugin.deepspeed_config if plugin is not None else None
         self.clips_itself = config is not None and wants_trainer_clipping(config)
+        if config is not None and self.clips_itself:
+            config["gradient_clipping"] = 0.0  # once is enough
         if config is not None and wants_cpu_adam(config):
             self.optimizer_cls_and_kwargs = _cpu_adam(self.args)
 
     def create_optimizer(self, model: Any = None) -> Any:
+        is_new = self.optimizer is None  # the Trainer asks more than once
         optimizer = super().create_optimizer(model)
-        if self.clips_itself:
+        if is_new and self.clips_itself:
             optimizer.register_step_pre_hook(self._clip)
         return optimizer
 
