@@ -1,4 +1,4 @@
-"""What can go wrong, as a small tree. The exit status of a recipe or of the command line is the class's `exit_status`."""
+"""What can go wrong, as a small tree. A recipe or the command line exits with the class's `exit_status`."""
 
 
 class FinetuneError(Exception):

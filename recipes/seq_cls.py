@@ -1,8 +1,8 @@
 """Fine-tune a text classifier (or regressor), on one CPU core or on many GPUs.
 
-    deepspeed --num_gpus 2 recipes/seq_cls.py                                     # small, offline, on built-in text
-    deepspeed --num_gpus 8 recipes/seq_cls.py --deepspeed zero3 --train_file reviews.csv --model_name_or_path FOLDER_OR_ID
-    python recipes/seq_cls.py --config recipes/configs/seq_cls_sst2.yaml --train_file train.tsv --validation_file dev.tsv
+    deepspeed --num_gpus 2 recipes/seq_cls.py           # small, offline, on built-in text
+    deepspeed --num_gpus 8 recipes/seq_cls.py --deepspeed zero3 --train_file reviews.csv --model_name_or_path FOLDER
+    python recipes/seq_cls.py --config recipes/configs/seq_cls_imdb.yaml --max_train_samples 2000
 
 Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
 taken, too; `--help` lists all. The run folder (--output_dir) then opens with `pipeline("text-classification", folder)`.
@@ -18,7 +18,7 @@ from finetune.data.tables import DataArguments, PreparationArguments
 from finetune.models.classifier import ModelArguments, build_classifier, find_source
 from finetune.training.arguments import RunArguments
 from finetune.training.launch import run
-from finetune.training.loss import class_weights, settle_loss_scaling, weighted_loss
+from finetune.training.loss import loss_for, settle_loss_scaling
 from finetune.training.metrics import metrics_for
 from finetune.training.report import headline, write_predictions, write_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
@@ -61,6 +61,8 @@ def main() -> None:
         leads=session.launch.leads_its_node,
         reports=session.launch.leads_its_node or session.launch.local_rank == 1,
     )
+    if training.do_predict:
+        data.split("test", "do_predict")
     session.say(data.account.headline(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model: built after TrainingArguments, for ZeRO-3 shards it while it is built.
@@ -71,9 +73,7 @@ def main() -> None:
     callbacks = [MetricsFile()]
     if run_args.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(run_args.early_stopping_patience))
-    weights = None
-    if run_args.class_weights == "balanced":
-        weights = class_weights([data.account.label_counts.get(name, 0) for name in data.labels.names])
+    counts = [data.account.label_counts.get(name, 0) for name in data.labels.names]
     trainer = FinetuneTrainer(
         model=model,
         args=training,
@@ -82,18 +82,19 @@ def main() -> None:
         processing_class=data.tokenizer,
         data_collator=data.collator,
         compute_metrics=metrics_for(data.labels),
-        compute_loss_func=weighted_loss(weights, training.label_smoothing_factor) if weights else None,
+        compute_loss_func=loss_for(run_args.class_weights, training.label_smoothing_factor, data.labels.task, counts),
         callbacks=callbacks,
         lengths=data.lengths if run_args.group_by_length else None,
     )
 
-    # Train, then save the model where `from_pretrained` looks for it.
     with explained_disk_errors(folder):
+        # Train, then save the model where `from_pretrained` looks for it.
         if session.launch.speaks:
             write_records(folder, session.request.values, sys.argv[1:], session.launch.launcher)
         if training.do_train:
             trained = trainer.train(resume_from_checkpoint=session.checkpoint)
-            trainer.save_metrics("train", {**trained.metrics, **trainer.speed_summary()})
+            peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
+            trainer.save_metrics("train", {**trained.metrics, **peaks})
             trainer.save_model()
             trainer.save_state()
 

@@ -28,6 +28,7 @@ from finetune.data.tables import (
     load_tables,
 )
 from finetune.data.tokenizer import train_wordpiece
+from finetune.errors import RequestError
 
 FORMAT = 3  # raise it when what is cached changes
 
@@ -63,6 +64,13 @@ class ClassificationData:
     labels: Labels
     account: Account
     tokenizer: Any
+
+    def split(self, name: str, flag: str) -> Any:
+        """A split that `flag` asks for. Raises RequestError where the data has none such."""
+        if name not in self.splits:
+            there = ", ".join(self.splits)
+            raise RequestError(f"--{flag} needs a {name} split, but the data has: {there}. Give --{name}_file.")
+        return self.splits[name]
 
     @property
     def lengths(self) -> Any | None:

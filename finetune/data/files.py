@@ -70,7 +70,7 @@ def _not_found(name: str, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
     return (
         f"--dataset_name {name}: neither a local folder nor to be had from the hub ({reason}). "
-        "Offline? Give local files by --train_file (csv, tsv, json, jsonl, parquet), or leave both out for built-in text."
+        "Offline? Give local files by --train_file (csv, tsv, json, parquet), or leave both out for built-in text."
     )
 
 

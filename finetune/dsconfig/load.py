@@ -11,6 +11,7 @@ from finetune.dsconfig.read import read_config
 from finetune.dsconfig.rules import Run, findings, is_left_to_the_trainer, offload_device
 from finetune.errors import RequestError
 
+NVME_FOLDER = "nvme_offload"  # in the run folder, where --nvme_path gives no other
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 
 
@@ -68,7 +69,7 @@ def resolve(config: dict[str, Any], run: Run) -> dict[str, Any]:
     for what in ("offload_optimizer", "offload_param"):
         section = zero.get(what)
         if section and section.get("device") == "nvme" and section.get("nvme_path", "auto") == "auto":
-            section["nvme_path"] = run.nvme_path or str(Path(run.output_dir) / "nvme_offload")
+            section["nvme_path"] = run.nvme_path or str(Path(run.output_dir).expanduser() / NVME_FOLDER)
         if section and not run.has_cuda:
             section["pin_memory"] = False  # nothing to pin for without a GPU
     return config

@@ -1,4 +1,4 @@
-"""Flags and YAML to dataclasses, beside the Trainer's own `TrainingArguments`; and the checks that a request must pass."""
+"""Flags and YAML to dataclasses, beside the Trainer's own; and the checks that a request must pass."""
 
 from __future__ import annotations
 
@@ -65,6 +65,8 @@ class Request:
         flags = parse_flags(parser, list(argv))
         path = flags.get("config")
         self.given = {**(_read_yaml(path, parser) if path else {}), **flags}
+        if self.given.get("early_stopping_patience"):
+            defaults = {**defaults, "load_best_model_at_end": True}  # what "best" is, --metric_for_best_model says
         if not self.given.get("model_name_or_path"):
             defaults = {**defaults, **scratch_defaults}
         self.values: dict[str, Any] = {**defaults, **self.given}
@@ -200,10 +202,12 @@ def choose_deepspeed(request: Request, precision: dict[str, bool], has_cuda: boo
         )
     if by_accelerate:
         asked = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if not asked and launch.launcher == "deepspeed":
+    if not asked and launch.launcher == "deepspeed" and request.values.get("do_train"):
         asked = "zero2"
     if not asked or asked == "none":
         return None
+    if not request.values.get("do_train"):
+        raise RequestError(f"--deepspeed {asked} shards training, but --do_train is False. Drop --deepspeed.")
     names = (
         "per_device_train_batch_size gradient_accumulation_steps max_grad_norm learning_rate adam_beta1 adam_beta2 "
         "adam_epsilon weight_decay lr_scheduler_type"
@@ -238,13 +242,13 @@ def settle_output_dir(request: Request) -> None:
         return
     if not request.values.get("overwrite_output_dir"):
         raise RequestError(
-            f"--output_dir {folder}: already holds {len(entries)} files or folders. Go on with that run by --resume auto, delete "
-            "it by --overwrite_output_dir True, or give another folder."
+            f"--output_dir {folder}: holds {len(entries)} files or folders already. Go on with it by --resume auto, "
+            "delete it by --overwrite_output_dir True, or give another folder."
         )
     if RUN_RECORD not in entries:
         raise RequestError(
-            f"--output_dir {folder}: holds {', '.join(sorted(entries)[:3])} but no {RUN_RECORD}, so it is no run of ours "
-            "and is not deleted. Empty it by hand, or give another folder."
+            f"--output_dir {folder}: holds {', '.join(sorted(entries)[:3])} but no {RUN_RECORD}, so it is no run of "
+            "ours and is not deleted. Empty it by hand, or give another folder."
         )
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

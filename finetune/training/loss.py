@@ -1,4 +1,4 @@
-"""Is a model's loss divided by the number of items that the Trainer counted? Asked of the model, not of a list of names.
+"""Is a model's loss divided by the number of items that the Trainer counted? The model is asked, not a list of names.
 
 transformers 5.23 multiplies the loss by the number of processes, and does not divide it by the accumulation steps, for
 every model whose forward takes `**kwargs`, on the assumption that such a model divides by `num_items_in_batch`
@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from finetune.errors import RequestError
 
 PROBE_ROWS, PROBE_TOKENS = 2, 4
 
@@ -66,8 +68,19 @@ def settle_loss_scaling(model: Any, label_is_float: bool = False, label_per_toke
     return honours
 
 
-def weighted_loss(class_weights: list[float] | None, label_smoothing: float) -> Any:
-    """A `compute_loss_func` for the Trainer: cross entropy with class weights, as a sum over rows by their number.
+def loss_for(kind: str, label_smoothing: float, task: str, counts: Sequence[int]) -> Any:
+    """The Trainer's `compute_loss_func` for --class_weights `kind`; None where the model's own loss serves.
+
+    `counts` are the training rows of each class. Raises RequestError for what a regression cannot have.
+    """
+    if task == "regression" and (kind != "none" or label_smoothing):
+        flag = "class_weights" if kind != "none" else "label_smoothing_factor"
+        raise RequestError(f"--{flag} is for classes, but the labels are numbers to predict. Drop it.")
+    return None if kind == "none" else weighted_loss(class_weights(counts), label_smoothing)
+
+
+def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
+    """A `compute_loss_func`: cross entropy with class weights, as a sum over rows by their number.
 
     The divisor is the number of rows of the global batch, not the sum of their weights: a mean of weighted means would
     depend on how rows are spread over processes. This is what scikit-learn's `class_weight` does.
@@ -77,7 +90,7 @@ def weighted_loss(class_weights: list[float] | None, label_smoothing: float) -> 
         outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         logits = outputs["logits"].float()  # (B, classes)
-        weights = None if class_weights is None else torch.tensor(class_weights, device=logits.device)
+        weights = torch.tensor(class_weights, device=logits.device)
         losses = torch.nn.functional.cross_entropy(
             logits, labels, weight=weights, label_smoothing=label_smoothing, reduction="sum"
         )

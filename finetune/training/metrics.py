@@ -1,5 +1,5 @@
-"""Metrics over whole evaluation sets, computed here and offline. They depend on the rows alone, not on how the rows were
-spread over batches and ranks."""
+"""Metrics over whole evaluation sets, computed offline. They depend on the rows alone, not on how the rows were spread
+over batches and ranks."""
 
 from __future__ import annotations
 

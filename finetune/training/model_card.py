@@ -41,7 +41,7 @@ tags: [finetune, deepspeed]
 | {{ split }} | {{ rows }} | {{ skipped }} | {{ truncated }} |
 {% endfor %}
 Text column{{ "s" if text_columns | length > 1 }}: {{ text_columns | join(", ") | cell }}.
-{%- if label_counts %} Labels: {% for name, count in label_counts %}{{ name | cell }} ({{ count }}){{ ", " if not loop.last }}{% endfor %}.{% endif %}
+{%- if labels %} Labels: {{ labels }}.{% endif %}
 
 ## Use
 
@@ -90,7 +90,7 @@ def model_card(
         splits=[(s, n, account.skipped.get(s, 0), account.truncated.get(s, 0)) for s, n in account.rows.items()],
         max_seq_length=account.max_seq_length,
         text_columns=account.columns.text,
-        label_counts=list(account.label_counts.items())[:50],
+        labels=", ".join(f"{_cell(name)} ({count:,})" for name, count in list(account.label_counts.items())[:50]),
         command=environment["command"].replace("`", "'"),
         versions=", ".join(f"{name} {version}" for name, version in environment["packages"].items()),
     )

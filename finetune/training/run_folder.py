@@ -21,6 +21,7 @@ import torch
 import yaml
 from transformers import TrainerCallback
 
+from finetune.dsconfig.load import NVME_FOLDER
 from finetune.errors import RunError
 from finetune.training.arguments import RUN_RECORD
 
@@ -80,9 +81,11 @@ def command_line(argv: Sequence[str], launcher: str) -> str:
 
 
 def write_ds_config(folder: Path, trainer: Any) -> None:
-    """`ds_config.json` as the engine got it, every "auto" filled; nothing for a run without DeepSpeed."""
+    """`ds_config.json` as the engine got it, every "auto" filled; nothing for a run without DeepSpeed. What NVMe
+    offload left in the run folder goes: it is of no use to another run."""
     if trainer.is_deepspeed_enabled:
         write_json(folder / "ds_config.json", trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+    shutil.rmtree(folder / NVME_FOLDER, ignore_errors=True)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -107,7 +110,7 @@ def explained_disk_errors(folder: Path) -> Iterator[None]:
             raise
         free = shutil.disk_usage(folder).free / 2**20
         raise RunError(
-            f"the disk of {folder} is full ({free:.0f} MiB free), and saving failed. Earlier checkpoints are as they were. "
+            f"the disk of {folder} is full ({free:.0f} MiB free), and saving failed. Earlier checkpoints are whole. "
             "Make room, keep fewer by --save_total_limit, or save optimizer-free by --save_only_model True; then "
             "--resume auto."
         ) from error

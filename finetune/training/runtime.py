@@ -54,8 +54,8 @@ def join_process_group(launch: Launch, with_deepspeed: bool) -> None:
     `accelerator_config={"use_configured_state": True}`.
 
     Without a GPU Accelerate finds no backend by itself and takes every rank for the only one, so that the Trainer
-    resolves "auto" batch sizes to wrong products (accelerate 1.15, state.py, PartialState.__init__: it wants `cpu=True`,
-    which in turn rules out DeepSpeed). Naming the backend mends both.
+    resolves "auto" batch sizes to wrong products (accelerate 1.15, state.py, PartialState.__init__: it wants
+    `cpu=True`, which in turn rules out DeepSpeed). Naming the backend mends both.
     """
     from accelerate import PartialState
 
@@ -80,8 +80,8 @@ def refuse_stale_builds(config: dict[str, Any]) -> None:
         age = time.time() - lock.stat().st_mtime
         if age > STALE_BUILD_SECONDS:
             raise RequestError(
-                f"{lock}: a build of DeepSpeed's ops was cut off {age / 60:.0f} minutes ago, and offload would wait for "
-                "it without end. Delete that file, unless another run is compiling right now."
+                f"{lock}: a build of DeepSpeed's ops was cut off {age / 60:.0f} minutes ago, and offload would wait "
+                "for it without end. Delete that file, unless another run is compiling right now."
             )
 
 

@@ -1,4 +1,4 @@
-"""How fast a run goes and how much memory it takes: real tokens, padding, step times, peaks, model FLOPs utilization."""
+"""How fast a run goes and how much memory it takes: real tokens, padding, step times, peaks, FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -96,11 +96,10 @@ class SpeedMeter(TrainerCallback):
         self._total, self._window, self._window_seconds = self._total + counted, 0, 0.0
         return figures
 
-    def summary(self, reduce: Any, gather: Any) -> dict[str, Any]:
-        """Figures of the whole run: speed, median and p95 of step times in seconds, peak memory of each rank in GiB."""
+    def summary(self, reduce: Any) -> dict[str, float]:
+        """Figures of the whole run, over all ranks: speed, and median and p95 of step times in seconds."""
         self.window(reduce)
-        peaks = gather(peak_memory_bytes())
-        figures: dict[str, Any] = {"peak_memory_gib_per_rank": [round(peak / 2**30, 3) for peak in peaks]}
+        figures: dict[str, float] = {}
         if self.total_step_seconds:
             figures |= self._figures(self._total, sum(self.total_step_seconds))
             figures["step_seconds_median"] = float(np.median(self.total_step_seconds))

@@ -59,8 +59,8 @@ def start(
     if launch.world_size > 1 or deepspeed:
         accelerator["use_configured_state"] = True
     if request.value("streaming"):
-        # Dispatching from rank 0 joins the batches of all ranks, which are padded to different lengths (accelerate 1.15,
-        # data_loader.py, DataLoaderDispatcher). Unused columns stay, for the text is tokenized by the collator.
+        # Dispatching from rank 0 joins the batches of all ranks, which are padded to different lengths (accelerate
+        # 1.15, data_loader.py, DataLoaderDispatcher). Unused columns stay, for the text is tokenized by the collator.
         accelerator["dispatch_batches"] = False
         settled["remove_unused_columns"] = False
     settled["accelerator_config"] = {**accelerator, **(request.values.get("accelerator_config") or {})}

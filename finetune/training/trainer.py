@@ -13,7 +13,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
-from finetune.training.speed import SpeedMeter
+from finetune.training.speed import SpeedMeter, peak_memory_bytes
 
 
 class FinetuneTrainer(Trainer):
@@ -76,10 +76,19 @@ class FinetuneTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add the speed of the steps since the last log. Called on every rank, as the sum over ranks needs."""
+        """Add the speed since the last log, and to the closing one that of the whole run. Called on every rank, as the
+        sums over ranks need. `logs` is added to in place, for the Trainer returns the closing one from `train`."""
         if "loss" in logs:
-            logs = {**logs, **self.speed.window(self._sum_over_ranks)}
+            logs.update(self.speed.window(self._sum_over_ranks))
+        elif "train_runtime" in logs:
+            logs.update(self.speed.summary(self._sum_over_ranks))
+            logs["peak_memory_gib"] = max(self.peak_memory_gib_per_rank())
         super().log(logs, start_time)
+
+    def peak_memory_gib_per_rank(self) -> list[float]:
+        """In GiB; every rank must call it."""
+        own = torch.tensor([peak_memory_bytes() / 2**30], dtype=torch.float32, device=self.args.device)
+        return [round(float(peak), 3) for peak in self.accelerator.gather(own).tolist()]
 
     def predict_in_input_order(self, dataset: Any, metric_key_prefix: str = "predict") -> PredictionOutput:
         """As `predict`, with batches of like length inside, and rows out in the order in which they came in."""
@@ -90,16 +99,8 @@ class FinetuneTrainer(Trainer):
         truth = None if output.label_ids is None else output.label_ids[back]
         return PredictionOutput(first[back], truth, output.metrics)
 
-    def speed_summary(self) -> dict[str, Any]:
-        """The figures of the whole run; every rank must call it."""
-        return self.speed.summary(self._sum_over_ranks, self._from_all_ranks)
-
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor.float(), reduction="sum").double().cpu()
-
-    def _from_all_ranks(self, value: float) -> list[float]:
-        own = torch.tensor([value], dtype=torch.float32, device=self.args.device)
-        return [float(v) for v in self.accelerator.gather(own).tolist()]
 
     def _non_embedding_parameters(self) -> int:
         embedding = self.model.get_input_embeddings().weight
