@@ -36,21 +36,21 @@ TINY = {
 
 LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "python": lambda ranks: [sys.executable],
-    "deepspeed": lambda ranks: [_tool("deepspeed"), "--num_gpus", str(ranks), "--master_port", _port()],
-    "torchrun": lambda ranks: [_tool("torchrun"), "--nproc_per_node", str(ranks), "--master_port", _port()],
+    "deepspeed": lambda ranks: [tool("deepspeed"), "--num_gpus", str(ranks), "--master_port", free_port()],
+    "torchrun": lambda ranks: [tool("torchrun"), "--nproc_per_node", str(ranks), "--master_port", free_port()],
     "accelerate": lambda ranks: [
-        *(_tool("accelerate"), "launch", "--cpu", "--num_processes", str(ranks), "--num_machines", "1"),
-        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", _port()),
-        *(["--multi_cpu"] if ranks > 1 else []),
+        *(tool("accelerate"), "launch", "--num_processes", str(ranks), "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", free_port()),
+        *(["--multi_gpu"] if ranks > 1 else []),  # its word for several processes, on a CPU too
     ],
 }
 
 
-def _tool(name: str) -> str:
+def tool(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-def _port() -> str:
+def free_port() -> str:
     import socket
 
     with socket.socket() as probe:

@@ -143,6 +143,8 @@ def _fault(kind: str, path: Path, error: Exception) -> str:
     while cause is not None:
         causes.append(str(cause).strip())
         cause = cause.__cause__
+    if "corresponds to no data" in str(error):
+        return "the file has no rows."
     return f"cannot be read as {kind}: {causes[-1] or causes[0] or type(error).__name__}"
 
 

@@ -53,7 +53,7 @@ def _tokenizer(vocabulary: dict[str, int] | None) -> Tokenizer:
 
 
 def _train_vocabulary(texts: list[str], vocab_size: int) -> dict[str, int]:
-    """The trainer numbers the pieces "##a", "##b", ... as a hash map yields words, and ties between merges are settled by
+    """The trainer numbers the pieces "##a", "##b", ... as a hash map yields words, and settles ties between merges by
     these numbers, so that two runs differ (tokenizers 0.23, models/bpe/trainer.rs, tokenize_words). Naming
     them beforehand, as if they were special, numbers them in order. The vocabulary alone is kept.
     """

@@ -184,6 +184,11 @@ def _check(values: dict[str, Any], given: dict[str, Any]) -> None:
             )
 
 
+def accelerate_uses_deepspeed() -> bool:
+    """True under `accelerate launch` with DeepSpeed in its config or flags."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
 def choose_deepspeed(request: Request, precision: dict[str, bool], has_cuda: bool) -> Loaded | None:
     """The DeepSpeed config of the run, checked, or None for a run without DeepSpeed.
 
@@ -192,9 +197,7 @@ def choose_deepspeed(request: Request, precision: dict[str, bool], has_cuda: boo
     """
     launch = request.launch
     asked = request.values.get("deepspeed") or request.values.get("deepspeed_config")
-    by_accelerate = (
-        os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" and launch.launcher == "accelerate"
-    )
+    by_accelerate = accelerate_uses_deepspeed()
     if by_accelerate and asked:
         raise RequestError(
             f"accelerate launch already sets DeepSpeed up, and --deepspeed {asked} asks for another config. Drop "

@@ -49,9 +49,10 @@ def set_threads(launch: Launch) -> int:
     return threads
 
 
-def join_process_group(launch: Launch, with_deepspeed: bool) -> None:
-    """Build Accelerate's process state. Call it before `TrainingArguments`, which must be told to use it:
-    `accelerator_config={"use_configured_state": True}`.
+def prepare_deepspeed(launch: Launch) -> None:
+    """Build Accelerate's process state for DeepSpeed. Call it before `TrainingArguments`, which must be told to use it:
+    `accelerator_config={"use_configured_state": True}`. Without DeepSpeed the Trainer does it right by itself, and a
+    state built by hand would leave the model unwrapped: each rank would train alone, and nobody would say so.
 
     Without a GPU Accelerate finds no backend by itself and takes every rank for the only one, so that the Trainer
     resolves "auto" batch sizes to wrong products (accelerate 1.15, state.py, PartialState.__init__: it wants
@@ -63,12 +64,13 @@ def join_process_group(launch: Launch, with_deepspeed: bool) -> None:
     here = os.path.dirname(sys.executable)
     if here not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = f"{here}{os.pathsep}{os.environ.get('PATH', '')}"
-    if with_deepspeed:
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        if launch.launcher == "python":
-            join_as_single_process()
-    if launch.world_size > 1 or with_deepspeed:
-        PartialState(**({} if torch.cuda.is_available() else {"backend": "gloo"}))
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    # The ranks of this node, which torchrun does not tell in the way that DeepSpeed's CPU accelerator reads it
+    # (deepspeed/accelerator/cpu_accelerator.py, device_count): it would take qgZ's path between nodes.
+    os.environ.setdefault("LOCAL_SIZE", str(launch.local_world_size))
+    if launch.launcher == "python":
+        join_as_single_process()
+    PartialState(**({} if torch.cuda.is_available() else {"backend": "gloo"}))
 
 
 def refuse_stale_builds(config: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,13 @@ import torch
 from transformers import set_seed
 
 from finetune.training import runtime
-from finetune.training.arguments import Request, checkpoint_to_resume, choose_deepspeed, settle_output_dir
+from finetune.training.arguments import (
+    Request,
+    accelerate_uses_deepspeed,
+    checkpoint_to_resume,
+    choose_deepspeed,
+    settle_output_dir,
+)
 from finetune.training.launch import Launch, read_launch
 
 
@@ -51,12 +58,14 @@ def start(
         if deepspeed:
             runtime.refuse_stale_builds(deepspeed.config)
     threads = runtime.set_threads(launch)
-    runtime.join_process_group(launch, with_deepspeed=deepspeed is not None)
+    uses_deepspeed = deepspeed is not None or accelerate_uses_deepspeed()
+    if uses_deepspeed:
+        runtime.prepare_deepspeed(launch)
     settled: dict[str, Any] = {**precision, "deepspeed": deepspeed.config if deepspeed else None}
     settled["use_cpu"] = request.value("use_cpu") or not has_cuda  # bf16 without a GPU is refused otherwise
     settled["disable_tqdm"] = request.given.get("disable_tqdm", not sys.stderr.isatty())  # a bar is for a terminal
     accelerator: dict[str, Any] = {}
-    if launch.world_size > 1 or deepspeed:
+    if uses_deepspeed:
         accelerator["use_configured_state"] = True
     if request.value("streaming"):
         # Dispatching from rank 0 joins the batches of all ranks, which are padded to different lengths (accelerate
@@ -76,7 +85,8 @@ def choose_precision(request: Request) -> dict[str, bool]:
     asked = {name: request.given[name] for name in ("bf16", "fp16") if name in request.given}
     if asked:
         return {"bf16": False, "fp16": False} | asked
-    best = runtime.choose_precision()
+    by_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is what it says when nobody chose
+    best = by_accelerate if by_accelerate in ("bf16", "fp16") else runtime.choose_precision()
     return {"bf16": best == "bf16", "fp16": best == "fp16"}
 
 

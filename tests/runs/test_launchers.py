@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import REPO, TINY, Finished, launch
+from conftest import REPO, TINY, Finished, free_port, launch, tool
+
+from finetune.dsconfig.load import find_config
 
 CONFIGS = sorted(path.stem for path in (REPO / "ds_configs").glob("*.json"))
 GLOBAL_BATCH = 32
@@ -73,7 +75,13 @@ def test_training_is_the_same_under_every_launcher_and_config(
     skip_without_compilers(config)
     ranks = 1 if launcher == "python" else 2
     values = {**TINY, "per_device_train_batch_size": GLOBAL_BATCH // ranks, **config_values(config, tmp_path)}
-    run = launch(launcher, tmp_path / "run", values, ranks=ranks)
+    start: str | list[str] = launcher
+    if launcher == "accelerate" and config != "none":
+        # Its own way: the config goes to its DeepSpeed plugin, not to the recipe.
+        start = [tool("accelerate"), "launch", "--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no"]
+        start += ["--main_process_port", free_port(), "--use_deepspeed"]
+        start += ["--deepspeed_config_file", str(find_config(values.pop("deepspeed")))]
+    run = launch(start, tmp_path / "run", values, ranks=ranks)
     assert_same_training(run, one_process)
     assert_opens(run.folder)
     if config != "none":
@@ -97,3 +105,11 @@ def test_two_ranks_under_deepspeed_train_as_one_process_does(one_process: Finish
     assert_same_training(run, one_process)
     assert run.json("ds_config.json")["zero_optimization"]["stage"] == 2
     assert run.output.count("run: 2 rank(s)") == 1
+
+
+def test_the_plugin_flags_of_accelerate_work(one_process: Finished, tmp_path: Path) -> None:
+    start = [tool("accelerate"), "launch", "--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no"]
+    start += ["--mixed_precision", "no", "--main_process_port", free_port(), "--use_deepspeed", "--zero_stage", "1"]
+    run = launch(start, tmp_path / "run", {**TINY, "per_device_train_batch_size": 16})
+    assert_same_training(run, one_process)
+    assert run.json("ds_config.json")["zero_optimization"]["stage"] == 1

@@ -1,0 +1,80 @@
+"""Columns and labels are found where that is unambiguous, and asked for where it is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from finetune.data.columns import Columns, find_columns, find_labels, is_empty, label_text
+from finetune.errors import RequestError
+
+FOUND = [
+    pytest.param({"sentence": "a b", "label": 1}, (("sentence",), "label"), id="SST-2 on the hub"),
+    pytest.param({"text": "a b", "label": 0}, (("text",), "label"), id="IMDB on the hub"),
+    pytest.param({"review": "a b", "sentiment": "positive"}, (("review",), "sentiment"), id="IMDB from Kaggle"),
+    pytest.param({"idx": "1", "sentence": "a b", "label": "0"}, (("sentence",), "label"), id="an index beside"),
+    pytest.param({"premise": "a", "hypothesis": "b", "label": 0}, (("premise", "hypothesis"), "label"), id="a pair"),
+    pytest.param({"Text": "a b", "Label": 0}, (("Text",), "Label"), id="capital letters"),
+    pytest.param({"sentence1": "a", "sentence2": "b", "score": 3.8}, (("sentence1", "sentence2"), "score"), id="STS-B"),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), FOUND)
+def test_columns_are_found_by_their_names(row: dict[str, Any], expected: tuple[tuple[str, ...], str]) -> None:
+    assert find_columns([row] * 6, None, None, "data") == Columns(*expected)
+
+
+def test_columns_without_names_are_found_by_their_contents() -> None:
+    rows = [{"column_1": f"some words {i}", "column_2": str(i % 2)} for i in range(20)]
+    assert find_columns(rows, None, None, "data") == Columns(("column_1",), "column_2")
+
+
+def test_what_is_not_clear_is_asked_for_with_the_columns_listed() -> None:
+    rows = [{"title": f"the title {i}", "abstract": f"an abstract {i}", "label": i % 2} for i in range(9)]
+    with pytest.raises(
+        RequestError, match=r"which column is the text.*title \(such as 'the title 0'\).*--text_column_names"
+    ):
+        find_columns(rows, None, None, "data")
+    assert find_columns(rows, ["abstract"], None, "data") == Columns(("abstract",), "label")
+
+
+def test_a_wrong_column_name_is_refused_with_the_columns_listed() -> None:
+    with pytest.raises(RequestError, match=r"no column 'txet' \(--text_column_names\).*text.*label"):
+        find_columns([{"text": "a", "label": 1}], ["txet"], None, "data")
+
+
+LABELS = [
+    pytest.param(["0", "1", "1"], "classification", ("0", "1"), id="digits as text"),
+    pytest.param([10, 9, 2], "classification", ("2", "9", "10"), id="integers, in the order of numbers"),
+    pytest.param(["pos", "neg"], "classification", ("neg", "pos"), id="words"),
+    pytest.param([True, False], "classification", ("False", "True"), id="booleans"),
+    pytest.param([3.5, 1.0], "regression", (), id="fractions"),
+    pytest.param(["3.5", "1.0"], "regression", (), id="fractions as text"),
+]
+
+
+@pytest.mark.parametrize(("values", "task", "names"), LABELS)
+def test_the_task_follows_the_labels(values: list[Any], task: str, names: tuple[str, ...]) -> None:
+    labels = find_labels(Counter(values), None, None, "data")
+    assert (labels.task, labels.names) == (task, names)
+    if names:
+        assert sorted(labels.encode(value) for value in set(values)) == list(range(len(names)))
+
+
+def test_task_overrules_the_labels() -> None:
+    assert find_labels(Counter([1.0, 2.0]), "classification", None, "data").names == ("1", "2")
+    assert find_labels(Counter([1, 2]), "regression", None, "data").task == "regression"
+
+
+def test_bad_labels_are_refused() -> None:
+    with pytest.raises(RequestError, match="all 7 rows have the label 'x'"):
+        find_labels(Counter(["x"] * 7), None, None, "data")
+    with pytest.raises(RequestError, match="needs numbers as labels, but found high"):
+        find_labels(Counter(["1.5", "high"]), "regression", None, "data")
+
+
+def test_emptiness_and_names_of_values() -> None:
+    assert [is_empty(v) for v in (None, "", " \t", float("nan"), "0", 0, "NA")] == [True] * 4 + [False] * 3
+    assert {label_text(1), label_text(1.0), label_text("1"), label_text(" 1 ")} == {"1"}

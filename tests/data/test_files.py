@@ -1,0 +1,88 @@
+"""Tables as people have them: with and without header, quoted and not, and broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.data.files import open_file
+from finetune.errors import RequestError
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+READ = [
+    pytest.param("a.csv", "text,label\nhello there,1\nbye,0\n", {"text": "hello there", "label": "1"}, id="plain csv"),
+    pytest.param("a.csv", '\ufefftext,label\n"a, b",1\nc,0\n', {"text": "a, b", "label": "1"}, id="quotes and a BOM"),
+    pytest.param(
+        "a.csv", 'text,label\n"two\nlines",1\nc,0\n', {"text": "two\nlines", "label": "1"}, id="line in a cell"
+    ),
+    pytest.param("a.tsv", "sentence\tlabel\na b\t1\nc d\t0\n", {"sentence": "a b", "label": "1"}, id="SST-2 of GLUE"),
+    pytest.param("a.tsv", "a b\t1\nc d\t0\n", {"column_1": "a b", "column_2": "1"}, id="SST-2 without header"),
+    pytest.param(
+        "a.tsv",
+        "good\tpos\nbad\tneg\nfine\tpos\nso\tneg\nwell\tpos\n",
+        {"column_1": "good", "column_2": "pos"},
+        id="words",
+    ),
+    pytest.param("a.tsv", 'say "hi\t1\nb\t0\n', {"column_1": 'say "hi', "column_2": "1"}, id="a lone quote in a tsv"),
+    pytest.param("a.tsv", 't\tlabel\n"a ""b"""\t1\n', {"t": 'a "b"', "label": "1"}, id="a quoted tsv"),
+    pytest.param("a.csv", "text,label\nNA,1\nnull,0\n", {"text": "NA", "label": "1"}, id="NA is a word"),
+    pytest.param(
+        "a.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n', {"text": "a", "label": 1}, id="jsonl"
+    ),
+    pytest.param(
+        "a.json", '[{"text": "a", "label": 1}, {"text": "b", "label": 0}]', {"text": "a", "label": 1}, id="json"
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "first"), READ)
+def test_a_table_is_read_as_it_is_meant(name: str, content: str, first: dict[str, object], tmp_path: Path) -> None:
+    assert open_file("train_file", write(tmp_path, name, content))[0] == first
+
+
+def test_parquet_is_read(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}).to_parquet(str(tmp_path / "a.parquet"))
+    assert open_file("train_file", str(tmp_path / "a.parquet"))[1] == {"text": "b", "label": 1}
+
+
+REFUSED = [
+    pytest.param("a.csv", "text,label\na,1\nb,0,9\n", r"cannot be read as csv.*line 3", id="a cell too many"),
+    pytest.param("a.jsonl", '{"text": "a"}\n{"text": \n', r"line 2, column", id="broken json line"),
+    pytest.param("a.csv", "", "the file is empty", id="empty file"),
+    pytest.param("a.csv", "text,label\n", "no rows", id="a header alone"),
+    pytest.param("a.csv", "text,text\na,1\n", "two columns have one name", id="one name twice"),
+    pytest.param("a.xlsx", "text", "cannot tell what it is", id="a spreadsheet"),
+    pytest.param("a.parquet", "text", "cannot be read as parquet", id="no parquet at all"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+def test_a_broken_table_is_refused_with_its_place(name: str, content: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=message):
+        open_file("train_file", write(tmp_path, name, content))
+
+
+def test_a_missing_file_is_refused_with_what_is_there(tmp_path: Path) -> None:
+    write(tmp_path, "reviews.csv", "text,label\n")
+    with pytest.raises(RequestError, match=r"no such file.*holds reviews\.csv"):
+        open_file("train_file", str(tmp_path / "review.csv"))
+
+
+def test_latin_1_is_refused_with_its_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"text,label\ncaf\xe9,1\n")
+    with pytest.raises(RequestError, match="not UTF-8 text"):
+        open_file("train_file", str(tmp_path / "a.csv"))
+
+
+def test_real_sst2_is_read_whole(sst2: Path) -> None:
+    train = open_file("train_file", str(sst2 / "train.tsv"))
+    assert len(train) == 6920
+    assert set(train["column_2"]) == {"0", "1"}

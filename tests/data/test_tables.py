@@ -1,0 +1,91 @@
+"""Bad rows, splits and cuts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import ClassLabel, Dataset, Features, Value
+
+from finetune.data.builtin import docstring_rows
+from finetune.data.tables import DataArguments, PreparationArguments, clean_tables
+from finetune.data.tokenizer import train_wordpiece
+from finetune.errors import RequestError
+
+ROWS = {"text": [f"words {i}" for i in range(40)], "label": ["a", "b"] * 20}
+
+
+def clean(tables: dict[str, dict[str, Any]], **cut: Any) -> Any:
+    made = {split: Dataset.from_dict(rows) for split, rows in tables.items()}
+    return clean_tables(made, DataArguments(), PreparationArguments(**cut), seed=1)
+
+
+def test_a_missing_validation_split_is_held_out_by_class_and_by_seed() -> None:
+    rows = {"text": ROWS["text"], "label": ["a"] * 30 + ["b"] * 10}
+    first, again = clean({"train": rows}, validation_fraction=0.2), clean({"train": rows}, validation_fraction=0.2)
+    assert first.splits["validation"]["text"][:] == again.splits["validation"]["text"][:]
+    assert sorted(first.splits["validation"]["label"]) == [0] * 6 + [1] * 2
+    both = [*first.splits["train"]["text"], *first.splits["validation"]["text"]]
+    assert sorted(both) == sorted(rows["text"])
+
+
+def test_bad_rows_are_refused_with_their_numbers_or_left_out_when_told_so() -> None:
+    rows = {"text": [*ROWS["text"], "", "fine"], "label": [*ROWS["label"], "a", None]}
+    with pytest.raises(RequestError, match=r"2 of 42 rows with empty text or label \(data rows 41, 42\)"):
+        clean({"train": rows})
+    assert clean({"train": rows}, skip_bad_rows=True).skipped == {"train": 2}
+
+
+def test_a_label_that_training_lacks_is_refused_with_its_count() -> None:
+    with pytest.raises(RequestError, match=r"validation data has labels .*'c' \(2 rows\).*Training has: a, b"):
+        clean({"train": ROWS, "validation": {"text": ["x", "y"], "label": ["c", "c"]}})
+
+
+def test_a_test_split_may_be_without_labels() -> None:
+    unlabelled = clean({"train": ROWS, "test": {"text": ["x", "y"]}})
+    assert unlabelled.splits["test"].column_names == ["text"]
+    empty = clean({"train": ROWS, "test": {"text": ["x", "y"], "label": [None, None]}})
+    assert empty.splits["test"].column_names == ["text"]
+
+
+def test_hidden_labels_of_a_hub_test_split_are_no_labels() -> None:
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
+    train = Dataset.from_dict({"text": ["a b", "c d"] * 10, "label": [0, 1] * 10}, features=features)
+    test = Dataset.from_dict({"text": ["e", "f"], "label": [-1, -1]}, features=features)
+    cleaned = clean_tables({"train": train, "test": test}, DataArguments(), PreparationArguments(), seed=1)
+    assert cleaned.labels.names == ("neg", "pos")
+    assert cleaned.splits["test"].column_names == ["text"]
+
+
+def test_a_cut_of_a_sorted_file_holds_all_classes() -> None:
+    rows = {"text": [f"t {i}" for i in range(200)], "label": ["a"] * 100 + ["b"] * 100}
+    cut = clean({"train": rows}, max_train_samples=40)
+    assert len(cut.splits["train"]) == 40
+    assert set(cut.splits["train"]["label"]) == {0, 1}
+    first = clean({"train": rows, "test": rows}, max_predict_samples=3)
+    assert first.splits["test"]["text"][:] == ["t 0", "t 1", "t 2"]
+
+
+def test_the_built_in_text_is_a_real_task() -> None:
+    rows = docstring_rows()
+    assert len(rows["text"]) > 2000
+    counts = [rows["label"].count(name) for name in set(rows["label"])]
+    assert len(counts) >= 8
+    assert max(counts) < 0.3 * sum(counts)
+    assert min(len(text) for text in rows["text"]) >= 40
+    assert docstring_rows() == rows
+
+
+def test_one_text_gives_one_vocabulary() -> None:
+    # The trainer itself does not: tokenizers numbers pieces as a hash map yields them.
+    texts = docstring_rows()["text"][:600]
+    vocabularies = [train_wordpiece(texts, 3000, 128).get_vocab() for _ in range(3)]
+    assert vocabularies[0] == vocabularies[1] == vocabularies[2]
+
+
+def test_the_vocabulary_splits_words_as_bert_does() -> None:
+    tokenizer = train_wordpiece(docstring_rows()["text"], 3000, 128)
+    ids = tokenizer("The ##a event loop", "in ASYNCIO")
+    assert tokenizer.convert_ids_to_tokens(ids["input_ids"])[:2] == ["[CLS]", "the"]
+    assert tokenizer.decode(ids["input_ids"], skip_special_tokens=True).endswith("event loop in asyncio")
+    assert len(tokenizer) <= 3000

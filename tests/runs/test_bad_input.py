@@ -1,0 +1,181 @@
+"""Bad input ends a real run with one message, on one rank, with status 2, and nothing written."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import LAUNCHERS, RECIPE, REPO, TINY, flags, launch
+
+GOOD_CSV = "text,label\n" + "".join(f"some words {i},{'a' if i % 2 else 'b'}\n" for i in range(40))
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+CASES = [
+    pytest.param(
+        lambda f: {"max_step": 3}, r"--max_step is no flag of this recipe\. Did you mean --max_steps\?", id="flag"
+    ),
+    pytest.param(lambda f: {"max_steps": "many"}, r"invalid int value: 'many'", id="value of a flag"),
+    pytest.param(
+        lambda f: {"config": write(f, "c.yaml", "learning_rat: 1")}, "Did you mean --learning_rate", id="YAML key"
+    ),
+    pytest.param(lambda f: {"config": write(f, "c.yaml", "a: [1")}, r"c\.yaml:1:\d+: is not YAML", id="broken YAML"),
+    pytest.param(lambda f: {"train_file": f / "no.csv"}, r"no such file", id="missing file"),
+    pytest.param(
+        lambda f: {"train_file": write(f, "a.csv", GOOD_CSV), "label_column_name": "lable"},
+        r"no column 'lable' .*text .*label",
+        id="wrong column",
+    ),
+    pytest.param(
+        lambda f: {"train_file": write(f, "a.csv", "text,label\na b,x\nc d,x\n")}, "one class", id="one class only"
+    ),
+    pytest.param(
+        lambda f: {
+            "train_file": write(f, "a.csv", GOOD_CSV),
+            "validation_file": write(f, "v.csv", "text,label\nwords,zzz\n"),
+        },
+        r"'zzz' \(1 rows\)",
+        id="label in evaluation that is not in training",
+    ),
+    pytest.param(
+        lambda f: {"deepspeed": write(f, "d.json", '{\n "a": 1,\n}')}, r"d\.json:\d:\d+: .*comma", id="unreadable JSON"
+    ),
+    pytest.param(
+        lambda f: {"deepspeed": write(f, "d.json", '{"train_batch_size": 7, "gradient_clipping": "auto"}')},
+        r"train_batch_size is 7, but .* 16 x 1 x 1 = 16",
+        id="batch equation",
+    ),
+    pytest.param(lambda f: {"deepspeed": "zeropp"}, "needs a GPU", id="qwZ on a CPU"),
+    pytest.param(
+        lambda f: {"model_name_or_path": "distilbert-base-uncased"},
+        r"distilbert-base-uncased: cannot be loaded; tried the local cache and the hub .*Give a folder",
+        id="hub model while offline",
+    ),
+    pytest.param(
+        lambda f: {"dataset_name": "stanfordnlp/imdb"},
+        r"imdb: neither a local folder .*--train_file",
+        id="hub data offline",
+    ),
+    pytest.param(lambda f: {"model_name_or_path": f}, r"no config\.json; it holds", id="folder without a model"),
+    pytest.param(lambda f: {"max_seq_length": 4096}, "4096, but the model has 512 positions", id="too long"),
+    pytest.param(lambda f: {"do_predict": True}, "--do_predict needs a test split", id="nothing to predict"),
+    pytest.param(lambda f: {"report_to": "wandb"}, "WANDB_MODE=offline", id="wandb without a login"),
+    pytest.param(lambda f: {"resume": "auto"}, "holds no checkpoint", id="nothing to resume"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), CASES)
+def test_bad_input_is_refused(make: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "note.txt").touch()
+    env = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_MODE": ""}
+    run = launch("python", tmp_path / "run", {**TINY, **make(tmp_path)}, env=env, check=False)
+    assert run.status == 2, run.output[-2000:]
+    assert len(run.errors) == 1, run.output[-2000:]
+    assert re.search(message, run.output[run.output.index("error: ") :], re.DOTALL)
+    assert "Traceback" not in run.output
+    left = {path.name for path in run.folder.glob("*")} if run.folder.exists() else set()
+    assert left <= {"nvme_offload"}
+
+
+def test_two_ranks_say_it_once_and_the_launcher_exits_with_2(tmp_path: Path) -> None:
+    values = {**TINY, "train_file": write(tmp_path, "a.csv", "text,label\na,\nb,x\nc,y\n")}
+    run = launch("deepspeed", tmp_path / "run", values, ranks=2, check=False)
+    assert run.status == 2
+    assert len(run.errors) == 1, run.output[-3000:]
+    assert "1 of 3 rows with empty text or label" in run.errors[0]
+    assert "Traceback" not in run.output
+
+
+def test_a_folder_that_holds_a_run_is_neither_written_over_nor_lost(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launch("python", folder, {**TINY, "max_steps": 1})
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    again = launch("python", folder, {**TINY, "max_steps": 1}, check=False)
+    assert again.status == 2
+    assert "--resume auto" in again.errors[0]
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    launch("python", folder, {**TINY, "max_steps": 2, "overwrite_output_dir": True})
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    refused = launch("python", mine, {**TINY, "overwrite_output_dir": True}, check=False)
+    assert refused.status == 2
+    assert (mine / "thesis.txt").read_text() == "years of work"
+
+
+def test_accelerate_with_deepspeed_of_its_own_refuses_another_config(tmp_path: Path) -> None:
+    start = [*LAUNCHERS["accelerate"](1)[:2], "--config_file", "recipes/launch/accelerate_zero2.yaml"]
+    run = launch(start, tmp_path / "run", {**TINY, "deepspeed": "zero1"}, check=False)
+    assert run.status != 0
+    assert [error for error in run.errors if "Drop --deepspeed" in error] == run.errors
+    assert len(run.errors) == 1
+
+
+def test_a_full_disk_is_named_and_the_run_ends_with_1(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(small)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("cannot mount a small tmpfs here: mount needs root")
+    try:
+        run = launch("python", small / "run", {**TINY, "save_strategy": "steps", "save_steps": 3}, check=False)
+        assert run.status == 1, run.output[-2000:]
+        assert "is full" in run.errors[0]
+        assert "--save_total_limit" in run.errors[0]
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_rank_that_is_killed_ends_the_others(launcher: str, tmp_path: Path) -> None:
+    values = {**TINY, "max_steps": 100_000, "output_dir": tmp_path / "run", "num_train_epochs": 1000}
+    command = [*LAUNCHERS[launcher](2), RECIPE, *flags(values)]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            log = tmp_path / "run" / "metrics.jsonl"
+            deadline = time.monotonic() + 120
+            while not log.exists() and time.monotonic() < deadline:
+                time.sleep(0.5)
+            assert log.exists(), "the run never began"
+            os.kill(_rank(1, tmp_path), signal.SIGKILL)
+            assert process.wait(timeout=60) != 0
+            assert _processes(tmp_path) == []
+        finally:
+            process.terminate()
+            for left in _processes(tmp_path):
+                os.kill(left, signal.SIGKILL)
+
+
+def _processes(folder: Path) -> list[int]:
+    """The recipe's processes that write into `folder`, launchers left out."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(folder / "run").encode() in words and b"\0LOCAL_RANK=" in environment and RECIPE.encode() in words:
+                found.append(int(entry.name))
+    return found
+
+
+def _rank(rank: int, folder: Path) -> int:
+    for process in _processes(folder):
+        environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        if f"LOCAL_RANK={rank}".encode() in environment:
+            return process
+    raise AssertionError(f"rank {rank} is not running")

@@ -1,0 +1,37 @@
+"""Who may import what, looked up in fresh interpreters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO
+
+HEAVY = {"torch", "transformers", "deepspeed", "datasets", "numpy"}
+
+
+@pytest.mark.parametrize("module", ["finetune.cli", "finetune.dsconfig.load", "finetune.training.launch"])
+def test_a_light_module_imports_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
+    assert done.stdout.split() == []
+
+
+def test_finetune_check_says_what_is_wrong_and_exits_with_2() -> None:
+    command = [sys.executable, "-m", "finetune.cli", "check"]
+    sound = subprocess.run([*command, "zero2", "zero3"], capture_output=True, text=True, cwd=REPO, check=False)
+    assert sound.returncode == 0
+    assert sound.stdout.count("no errors") == 2
+    wrong = subprocess.run([*command, "zeropp"], capture_output=True, text=True, cwd=REPO, check=False)
+    assert wrong.returncode == 2
+    assert "needs a GPU" in wrong.stderr
+
+
+def test_the_source_is_python_3_10() -> None:
+    import ast
+
+    files = [path for folder in ("finetune", "recipes", "benchmarks") for path in (REPO / folder).rglob("*.py")]
+    assert len(files) > 25
+    for path in files:
+        ast.parse(path.read_text(), feature_version=(3, 10))
