@@ -26,6 +26,7 @@ from finetune.errors import RunError
 from finetune.training.arguments import RUN_RECORD
 
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "tokenizers", "scikit-learn", "numpy")
+FULL_DISK_BYTES = 16 * 2**20
 SECRET_WORDS = ("token", "key", "password", "secret")
 
 
@@ -123,7 +124,8 @@ def _disk_is_full(error: BaseException, folder: Path) -> bool:
             return True
         if "No space left" in str(cause):  # safetensors
             return True
-        if "PytorchStreamWriter" in str(cause) and shutil.disk_usage(folder).free < 2**20:  # torch.save gives no errno
+        # torch.save gives no errno (torch, caffe2/serialize/inline_container.cc)
+        if "inline_container" in str(cause) and shutil.disk_usage(folder).free < FULL_DISK_BYTES:
             return True
         cause = cause.__cause__ or cause.__context__
     return False

@@ -61,6 +61,7 @@ class SpeedMeter(TrainerCallback):
         self._total: Any = 0
         self._window: Any = 0
         self._window_seconds = 0.0
+        self._window_steps = 0
         self._mark: float | None = None
 
     def count(self, inputs: dict[str, Any]) -> None:
@@ -79,6 +80,7 @@ class SpeedMeter(TrainerCallback):
         now = time.perf_counter()
         if self._mark is not None:
             self._window_seconds += now - self._mark
+            self._window_steps += 1
             self.total_step_seconds.append(now - self._mark)
         self._mark = now
 
@@ -93,6 +95,8 @@ class SpeedMeter(TrainerCallback):
             return {}
         counted = reduce(self._window)
         figures = self._figures(counted, self._window_seconds)
+        figures["step_seconds"] = self._window_seconds / self._window_steps
+        self._window_steps = 0
         self._total, self._window, self._window_seconds = self._total + counted, 0, 0.0
         return figures
 

