@@ -51,6 +51,8 @@ def start(
     runtime.quiet_libraries(launch)
     checkpoint = checkpoint_to_resume(request)
     has_cuda = torch.cuda.is_available()
+    if not has_cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns on each rank when it finds out by itself
     precision = choose_precision(request)
     deepspeed = choose_deepspeed(request, precision, has_cuda)
     if launch.speaks:
