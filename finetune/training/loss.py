@@ -91,9 +91,9 @@ def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
     ) -> torch.Tensor:
         logits = outputs["logits"].float()  # (B, classes)
         weights = torch.tensor(class_weights, device=logits.device)
-        losses = torch.nn.functional.cross_entropy(
-            logits, labels, weight=weights, label_smoothing=label_smoothing, reduction="sum"
-        )
+        # Not `weight=`: with smoothing it would weigh the smoothed part by all classes, and swell the loss.
+        rows = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="none")
+        losses = (rows * weights[labels]).sum()
         return losses / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
 
     return compute

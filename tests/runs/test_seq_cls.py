@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import random
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +138,10 @@ def test_pairs_and_class_weights_and_smoothing_and_early_stopping_work_together(
         "eval_steps": 2,
         "save_steps": 2,
     }
-    run = launch("python", tmp_path / "run", {**TINY, **values, "learning_rate": 1e-9, "max_steps": 40})
-    # The weights make both classes count alike, so the loss of a model that knows nothing is ln 2.
-    assert run.column("loss")[0] == pytest.approx(0.693, abs=0.08)
+    values |= {"learning_rate": 1e-9, "max_steps": 40, "per_device_train_batch_size": 180}
+    run = launch("python", tmp_path / "run", {**TINY, **values})
+    # All rows at once: the weights make both classes count alike, so the loss of a model that knows nothing is ln 2.
+    assert run.column("loss")[0] == pytest.approx(0.693, abs=0.02)
     assert len(run.steps) < 40, "at a rate of nothing nothing improves, and the run stops early"
     assert run.json("config.json")["id2label"] == {"0": "0", "1": "1"}
 
@@ -170,19 +173,34 @@ def test_real_weights_are_fine_tuned_from_a_folder(minilm: Path, sst2: Path, tmp
     assert run.json("eval_results.json")["eval_accuracy"] > 0.7  # always guessing the larger class: about 0.5
 
 
+def wandb_records(path: Path) -> Iterator[bytes]:
+    """The records of an offline run's file: a LevelDB log (github.com/google/leveldb, doc/log_format.md) after a header
+    of seven bytes."""
+    data, place, part = path.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while place + 7 <= len(data):
+        left_in_block = 32768 - place % 32768
+        if left_in_block < 7:
+            place += left_in_block
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        part += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last of its parts
+            yield part
+            part = b""
+
+
 def test_wandb_offline_holds_the_run(tmp_path: Path) -> None:
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true", "HOME": str(tmp_path)}
     run = launch("python", tmp_path / "run", {**TINY, "max_steps": 3, "report_to": "wandb"}, env=env)
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(file))
     seen: dict[str, Any] = {}
-    while (data := store.scan_data()) is not None:
+    for content in wandb_records(file):
         record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+        record.ParseFromString(content)
         for item in record.history.item:
             seen.setdefault(item.key or "/".join(item.nested_key), []).append(json.loads(item.value_json))
     assert seen["train/loss"] == pytest.approx(run.column("loss"))
