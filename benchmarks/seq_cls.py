@@ -217,8 +217,8 @@ def render(results: dict) -> str:
         + ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
         + ". Made by",
         "`python benchmarks/seq_cls.py --sst2 ../shared/data/sst2`; the figures are in the JSON beside this page.",
-        "The model is MiniLM-L6 with its real weights (22.7M parameters), unless `--model` said otherwise. Speeds count",
-        "real tokens, not padding, over the steps after the first three: medians of alternating runs, least and most.",
+        "The model is MiniLM-L6 with its real weights (22.7M parameters), unless `--model` says otherwise. Speeds",
+        "count real tokens, not padding, over the steps after the first three: medians of alternating runs, with extremes.",
     ]
     for name, cells in results.get("speed", {}).items():
         median = {cell: statistics.median(runs["real_tokens_per_second"]) for cell, runs in cells.items()}
