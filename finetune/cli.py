@@ -18,11 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     check.add_argument("--world_size", type=int, default=1, help="ranks of the run (default 1)")
     check.add_argument("--gpu", action="store_true", help="check for a machine with GPUs (default: without)")
     arguments = parser.parse_args(argv)
-    try:
-        return _check(arguments.files, arguments.world_size, arguments.gpu)
-    except FinetuneError as error:
-        print(f"finetune: {error}", file=sys.stderr)
-        return error.exit_status
+    return _check(arguments.files, arguments.world_size, arguments.gpu)
 
 
 def _check(files: list[str], world_size: int, gpu: bool) -> int:
@@ -30,11 +26,16 @@ def _check(files: list[str], world_size: int, gpu: bool) -> int:
     from finetune.dsconfig.rules import Run
 
     run = Run(world_size, world_size, gpu, "run", {})
+    status = 0
     for file in files:
-        for note in load(file, run).notes:
-            print(f"warning: {note}")
-        print(f"{file}: no errors for {world_size} rank(s).")
-    return 0
+        try:
+            notes = load(file, run).notes
+        except FinetuneError as error:
+            print(f"finetune: {error}", file=sys.stderr)
+            status = error.exit_status
+        else:
+            print(*(f"warning: {note}" for note in notes), f"{file}: no errors for {world_size} rank(s).", sep="\n")
+    return status
 
 
 if __name__ == "__main__":

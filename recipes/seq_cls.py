@@ -16,7 +16,7 @@ from transformers import EarlyStoppingCallback
 from finetune.data.classification import prepare
 from finetune.data.tables import DataArguments, PreparationArguments
 from finetune.models.classifier import ModelArguments, build_classifier, find_source
-from finetune.training.arguments import RunArguments
+from finetune.training.arguments import RunArguments, clear_output_dir
 from finetune.training.launch import run
 from finetune.training.loss import loss_for, settle_loss_scaling
 from finetune.training.metrics import metrics_for
@@ -60,20 +60,22 @@ def main() -> None:
         seed=training.seed,
         leads=session.launch.leads_its_node,
         reports=session.launch.leads_its_node or session.launch.local_rank == 1,
+        class_names=source.class_names,
     )
     if training.do_predict:
         data.split("test", "do_predict")
     session.say(data.account.headline(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model: built after TrainingArguments, for ZeRO-3 shards it while it is built.
-    model = build_classifier(model_args, source, data.labels, data.tokenizer)
+    counts = [data.account.label_counts.get(name, 0) for name in data.labels.names]
+    loss = loss_for(run_args.class_weights, training.label_smoothing_factor, data.labels.task, counts)
+    model = build_classifier(model_args, source, data.labels, data.tokenizer, will_train=training.do_train)
     settle_loss_scaling(model, label_is_float=data.labels.task == "regression")
 
     # Trainer
     callbacks = [MetricsFile()]
     if run_args.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(run_args.early_stopping_patience))
-    counts = [data.account.label_counts.get(name, 0) for name in data.labels.names]
     trainer = FinetuneTrainer(
         model=model,
         args=training,
@@ -82,7 +84,7 @@ def main() -> None:
         processing_class=data.tokenizer,
         data_collator=data.collator,
         compute_metrics=metrics_for(data.labels),
-        compute_loss_func=loss_for(run_args.class_weights, training.label_smoothing_factor, data.labels.task, counts),
+        compute_loss_func=loss,
         callbacks=callbacks,
         lengths=data.lengths if run_args.group_by_length else None,
     )
@@ -90,7 +92,8 @@ def main() -> None:
     with explained_disk_errors(folder):
         # Train, then save the model where `from_pretrained` looks for it.
         if session.launch.speaks:
-            write_records(folder, session.request.values, sys.argv[1:], session.launch.launcher)
+            clear_output_dir(session.request)
+            write_records(folder, session.request.values, sys.argv[1:], session.launch)
         if training.do_train:
             trained = trainer.train(resume_from_checkpoint=session.checkpoint)
             peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
@@ -111,7 +114,13 @@ def main() -> None:
         if session.launch.speaks:
             write_ds_config(folder, trainer)
             if predicted is not None:
-                write_predictions(folder / "predictions.csv", predicted.predictions, data.labels, predicted.label_ids)
+                write_predictions(
+                    folder / "predictions.csv",
+                    predicted.predictions,
+                    data.labels,
+                    predicted.label_ids,
+                    data.splits["test"]["row"],
+                )
             write_report(folder, data, evaluated, source)
             session.say(headline(folder))
 

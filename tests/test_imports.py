@@ -23,9 +23,10 @@ def test_finetune_check_says_what_is_wrong_and_exits_with_2() -> None:
     sound = subprocess.run([*command, "zero2", "zero3"], capture_output=True, text=True, cwd=REPO, check=False)
     assert sound.returncode == 0
     assert sound.stdout.count("no errors") == 2
-    wrong = subprocess.run([*command, "zeropp"], capture_output=True, text=True, cwd=REPO, check=False)
+    wrong = subprocess.run([*command, "zeropp", "zero2"], capture_output=True, text=True, cwd=REPO, check=False)
     assert wrong.returncode == 2
     assert "needs a GPU" in wrong.stderr
+    assert "zero2: no errors" in wrong.stdout
 
 
 def test_the_source_is_python_3_10() -> None:

@@ -19,6 +19,7 @@ from finetune.data.cache import cache_home, cache_key, file_state, prepare_once
 from finetune.data.columns import Columns, Labels
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
 from finetune.data.tables import (
+    ROW,
     SPLITS,
     CleanTables,
     DataArguments,
@@ -30,7 +31,7 @@ from finetune.data.tables import (
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
 
-FORMAT = 3  # raise it when what is cached changes
+FORMAT = 4  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,12 @@ def prepare(
     seed: int,
     leads: bool,
     reports: bool,
+    class_names: list[str] | None = None,
 ) -> ClassificationData:
     """The data of one run, from the cache or made on the rank that `leads`. `max_seq_length` is in tokens.
 
-    Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text. Raises RequestError for bad data
+    Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text. `class_names` are those of
+    a trained model, whose order of ids is kept where it has the data's classes. Raises RequestError for bad data
     and RunError when the rank that prepares takes longer than --data_timeout_seconds.
     """
     place = Path(arguments.dataset_name or "").expanduser()
@@ -107,19 +110,30 @@ def prepare(
     cut = {
         k: v for k, v in asdict(preparation).items() if k not in ("preprocessing_num_workers", "data_timeout_seconds")
     }
-    model = None if tokenizer is None else tokenizer.backend_tokenizer.to_str()
+    model = None if tokenizer is None else _identity(tokenizer)
     python = platform.python_version()  # the built-in text is Python's own
     key = cache_key(
-        FORMAT, asdict(arguments), cut, [file_state(f) for f in files], model, max_seq_length, vocab_size, seed, python
+        FORMAT,
+        asdict(arguments),
+        cut,
+        [file_state(f) for f in files],
+        model,
+        max_seq_length,
+        vocab_size,
+        seed,
+        python,
+        class_names,
     )
 
     def make(folder: Path) -> None:
         tables, source = load_tables(arguments)
-        found = survey(arguments, preparation, "validation" in tables) if arguments.streaming else None
+        found = None
+        if arguments.streaming:
+            found = survey(arguments, preparation, "validation" in tables, seed, class_names)
         if found and found.held_out:
-            tables["validation"] = held_out_rows(arguments, found)
+            tables["validation"] = held_out_rows(arguments, found, seed)
         known = (found.columns, found.labels) if found else None
-        clean = clean_tables(tables, arguments, preparation, seed, known)
+        clean = clean_tables(tables, arguments, preparation, seed, known, class_names)
         used = tokenizer
         if used is None:
             texts = some_texts(arguments, found) if found else _texts(clean)
@@ -138,9 +152,17 @@ def prepare(
     timeout = preparation.data_timeout_seconds
     prepare_once(folder, make, what="to tokenize", leads=leads, reports=reports, timeout_seconds=timeout)
     data = load(folder)
+    if tokenizer is not None:
+        data = replace(data, tokenizer=tokenizer)
     if data.account.stream is None:
         return data
     return replace(data, splits={"train": TextStream(arguments, data.account.stream, seed), **data.splits})
+
+
+def _identity(tokenizer: Any) -> list[Any]:
+    """All of a tokenizer that shows in what it makes: one tokenizer.json serves classes of different inputs."""
+    kind = [type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.padding_side, tokenizer.truncation_side]
+    return [*kind, tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()]
 
 
 def _texts(clean: CleanTables) -> Iterator[str]:
@@ -168,7 +190,7 @@ def tokenize_tables(
             _encoder(tokenizer, columns, max_seq_length),
             batched=True,
             num_proc=workers if workers and len(table) > 1000 * workers else None,
-            remove_columns=[name for name in table.column_names if name != "label"],
+            remove_columns=[name for name in table.column_names if name not in ("label", ROW)],
             desc=f"tokenizing {split}",
         )
         truncated[split] = int(np.sum(table["truncated"]))
@@ -187,10 +209,14 @@ def _encoder(
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         texts = [[str(value) for value in rows[name]] for name in columns.text]
         # One token more than is kept tells a row that was cut from one that just fits.
-        encoded = tokenizer(*texts, truncation=True, max_length=max_length + 1, return_attention_mask=False)
+        encoded = dict(tokenizer(*texts, truncation=True, max_length=max_length + 1, return_attention_mask=False))
         cut = [len(ids) > max_length for ids in encoded["input_ids"]]
         if any(cut):
-            encoded = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
+            some = [[text for text, was_cut in zip(column, cut, strict=True) if was_cut] for column in texts]
+            shorter = tokenizer(*some, truncation=True, max_length=max_length, return_attention_mask=False)
+            for name, values in shorter.items():
+                mended = iter(values)
+                encoded[name] = [next(mended) if was else old for old, was in zip(encoded[name], cut, strict=True)]
         return {**encoded, "length": [len(ids) for ids in encoded["input_ids"]], "truncated": cut}
 
     return encode

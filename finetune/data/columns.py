@@ -42,12 +42,10 @@ class Labels:
 
     def encode(self, value: Any) -> int | float:
         """The id of a label, or its number for regression. Raises KeyError for a class that is not among `names`."""
-        if self.task == "regression":
-            return float(value)
-        return self._ids[label_text(value)]
+        return float(value) if self.task == "regression" else self.ids()[label_text(value)]
 
-    @property
-    def _ids(self) -> dict[str, int]:
+    def ids(self) -> dict[str, int]:
+        """The id of each class by its name."""
         return {name: i for i, name in enumerate(self.names)}
 
 
@@ -119,8 +117,9 @@ def is_empty(value: Any) -> bool:
 
 
 def find_labels(values: Counter[Any], task: str | None, class_names: Sequence[str] | None, where: str) -> Labels:
-    """What the training labels are: classes (integers, text, or `class_names` from a hub), or numbers to predict.
+    """What the training labels are: classes (integers or text), or numbers to predict.
 
+    `class_names` are those of a hub data set or of a trained model, whose order of ids is kept if it has all classes.
     `values` counts the raw labels. Fractions mean regression, and so does a column of floating-point numbers; `task`
     overrules both. Raises RequestError where there is but one class, or where regression is asked for and a label is
     no number.
@@ -142,7 +141,7 @@ def find_labels(values: Counter[Any], task: str | None, class_names: Sequence[st
             f"{where}: all {sum(counts.values()):,} rows have the label {next(iter(counts), None)!r}, and there is "
             "nothing to learn from one class. Check --label_column_name, and that the file is whole."
         )
-    if class_names:
+    if class_names and set(counts) <= set(class_names):
         return Labels("classification", tuple(class_names))
     return Labels(
         "classification", tuple(sorted(counts, key=lambda name: numbers[name]) if all_numbers else sorted(counts))

@@ -25,10 +25,13 @@ KINDS = {
 SNIFFED_ROWS = 200  # how much of a table is looked at to tell a header from a row, and quoting from plain text
 
 
-def open_file(flag: str, name: str, streaming: bool = False) -> Dataset | IterableDataset:
+def open_file(
+    flag: str, name: str, streaming: bool = False, has_header: bool | None = None
+) -> Dataset | IterableDataset:
     """The rows of one csv, tsv, json(l) or parquet file. Cells of csv and tsv stay text: labels are typed later.
 
-    A csv or tsv without a header row gets the column names `column_1`, `column_2`, ... Raises RequestError.
+    A csv or tsv without a header row gets the column names `column_1`, `column_2`, ... `has_header` says whether it has
+    one; None looks. Raises RequestError.
     """
     path = Path(name).expanduser()
     if not path.is_file():
@@ -40,7 +43,7 @@ def open_file(flag: str, name: str, streaming: bool = False) -> Dataset | Iterab
         raise RequestError(f"--{flag} {name}: cannot tell what it is by its name. Give {', '.join(KINDS)}.")
     if path.stat().st_size == 0:
         raise RequestError(f"--{flag} {name}: the file is empty.")
-    options = _csv_options(flag, path) if kind == "csv" else {}
+    options = _csv_options(flag, path, has_header) if kind == "csv" else {}
     try:
         data = load_dataset(kind, data_files=str(path), split="train", streaming=streaming, **options)
         if streaming:
@@ -58,7 +61,7 @@ def open_hub(name: str, config: str | None, split: str, streaming: bool = False)
         return load_dataset(name, config, split=split, streaming=streaming)
     except DatasetNotFoundError as error:
         raise RequestError(_not_found(name, error)) from error
-    except (ConnectionError, OSError) as error:
+    except (ConnectionError, OSError, RuntimeError) as error:
         raise RequestError(_not_found(name, error)) from error
     except ValueError as error:
         if "Unknown split" in str(error) or "Bad split" in str(error):
@@ -74,7 +77,7 @@ def _not_found(name: str, error: Exception) -> str:
     )
 
 
-def _csv_options(flag: str, path: Path) -> dict[str, Any]:
+def _csv_options(flag: str, path: Path, has_header: bool | None) -> dict[str, Any]:
     """Separator, quoting and header, found from the first rows, as keyword arguments for pandas' reader."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -83,10 +86,13 @@ def _csv_options(flag: str, path: Path) -> dict[str, Any]:
         raise RequestError(f"--{flag} {path}: is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
     separator = "\t" if path.suffix.lower() in (".tsv", ".txt") or ("\t" in lines[0] and "," not in lines[0]) else ","
     quoting: Any = csv.QUOTE_NONE if separator == "\t" and not _is_quoted(lines) else csv.QUOTE_MINIMAL
-    rows = [row for row in csv.reader(lines, delimiter=separator, quoting=quoting) if row]
+    try:
+        rows = [row for row in csv.reader(lines, delimiter=separator, quoting=quoting) if row]
+    except csv.Error as error:
+        raise RequestError(f"--{flag} {path}: is not csv: {error}. Is a quote left open?") from error
     if not rows:
         raise RequestError(f"--{flag} {path}: the file has no rows.")
-    header = _has_header(rows)
+    header = _has_header(rows) if has_header is None else has_header
     names = rows[0] if header else [f"column_{i + 1}" for i in range(len(rows[0]))]
     if len(set(names)) < len(names):
         raise RequestError(f"--{flag} {path}: two columns have one name in the header: {', '.join(names)}.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,24 +16,30 @@ from transformers import DataCollatorWithPadding
 
 from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text
 from finetune.data.files import open_file, open_hub
-from finetune.data.tables import HEAD_ROWS, DataArguments, PreparationArguments
+from finetune.data.tables import HEAD_ROWS, ROW, DataArguments, PreparationArguments
 from finetune.errors import RequestError
 
 SHUFFLE_BUFFER_ROWS = 10_000
-HELD_OUT_ROWS = 1_000  # from the stream's beginning, where there is no validation split and no --max_eval_samples
+HELD_OUT_ROWS = 1_000  # at most, where there is no validation split and no --max_eval_samples
 TOKENIZER_ROWS = 100_000  # enough text to train a vocabulary on
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over the stream found. `rows` are those left for training."""
+    """What one pass over the stream found.
+
+    `rows` are those left for training, which `label_counts` counts. Rows are held out for validation by a seeded hash
+    of their number, up to row `last_held_out` (-1 for none): the first rows of a sorted file may be of one class.
+    """
 
     columns: Columns
     labels: Labels
     label_counts: dict[str, int]
     rows: int
     skipped: int
+    fraction: float
     held_out: int
+    last_held_out: int
 
 
 def open_stream(arguments: DataArguments) -> IterableDataset:
@@ -47,52 +55,75 @@ def open_stream(arguments: DataArguments) -> IterableDataset:
     return stream
 
 
-def survey(arguments: DataArguments, preparation: PreparationArguments, has_validation: bool) -> Survey:
+def survey(
+    arguments: DataArguments,
+    preparation: PreparationArguments,
+    has_validation: bool,
+    seed: int,
+    class_names: list[str] | None,
+) -> Survey:
     """Read the stream once: columns, labels, bad rows and how many rows there are. Nothing of the text is kept."""
     stream = open_stream(arguments)
     head = list(islice(stream, HEAD_ROWS))
     columns = find_columns(head, arguments.text_column_names, arguments.label_column_name, "the training data")
-    held_out = 0 if has_validation else preparation.max_eval_samples or HELD_OUT_ROWS
-    values: Counter[Any] = Counter()
-    bad = good = 0
-    for row in stream:
+    fraction = 0.0 if has_validation else preparation.validation_fraction
+    most_held_out = preparation.max_eval_samples or HELD_OUT_ROWS
+    most = preparation.max_train_samples or sys.maxsize
+    everything: Counter[Any] = Counter()
+    kept: Counter[Any] = Counter()
+    held_out: Counter[Any] = Counter()
+    last, bad = -1, 0
+    for number, row in enumerate(stream):
         if _is_bad(row, columns):
             bad += 1
             if not preparation.skip_bad_rows:
                 raise RequestError(
-                    f"data row {good + bad} of the stream has empty text or label. Mend it, or leave such rows out by "
+                    f"data row {number + 1} of the stream has empty text or label. Mend it, or leave such rows out by "
                     "--skip_bad_rows True."
                 )
-        else:
-            good += 1
-            values[row[columns.label]] += 1
-    rows = min(good - held_out, preparation.max_train_samples or good)
-    if rows < 1:
-        raise RequestError(f"the stream has {good} good rows, and {held_out} are held out: none is left to train on.")
+            continue
+        label = row[columns.label]
+        everything[label] += 1
+        if held_out.total() < most_held_out and _is_drawn(number, seed, fraction):
+            held_out[label] += 1
+            last = number
+        elif kept.total() < most:
+            kept[label] += 1
     names = getattr(stream.features[columns.label], "names", None) if stream.features else None
-    labels = find_labels(values, arguments.task, names, "the training data")
+    labels = find_labels(everything, arguments.task, names or class_names, "the training data")
     counts: Counter[str] = Counter()
     if labels.task == "classification":
-        for value, count in values.items():
+        for value, count in kept.items():
             counts[names[value] if names else label_text(value)] += count
-    return Survey(columns, labels, dict(counts), rows, bad, held_out)
+    if not kept or (fraction and not held_out):
+        raise RequestError(f"the stream has {everything.total()} good rows: too few. Add --validation_file, or rows.")
+    return Survey(columns, labels, dict(counts), kept.total(), bad, fraction, held_out.total(), last)
 
 
-def held_out_rows(arguments: DataArguments, found: Survey) -> Dataset:
-    """The stream's first good rows, as a validation table with the stream's own columns."""
+def _is_bad(row: dict[str, Any], columns: Columns) -> bool:
+    return any(is_empty(row[name]) for name in (*columns.text, columns.label))
+
+
+def _is_drawn(number: int, seed: int, fraction: float) -> bool:
+    return zlib.crc32(f"{seed} {number}".encode()) < fraction * 2**32
+
+
+def _is_held_out(number: int, seed: int, found: Survey) -> bool:
+    return number <= found.last_held_out and _is_drawn(number, seed, found.fraction)
+
+
+def held_out_rows(arguments: DataArguments, found: Survey, seed: int) -> Dataset:
+    """The validation table, with the stream's own columns."""
     stream = open_stream(arguments)
-    kept = stream.filter(lambda row: not _is_bad(row, found.columns)).take(found.held_out)
-    return Dataset.from_list(list(kept), features=stream.features)
+    rows = islice(stream, found.last_held_out + 1)
+    drawn = [row for i, row in enumerate(rows) if _is_held_out(i, seed, found) and not _is_bad(row, found.columns)]
+    return Dataset.from_list(drawn, features=stream.features)
 
 
 def some_texts(arguments: DataArguments, found: Survey) -> Iterator[str]:
     """Text enough to train a vocabulary on."""
     for row in islice(open_stream(arguments), TOKENIZER_ROWS):
         yield from (str(row[name]) for name in found.columns.text if row[name] is not None)
-
-
-def _is_bad(row: dict[str, Any], columns: Columns) -> bool:
-    return any(is_empty(row[name]) for name in (*columns.text, columns.label))
 
 
 class TextStream(TorchIterableDataset):
@@ -103,8 +134,12 @@ class TextStream(TorchIterableDataset):
     def __init__(self, arguments: DataArguments, found: Survey, seed: int) -> None:
         self.found = found
         columns = found.columns
-        stream = open_stream(arguments).filter(lambda row: not _is_bad(row, columns))
-        self.stream = stream.skip(found.held_out).take(found.rows).shuffle(seed, buffer_size=SHUFFLE_BUFFER_ROWS)
+
+        def is_for_training(row: dict[str, Any], number: int) -> bool:
+            return not _is_bad(row, columns) and not _is_held_out(number, seed, found)
+
+        stream = open_stream(arguments).filter(is_for_training, with_indices=True)
+        self.stream = stream.take(found.rows).shuffle(seed, buffer_size=SHUFFLE_BUFFER_ROWS)
 
     def __len__(self) -> int:
         return self.found.rows
@@ -137,7 +172,7 @@ class StreamCollator(DataCollatorWithPadding):
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         rows = []
         for row in features:
-            row = {name: value for name, value in row.items() if name != "length"}
+            row = {name: value for name, value in row.items() if name not in ("length", ROW)}
             if "text" in row:
                 row |= self.tokenizer(*row.pop("text"), truncation=True, max_length=self.max_seq_length)
             rows.append(row)

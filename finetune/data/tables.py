@@ -19,6 +19,7 @@ from finetune.errors import RequestError
 
 SPLITS = ("train", "validation", "test")
 HEAD_ROWS = 200
+ROW = "row"  # the number of a test row in its file, from 0
 HIDDEN_LABEL = -1  # GLUE's test sets on the hub
 
 Table = dict[str, Dataset]
@@ -37,7 +38,7 @@ class DataArguments:
     label_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
     task: str | None = field(default=None, metadata={"help": "classification or regression; default: by the labels"})
     max_seq_length: int | None = field(default=None, metadata={"help": "tokens; default: the model's, at most 512"})
-    streaming: bool = field(default=False, metadata={"help": "read and tokenize on the way; needs --max_steps"})
+    streaming: bool = field(default=False, metadata={"help": "read and tokenize on the way to the model"})
 
 
 @dataclass
@@ -45,7 +46,9 @@ class PreparationArguments:
     """How the data is cut, cleaned and cached."""
 
     validation_fraction: float = field(default=0.1, metadata={"help": "part of train to hold out, without a split"})
-    max_train_samples: int | None = field(default=None, metadata={"help": "a seeded random choice of this many"})
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "a seeded random choice of this many; of a stream, the first"}
+    )
     max_eval_samples: int | None = field(default=None, metadata={"help": "likewise for validation"})
     max_predict_samples: int | None = field(default=None, metadata={"help": "the first so many of the test rows"})
     skip_bad_rows: bool = field(default=False, metadata={"help": "leave out rows with empty text or label"})
@@ -67,7 +70,11 @@ def load_tables(arguments: DataArguments) -> tuple[Table, str]:
     elif arguments.train_file or arguments.validation_file or arguments.test_file:
         files = {name: getattr(arguments, f"{name}_file") for name in SPLITS}
         given = {name: file for name, file in files.items() if file and not (arguments.streaming and name == "train")}
-        tables = {name: open_file(f"{name}_file", file) for name, file in given.items()}
+        tables = {}
+        for name, file in given.items():
+            # A test file of a single text column cannot show by itself that it has no header.
+            bare = "train" in tables and tables["train"].column_names[0] == "column_1"
+            tables[name] = open_file(f"{name}_file", file, has_header=False if bare else None)
         source = ", ".join(Path(file).name for file in files.values() if file)
     else:
         tables = {"train": Dataset.from_dict(docstring_rows())}
@@ -93,13 +100,15 @@ def clean_tables(
     cut: PreparationArguments,
     seed: int,
     known: tuple[Columns, Labels] | None = None,
+    class_names: list[str] | None = None,
 ) -> CleanTables:
     """Find columns and labels, refuse or skip bad rows, split and cut. Raises RequestError before anything heavy.
 
-    `known` are the columns and labels of a training set that is not among the tables, because it is streamed.
+    `known` are the columns and labels of a training set that is not among the tables, because it is streamed;
+    `class_names` are those of a trained model, in the order of its ids.
     """
     columns = known[0] if known else _columns_of(tables["train"], arguments)
-    names = None if known else _class_names(tables["train"], str(columns.label))
+    names = None if known else class_names or _class_names(tables["train"], columns.label)
     skipped: dict[str, int] = {}
     cleaned: Table = {}
     for split, table in tables.items():
@@ -142,6 +151,8 @@ def _only_needed_columns(table: Dataset, columns: Columns, split: str) -> Datase
         )
     wanted = [*columns.text, *([columns.label] if columns.label in table.column_names else [])]
     table = table.select_columns(wanted)
+    if split == "test":
+        table = table.add_column(ROW, list(range(len(table))))  # so that a prediction finds its row again
     if columns.label in wanted and isinstance(table.features[columns.label], ClassLabel):
         names = table.features[columns.label].names
         values = [None if v is None or v == HIDDEN_LABEL else names[v] for v in table[columns.label]]
@@ -173,22 +184,25 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
 def _encode(table: Dataset, columns: Columns, labels: Labels, split: str) -> Dataset:
     if columns.label not in table.column_names:
         return table
-    values = table[columns.label]
+    values = table[columns.label][:]
     if labels.task == "classification":
-        unknown = Counter(label_text(value) for value in values if label_text(value) not in labels.names)
+        known = labels.ids()
+        unknown = Counter(label_text(value) for value in values if label_text(value) not in known)
         if unknown:
             shown = ", ".join(f"{name!r} ({count} rows)" for name, count in unknown.most_common(5))
             raise RequestError(
                 f"the {split} data has labels that are not in the training data: {shown}. "
                 f"Training has: {', '.join(labels.names[:20])}. Check that both files use the same names."
             )
-    ids = [_encoded(labels, value, split) for value in values]
+        ids: list[Any] = [known[label_text(value)] for value in values]
+    else:
+        ids = [_as_number(value, split) for value in values]
     return table.remove_columns(columns.label).add_column("label", ids)
 
 
-def _encoded(labels: Labels, value: Any, split: str) -> int | float:
+def _as_number(value: Any, split: str) -> float:
     try:
-        return labels.encode(value)
+        return float(value)
     except ValueError as error:
         raise RequestError(f"the {split} data has the label {value!r}, but regression needs a number.") from error
 

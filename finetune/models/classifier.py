@@ -62,6 +62,13 @@ class Source:
     description: str
     hub_id: str | None  # for the model card; None for a folder or a model from scratch
 
+    @property
+    def class_names(self) -> list[str] | None:
+        """The classes that a trained classifier knows, in the order of its ids; None where it was never told."""
+        names = dict(getattr(self.config, "id2label", None) or {})
+        ordered = [str(names[i]) for i in sorted(names)]
+        return None if not ordered or ordered[0] == "LABEL_0" else ordered
+
 
 def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source:
     """Look at the model's config and tokenizer, not its weights. Raises RequestError where one cannot be had."""
@@ -90,8 +97,24 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
     return Source(config, tokenizer, length, size.vocab_size, what, hub_id)
 
 
-def build_classifier(arguments: ModelArguments, source: Source, labels: Labels, tokenizer: Any) -> Any:
-    """The model, with the names of the labels in its config. Build it after `TrainingArguments`: ZeRO-3 shards then."""
+def build_classifier(
+    arguments: ModelArguments, source: Source, labels: Labels, tokenizer: Any, will_train: bool = True
+) -> Any:
+    """The model, with the names of the labels in its config. Build it after `TrainingArguments`: ZeRO-3 shards then.
+
+    Raises RequestError where it is to be evaluated only, and was never trained on these labels.
+    """
+    if not will_train and (source.config is None or source.config.num_labels != (len(labels.names) or 1)):
+        has = "is not given" if source.config is None else f"has {source.config.num_labels} outputs"
+        raise RequestError(
+            f"--do_train False evaluates a trained model, but --model_name_or_path {has}, and the data has "
+            f"{len(labels.names) or 'no'} classes. Give a model that was trained on such data."
+        )
+    if not will_train and source.class_names and labels.names and list(labels.names) != source.class_names:
+        raise RequestError(
+            f"--do_train False: the model knows the classes {', '.join(source.class_names[:10])}, but the data has "
+            f"{', '.join(labels.names[:10])}. Name the data's labels as the model does."
+        )
     label_config: dict[str, Any] = {
         "num_labels": len(labels.names) or 1,
         "problem_type": "regression" if labels.task == "regression" else "single_label_classification",

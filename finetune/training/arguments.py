@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import json
+import netrc
 import os
 import shutil
 from collections.abc import Sequence
@@ -14,9 +16,9 @@ from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
-from finetune.dsconfig.load import Loaded, load
+from finetune.dsconfig.load import Loaded, find_config, load
+from finetune.dsconfig.read import read_config
 from finetune.dsconfig.rules import Run
 from finetune.errors import RequestError
 from finetune.training.launch import Launch
@@ -169,12 +171,24 @@ def _check(values: dict[str, Any], given: dict[str, Any]) -> None:
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if name in values and values[name] < 1:
             raise RequestError(f"--{name} is {values[name]}, but it must be 1 or more.")
-    reports = values.get("report_to") or []
-    if "wandb" in reports and not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")):
-        import netrc
+    if given.get("dataloader_drop_last") or given.get("train_sampling_strategy", "random") != "random":
+        flag = "dataloader_drop_last" if given.get("dataloader_drop_last") else "train_sampling_strategy"
+        raise RequestError(
+            f"--{flag}: steps are made here so that they do not depend on the number of ranks. Use --group_by_length."
+        )
+    if values.get("do_predict") and not (values.get("test_file") or values.get("dataset_name")):
+        raise RequestError("--do_predict needs a test split. Give --test_file, or a --dataset_name that has one.")
+    _check_trackers(values.get("report_to") or [])
 
+
+def _check_trackers(reports: list[str]) -> None:
+    """A tracker that is missing, or that would stop the run to ask, is refused before anything is loaded."""
+    for name in ("tensorboard", "trackio"):
+        if name in reports and importlib.util.find_spec(name) is None:
+            raise RequestError(f"--report_to {name}: it is not installed. pip install {name}, or leave it out.")
+    if {"wandb", "all"} & set(reports) and not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")):
         try:
-            logged_in = bool(netrc.netrc().hosts)
+            logged_in = any("wandb" in host for host in netrc.netrc().hosts)
         except (OSError, netrc.NetrcParseError):
             logged_in = False
         if not logged_in:
@@ -189,8 +203,8 @@ def accelerate_uses_deepspeed() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
-def choose_deepspeed(request: Request, precision: dict[str, bool], has_cuda: bool) -> Loaded | None:
-    """The DeepSpeed config of the run, checked, or None for a run without DeepSpeed.
+def deepspeed_config_of(request: Request) -> str | None:
+    """The DeepSpeed config of the run, a shipped name or a path, or None for a run without DeepSpeed.
 
     --deepspeed or --deepspeed_config name a shipped config or a path; `none` switches it off. The deepspeed launcher
     uses zero2 by default, plain python and torchrun nothing. Under `accelerate launch` the choice is in its own config.
@@ -210,7 +224,22 @@ def choose_deepspeed(request: Request, precision: dict[str, bool], has_cuda: boo
     if not asked or asked == "none":
         return None
     if not request.values.get("do_train"):
-        raise RequestError(f"--deepspeed {asked} shards training, but --do_train is False. Drop --deepspeed.")
+        mend = "Launch without DeepSpeed" if by_accelerate else "Drop --deepspeed"
+        raise RequestError(f"DeepSpeed ({asked}) shards training, but --do_train is False. {mend}.")
+    return str(asked)
+
+
+def stated_precision(asked: str | None) -> dict[str, bool]:
+    """What a DeepSpeed config says of `bf16` and `fp16` in so many words; empty where it leaves them to the run."""
+    config = read_config(find_config(asked)) if asked else {}
+    sections = {name: config.get(name) for name in ("bf16", "fp16")}
+    found = {name: section.get("enabled") for name, section in sections.items() if isinstance(section, dict)}
+    return {name: value for name, value in found.items() if isinstance(value, bool)}
+
+
+def load_deepspeed(request: Request, asked: str, precision: dict[str, bool], has_cuda: bool) -> Loaded:
+    """Read and check the config for this run. Raises RequestError with all that is wrong with it."""
+    launch = request.launch
     names = (
         "per_device_train_batch_size gradient_accumulation_steps max_grad_norm learning_rate adam_beta1 adam_beta2 "
         "adam_epsilon weight_decay lr_scheduler_type"
@@ -227,8 +256,11 @@ def choose_deepspeed(request: Request, precision: dict[str, bool], has_cuda: boo
     return load(asked, run)
 
 
-def settle_output_dir(request: Request) -> None:
-    """Refuse to write over a run, or clear it if told so. Only rank 0 may call it. Raises RequestError."""
+def check_output_dir(request: Request) -> None:
+    """Refuse a folder that cannot be written, or that holds a run which may not be overwritten. Only rank 0 calls it.
+
+    Nothing is deleted yet: `clear_output_dir` does that once the rest of the request has been found right.
+    """
     folder = Path(request.values["output_dir"]).expanduser()
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"--output_dir {folder}: is a file. Give a folder.")
@@ -253,8 +285,13 @@ def settle_output_dir(request: Request) -> None:
             f"--output_dir {folder}: holds {', '.join(sorted(entries)[:3])} but no {RUN_RECORD}, so it is no run of "
             "ours and is not deleted. Empty it by hand, or give another folder."
         )
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def clear_output_dir(request: Request) -> None:
+    """Delete the run that --overwrite_output_dir gives up. Only rank 0 may call it, after `check_output_dir`."""
+    if request.values.get("overwrite_output_dir"):
+        for path in Path(request.values["output_dir"]).expanduser().iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def checkpoint_to_resume(request: Request) -> str | None:
@@ -263,10 +300,11 @@ def checkpoint_to_resume(request: Request) -> str | None:
     if not resume:
         return None
     if resume == "auto":
-        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-        if last is None:
-            raise RequestError(f"--resume auto: {folder} holds no checkpoint. Leave --resume out to start anew.")
-        return str(last)
+        # trainer_state.json is what the Trainer writes last: a checkpoint without it was cut off.
+        whole = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+        if not whole:
+            raise RequestError(f"--resume auto: {folder} holds no whole checkpoint. Leave --resume out to start anew.")
+        return str(max(whole, key=lambda path: int(path.name.rsplit("-", 1)[-1])))
     path = Path(resume).expanduser()
     if not (path / "trainer_state.json").is_file():
         raise RequestError(

@@ -50,7 +50,7 @@ def honours_num_items_in_batch(model: Any, label_is_float: bool = False, label_p
         except TypeError as error:
             if "num_items_in_batch" in str(error):
                 return False
-        except (RuntimeError, ValueError, AttributeError, IndexError):
+        except (RuntimeError, ValueError, AttributeError, IndexError, KeyError, AssertionError, ImportError):
             continue
         else:
             return found is not None
@@ -69,14 +69,22 @@ def settle_loss_scaling(model: Any, label_is_float: bool = False, label_per_toke
 
 
 def loss_for(kind: str, label_smoothing: float, task: str, counts: Sequence[int]) -> Any:
-    """The Trainer's `compute_loss_func` for --class_weights `kind`; None where the model's own loss serves.
+    """The Trainer's `compute_loss_func`; None where the model's own loss serves.
 
     `counts` are the training rows of each class. Raises RequestError for what a regression cannot have.
     """
     if task == "regression" and (kind != "none" or label_smoothing):
         flag = "class_weights" if kind != "none" else "label_smoothing_factor"
         raise RequestError(f"--{flag} is for classes, but the labels are numbers to predict. Drop it.")
+    if task == "regression":
+        return regression_loss
     return None if kind == "none" else weighted_loss(class_weights(counts), label_smoothing)
+
+
+def regression_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Mean squared error in fp32 whatever the model's precision: predictions (B, 1), labels (B,)."""
+    errors = (outputs["logits"].float().reshape(-1) - labels.float().reshape(-1)) ** 2
+    return errors.sum() / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
 
 
 def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:

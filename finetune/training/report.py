@@ -19,9 +19,12 @@ from finetune.training.run_folder import read_metrics, write_text
 SHOWN_AT_THE_END = ("eval_accuracy", "eval_f1_macro", "eval_pearson", "eval_loss", "real_tokens_per_second")
 
 
-def write_predictions(path: Path, logits: Any, labels: Labels, truth: Sequence[Any] | None) -> None:
+def write_predictions(
+    path: Path, logits: Any, labels: Labels, truth: Sequence[Any] | None, rows: Sequence[int]
+) -> None:
     """One line a row, in input order: `index`, `prediction`, the `label` where known, and each class's probability.
 
+    `index` is the row's number in the file, from 0, of those in `rows`: bad rows that were left out leave gaps.
     `logits` has shape (N, classes), or (N, 1) for regression.
     """
     logits = np.asarray(logits[0] if isinstance(logits, tuple) else logits, dtype=np.float64)
@@ -35,7 +38,7 @@ def write_predictions(path: Path, logits: Any, labels: Labels, truth: Sequence[A
             predicted = labels.names[int(row.argmax())] if labels.names else repr(float(row[0]))
             true = [] if truth is None else [labels.names[truth[i]] if labels.names else truth[i]]
             chances = [] if probabilities is None else [f"{p:.6f}" for p in probabilities[i]]
-            writer.writerow([i, predicted, *true, *chances])
+            writer.writerow([rows[i], predicted, *true, *chances])
     temporary.replace(path)
 
 

@@ -24,14 +24,23 @@ from transformers import TrainerCallback
 from finetune.dsconfig.load import NVME_FOLDER
 from finetune.errors import RunError
 from finetune.training.arguments import RUN_RECORD
+from finetune.training.launch import Launch
 
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "tokenizers", "scikit-learn", "numpy")
+ONCE = ("config", "resume", "overwrite_output_dir")  # flags that a second run must not repeat
 FULL_DISK_BYTES = 16 * 2**20
 SECRET_WORDS = ("token", "key", "password", "secret")
 
 
 class MetricsFile(TrainerCallback):
     """Appends every log of the Trainer to `metrics.jsonl`, one JSON object a line with `step` and `epoch`."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A resumed run logs the steps after its checkpoint anew."""
+        path = Path(args.output_dir) / "metrics.jsonl"
+        if state.is_world_process_zero and path.is_file():
+            kept = [row for row in read_metrics(path.parent) if row["step"] <= state.global_step]
+            write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
@@ -51,14 +60,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_records(folder: Path, values: dict[str, Any], argv: Sequence[str], launcher: str) -> None:
+def write_records(folder: Path, values: dict[str, Any], argv: Sequence[str], launch: Launch) -> None:
     """`recipe.yaml`, which `--config` takes to run again, and `environment.json`."""
-    kept = {
-        k: v for k, v in sorted(values.items()) if v is not None and not _is_secret(k) and k not in ("config", "resume")
-    }
+    kept = {k: v for k, v in sorted(values.items()) if v is not None and not _is_secret(k) and k not in ONCE}
     write_text(folder / RUN_RECORD, yaml.safe_dump(_plain(kept), sort_keys=True))
     record = {
-        "command": command_line(argv, launcher),
+        "command": command_line(argv, launch),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -68,9 +75,15 @@ def write_records(folder: Path, values: dict[str, Any], argv: Sequence[str], lau
     write_text(folder / "environment.json", json.dumps(record, indent=2) + "\n")
 
 
-def command_line(argv: Sequence[str], launcher: str) -> str:
+def command_line(argv: Sequence[str], launch: Launch) -> str:
     """How the recipe was called, without the values of flags that name a secret."""
-    words, hide = [f"recipes/{Path(sys.argv[0]).name}"], False
+    starts = {
+        "deepspeed": ["deepspeed", "--num_gpus", str(launch.local_world_size)],
+        "torchrun": ["torchrun", "--nproc_per_node", str(launch.local_world_size)],
+        "accelerate": ["accelerate", "launch", "--num_processes", str(launch.world_size)],
+    }
+    script = Path(sys.argv[0])
+    words, hide = [*starts.get(launch.launcher, ["python"]), f"{script.parent.name}/{script.name}"], False
     for word in argv:
         if word.startswith(("--local_rank", "--local-rank")):
             continue
@@ -78,7 +91,7 @@ def command_line(argv: Sequence[str], launcher: str) -> str:
         secret = word.startswith("--") and _is_secret(name)
         words.append("***" if hide else f"{name}=***" if secret and "=" in word else word)
         hide = secret and "=" not in word
-    return f"{launcher} {shlex.join(words)}"
+    return shlex.join(words)
 
 
 def write_ds_config(folder: Path, trainer: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def set_threads(launch: Launch, has_cuda: bool) -> int:
     return threads
 
 
-def prepare_deepspeed(launch: Launch, has_cuda: bool) -> None:
+def prepare_deepspeed(launch: Launch, has_cuda: bool, timeout_seconds: float) -> None:
     """Build Accelerate's process state for DeepSpeed. Call it before `TrainingArguments`, which must be told to use it:
     `accelerator_config={"use_configured_state": True}`. Without DeepSpeed the Trainer does it right by itself, and a
     state built by hand would leave the model unwrapped: each rank would train alone, and nobody would say so.
@@ -70,7 +71,7 @@ def prepare_deepspeed(launch: Launch, has_cuda: bool) -> None:
     os.environ.setdefault("LOCAL_SIZE", str(launch.local_world_size))
     if launch.launcher == "python":
         join_as_single_process()
-    PartialState(**({} if has_cuda else {"backend": "gloo"}))
+    PartialState(timeout=timedelta(seconds=timeout_seconds), **({} if has_cuda else {"backend": "gloo"}))
 
 
 def refuse_stale_builds(config: dict[str, Any]) -> None:
@@ -79,7 +80,10 @@ def refuse_stale_builds(config: dict[str, Any]) -> None:
     offloads = any(offload_device(config, what) != "none" for what in ("offload_optimizer", "offload_param"))
     home = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     for lock in home.glob("**/lock") if offloads else ():
-        age = time.time() - lock.stat().st_mtime
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except OSError:
+            continue  # a build that has just ended
         if age > STALE_BUILD_SECONDS:
             raise RequestError(
                 f"{lock}: a build of DeepSpeed's ops was cut off {age / 60:.0f} minutes ago, and offload would wait "

@@ -77,6 +77,8 @@ class SpeedMeter(TrainerCallback):
             self._mark = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available() and (control.should_log or control.should_evaluate or control.should_save):
+            torch.cuda.synchronize()  # so that the sum over these steps is right
         now = time.perf_counter()
         if self._mark is not None:
             self._window_seconds += now - self._mark

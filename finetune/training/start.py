@@ -15,9 +15,11 @@ from finetune.training import runtime
 from finetune.training.arguments import (
     Request,
     accelerate_uses_deepspeed,
+    check_output_dir,
     checkpoint_to_resume,
-    choose_deepspeed,
-    settle_output_dir,
+    deepspeed_config_of,
+    load_deepspeed,
+    stated_precision,
 )
 from finetune.training.launch import Launch, read_launch
 
@@ -47,23 +49,34 @@ def start(
     `scratch_defaults` overrule `defaults` when no --model_name_or_path is given.
     """
     launch = read_launch()
+    if launch.launcher == "python":
+        # The Trainer would spread over all GPUs by DataParallel, which multiplies the batch and some losses unasked.
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     request = Request(groups, defaults, argv, launch, scratch_defaults)
     runtime.quiet_libraries(launch)
     checkpoint = checkpoint_to_resume(request)
-    has_cuda = torch.cuda.is_available() and not request.value("use_cpu")
+    if request.value("use_cpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks for the GPUs
+    if token := request.values.get("hub_token"):
+        os.environ["HF_TOKEN"] = token  # not in TrainingArguments, which are pickled into the run folder
+    has_cuda = torch.cuda.is_available()
     if not has_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns on each rank when it finds out by itself
-    precision = choose_precision(request, has_cuda)
-    deepspeed = choose_deepspeed(request, precision, has_cuda)
+    asked = deepspeed_config_of(request)
+    precision = choose_precision(request, has_cuda, stated_precision(asked))
+    deepspeed = load_deepspeed(request, asked, precision, has_cuda) if asked else None
     if launch.speaks:
-        settle_output_dir(request)
+        check_output_dir(request)
         if deepspeed:
             runtime.refuse_stale_builds(deepspeed.config)
     threads = runtime.set_threads(launch, has_cuda)
     uses_deepspeed = deepspeed is not None or accelerate_uses_deepspeed()
     if uses_deepspeed:
-        runtime.prepare_deepspeed(launch, has_cuda)
+        runtime.prepare_deepspeed(launch, has_cuda, request.value("ddp_timeout"))
     settled: dict[str, Any] = {**precision, "deepspeed": deepspeed.config if deepspeed else None}
+    if not request.values.get("do_eval"):
+        settled["eval_strategy"] = "no"  # which would switch it on again
+    settled["hub_token"] = None
     settled["use_cpu"] = not has_cuda  # bf16 without a GPU is refused otherwise
     settled["disable_tqdm"] = request.given.get("disable_tqdm", not sys.stderr.isatty())  # a bar is for a terminal
     accelerator: dict[str, Any] = {}
@@ -82,9 +95,9 @@ def start(
     return session
 
 
-def choose_precision(request: Request, has_cuda: bool) -> dict[str, bool]:
-    """The Trainer's `bf16` and `fp16`: as asked for, or what is fastest here."""
-    asked = {name: request.given[name] for name in ("bf16", "fp16") if name in request.given}
+def choose_precision(request: Request, has_cuda: bool, stated: dict[str, bool]) -> dict[str, bool]:
+    """The Trainer's `bf16` and `fp16`: as asked for by flag, or `stated` in the config, or what is fastest here."""
+    asked = {name: request.given[name] for name in ("bf16", "fp16") if name in request.given} or stated
     if asked:
         return {"bf16": False, "fp16": False} | asked
     by_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is what it says when nobody chose

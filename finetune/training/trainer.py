@@ -51,13 +51,13 @@ class FinetuneTrainer(Trainer):
         ):
             return super().get_train_dataloader()
         args = self.args
-        global_batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        global_batch = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
         seed = args.data_seed if args.data_seed is not None else args.seed
         wanted = set(self.data_collator_columns())
         unused = [name for name in self.train_dataset.column_names if name not in wanted]
         loader = DataLoader(
             self.train_dataset.remove_columns(unused),
-            batch_size=args.train_batch_size,
+            batch_size=self._train_batch_size,
             sampler=GlobalBatchSampler(len(self.train_dataset), global_batch, seed, self.lengths),
             collate_fn=self.data_collator,
             num_workers=args.dataloader_num_workers,
@@ -70,6 +70,15 @@ class FinetuneTrainer(Trainer):
     def data_collator_columns(self) -> list[str]:
         """The columns that a model takes: its tokenizer's inputs, and the labels."""
         return [*self.processing_class.model_input_names, "token_type_ids", *self.label_names]
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """As the Trainer's, but labels that are numbers keep their digits: under DeepSpeed with bf16 or fp16 every
+        float is cast (transformers 5.23, Trainer._prepare_input), and 1234 would be learnt as 1232."""
+        labels = inputs.get("labels")
+        prepared = super()._prepare_inputs(inputs)
+        if labels is not None and labels.is_floating_point():
+            prepared["labels"] = labels.to(self.args.device)
+        return dict(prepared)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         self.speed.count(inputs)

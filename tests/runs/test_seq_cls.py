@@ -103,12 +103,11 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_ends_as_the_uncut_one(config: s
     uncut = launch("torchrun", tmp_path / "uncut", values, ranks=2)
     # The schedule must be that of eight steps, so the cut run is stopped by taking its second half away.
     cut = launch("torchrun", tmp_path / "cut", values, ranks=2)
-    import shutil
-
-    shutil.rmtree(cut.folder / "checkpoint-8")
+    # Killed while it wrote the second checkpoint: the Trainer writes trainer_state.json last.
+    (cut.folder / "checkpoint-8" / "trainer_state.json").unlink()
     resumed = launch("torchrun", tmp_path / "cut", {**values, "resume": "auto"}, ranks=2)
-    assert resumed.column("loss")[-4:] == pytest.approx(uncut.column("loss")[-4:], rel=1e-5)
-    assert [row["step"] for row in resumed.steps][-4:] == [5, 6, 7, 8]
+    assert resumed.column("loss") == pytest.approx(uncut.column("loss"), rel=1e-5)
+    assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_a_regression_is_known_by_its_labels(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def test_the_weighted_loss_of_parts_adds_up_to_that_of_the_whole() -> None:
 
 
 def test_a_regression_has_no_classes_to_weigh() -> None:
-    assert loss_for("none", 0.0, "regression", []) is None
+    compute = loss_for("none", 0.0, "regression", [])
+    loss = compute({"logits": torch.tensor([[1.0], [3.0]], dtype=torch.bfloat16)}, torch.tensor([1234.0, 0.0]), 2)
+    assert float(loss) == pytest.approx((1233.0**2 + 9) / 2)
     for kind, smoothing in (("balanced", 0.0), ("none", 0.1)):
         with pytest.raises(RequestError, match="is for classes"):
             loss_for(kind, smoothing, "regression", [])

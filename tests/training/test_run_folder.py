@@ -14,6 +14,7 @@ import yaml
 from finetune.data.classification import Account
 from finetune.data.columns import Columns, Labels
 from finetune.errors import RunError
+from finetune.training.launch import Launch
 from finetune.training.model_card import model_card
 from finetune.training.plots import plot_confusion, plot_training
 from finetune.training.report import write_predictions
@@ -23,22 +24,41 @@ from finetune.training.runtime import choose_precision
 
 def test_no_secret_reaches_the_records(tmp_path: Path) -> None:
     argv = ["--hub_token", "hf_CANARY1", "--push_to_hub_token=hf_CANARY2", "--max_steps", "3", "--local_rank=0"]
-    write_records(tmp_path, {"hub_token": "hf_CANARY1", "max_steps": 3, "push_to_hub_token": "x"}, argv, "python")
+    write_records(
+        tmp_path,
+        {"hub_token": "hf_CANARY1", "max_steps": 3, "push_to_hub_token": "x", "overwrite_output_dir": True},
+        argv,
+        Launch(),
+    )
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert "CANARY" not in written
-    assert command_line(argv, "python").endswith("--hub_token '***' '--push_to_hub_token=***' --max_steps 3")
+    assert command_line(argv, Launch()).endswith("--hub_token '***' '--push_to_hub_token=***' --max_steps 3")
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text()) == {"max_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("launch", "start"),
+    [
+        (Launch(), "python "),
+        (Launch(0, 0, 4, 2, "deepspeed"), "deepspeed --num_gpus 2 "),
+        (Launch(0, 0, 2, 2, "torchrun"), "torchrun --nproc_per_node 2 "),
+        (Launch(0, 0, 4, 2, "accelerate"), "accelerate launch --num_processes 4 "),
+    ],
+)
+def test_the_recorded_command_can_be_run_again(launch: Launch, start: str) -> None:
+    assert command_line(["--max_steps", "3"], launch).startswith(start)
 
 
 def test_predictions_have_probabilities_that_add_up(tmp_path: Path) -> None:
     path = tmp_path / "p.csv"
-    write_predictions(path, np.array([[0.0, 2.0], [3.0, 0.0]]), Labels("classification", ("no", "yes")), [1, 0])
+    write_predictions(path, np.array([[0.0, 2.0], [3.0, 0.0]]), Labels("classification", ("no", "yes")), [1, 0], [0, 2])
     rows = list(csv.DictReader(path.open()))
+    assert [row["index"] for row in rows] == ["0", "2"]
     assert [row["prediction"] for row in rows] == [row["label"] for row in rows] == ["yes", "no"]
     assert all(
         float(row["probability_no"]) + float(row["probability_yes"]) == pytest.approx(1, abs=1e-5) for row in rows
     )
-    write_predictions(path, np.array([[0.5], [1.5]]), Labels("regression", ()), None)
+    write_predictions(path, np.array([[0.5], [1.5]]), Labels("regression", ()), None, [0, 1])
     assert path.read_text().splitlines() == ["index,prediction", "0,0.5", "1,1.5"]
 
 
