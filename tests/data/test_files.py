@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from finetune.data.files import open_file
+from finetune.data.tables import DataArguments, load_tables
 from finetune.errors import RequestError
 
 
@@ -68,6 +69,19 @@ REFUSED = [
 def test_a_broken_table_is_refused_with_its_place(name: str, content: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=message):
         open_file("train_file", write(tmp_path, name, content))
+
+
+def test_a_test_file_of_one_column_without_header_keeps_its_first_row(tmp_path: Path) -> None:
+    train = write(tmp_path, "train.tsv", "good film\t1\nbad film\t0\nbad plot\t0\n")
+    test = write(tmp_path, "test.tsv", "first row\nsecond row\n")
+    tables, _ = load_tables(DataArguments(train_file=train, test_file=test))
+    assert tables["test"]["column_1"][:] == ["first row", "second row"]
+
+
+def test_a_quote_left_open_is_no_traceback(tmp_path: Path) -> None:
+    text = 'text,label\n"' + "a long cell " * 20_000 + "\n"
+    with pytest.raises(RequestError, match="Is a quote left open"):
+        open_file("train_file", write(tmp_path, "a.csv", text))
 
 
 def test_a_missing_file_is_refused_with_what_is_there(tmp_path: Path) -> None:

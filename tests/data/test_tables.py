@@ -36,6 +36,22 @@ def test_bad_rows_are_refused_with_their_numbers_or_left_out_when_told_so() -> N
     assert clean({"train": rows}, skip_bad_rows=True).skipped == {"train": 2}
 
 
+def test_a_test_row_keeps_its_number_when_bad_rows_are_left_out() -> None:
+    rows = {"text": ["a", "", "c", "d"], "label": ["a", "b", None, "a"]}
+    assert clean({"train": ROWS, "test": rows}, skip_bad_rows=True).splits["test"]["row"][:] == [0, 3]
+
+
+def test_the_classes_of_a_trained_model_keep_their_ids() -> None:
+    train = {"train": Dataset.from_dict(ROWS)}
+
+    def labels(names: list[str] | None) -> Any:
+        cleaned = clean_tables(train, DataArguments(), PreparationArguments(), seed=1, class_names=names)
+        return cleaned.labels.names, cleaned.splits["train"]["label"][:2]
+
+    assert labels(["b", "a"]) == (("b", "a"), [1, 0])
+    assert labels(["x", "y"]) == labels(None) == (("a", "b"), [0, 1])
+
+
 def test_a_label_that_training_lacks_is_refused_with_its_count() -> None:
     with pytest.raises(RequestError, match=r"validation data has labels .*'c' \(2 rows\).*Training has: a, b"):
         clean({"train": ROWS, "validation": {"text": ["x", "y"], "label": ["c", "c"]}})
@@ -43,9 +59,9 @@ def test_a_label_that_training_lacks_is_refused_with_its_count() -> None:
 
 def test_a_test_split_may_be_without_labels() -> None:
     unlabelled = clean({"train": ROWS, "test": {"text": ["x", "y"]}})
-    assert unlabelled.splits["test"].column_names == ["text"]
+    assert unlabelled.splits["test"].column_names == ["text", "row"]
     empty = clean({"train": ROWS, "test": {"text": ["x", "y"], "label": [None, None]}})
-    assert empty.splits["test"].column_names == ["text"]
+    assert empty.splits["test"].column_names == ["text", "row"]
 
 
 def test_hidden_labels_of_a_hub_test_split_are_no_labels() -> None:
@@ -54,7 +70,7 @@ def test_hidden_labels_of_a_hub_test_split_are_no_labels() -> None:
     test = Dataset.from_dict({"text": ["e", "f"], "label": [-1, -1]}, features=features)
     cleaned = clean_tables({"train": train, "test": test}, DataArguments(), PreparationArguments(), seed=1)
     assert cleaned.labels.names == ("neg", "pos")
-    assert cleaned.splits["test"].column_names == ["text"]
+    assert cleaned.splits["test"].column_names == ["text", "row"]
 
 
 def test_a_cut_of_a_sorted_file_holds_all_classes() -> None:

@@ -70,7 +70,8 @@ CASES = [
     pytest.param(lambda f: {"max_seq_length": 4096}, "4096, but the model has 512 positions", id="too long"),
     pytest.param(lambda f: {"do_predict": True}, "--do_predict needs a test split", id="nothing to predict"),
     pytest.param(lambda f: {"report_to": "wandb"}, "WANDB_MODE=offline", id="wandb without a login"),
-    pytest.param(lambda f: {"resume": "auto"}, "holds no checkpoint", id="nothing to resume"),
+    pytest.param(lambda f: {"do_train": False}, "evaluates a trained model", id="evaluation of random weights"),
+    pytest.param(lambda f: {"resume": "auto"}, "holds no whole checkpoint", id="nothing to resume"),
 ]
 
 
@@ -104,7 +105,11 @@ def test_a_folder_that_holds_a_run_is_neither_written_over_nor_lost(tmp_path: Pa
     assert again.status == 2
     assert "--resume auto" in again.errors[0]
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    wrong = {**TINY, "overwrite_output_dir": True, "max_seq_length": 9999}
+    assert launch("python", folder, wrong, check=False).status == 2
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     launch("python", folder, {**TINY, "max_steps": 2, "overwrite_output_dir": True})
+    assert "overwrite" not in (folder / "recipe.yaml").read_text()
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
