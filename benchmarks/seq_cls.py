@@ -29,7 +29,7 @@ CONFIGS = "none zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_nvme z
 def imdb_like(path: Path, rows: int) -> None:
     """Real English (Python's reference manual) in pieces of as many tokens as IMDB's reviews: log-normal.
 
-    The published set has quartiles of 127, 174 and 284 words at about 1.25 tokens a word; the manual, full of names, has
+    The published set has quartiles of 127, 174 and 284 words at about 1.25 tokens a word; the manual has
     1.96, so its pieces have fewer words.
     """
     from pydoc_data.topics import topics
