@@ -178,7 +178,8 @@ def _check(values: dict[str, Any], given: dict[str, Any]) -> None:
         )
     if values.get("do_predict") and not (values.get("test_file") or values.get("dataset_name")):
         raise RequestError("--do_predict needs a test split. Give --test_file, or a --dataset_name that has one.")
-    _check_trackers(values.get("report_to") or [])
+    reports = values.get("report_to") or []
+    _check_trackers([reports] if isinstance(reports, str) else reports)
 
 
 def _check_trackers(reports: list[str]) -> None:
