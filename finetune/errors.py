@@ -8,7 +8,7 @@ class FinetuneError(Exception):
 
 
 class RequestError(FinetuneError):
-    """The request was wrong: a flag, a file, a config. Nothing was trained and nothing was written."""
+    """The request was wrong: a flag, a file, a config. Nothing was trained and nothing was deleted."""
 
     exit_status = 2
 

@@ -16,10 +16,11 @@ from transformers import EarlyStoppingCallback
 from finetune.data.classification import prepare
 from finetune.data.tables import DataArguments, PreparationArguments
 from finetune.models.classifier import ModelArguments, build_classifier, find_source
-from finetune.training.arguments import RunArguments, clear_output_dir
+from finetune.training.arguments import RunArguments
 from finetune.training.launch import run
 from finetune.training.loss import loss_for, settle_loss_scaling
 from finetune.training.metrics import metrics_for
+from finetune.training.output_dir import open_output_dir
 from finetune.training.report import headline, write_predictions, write_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
 from finetune.training.start import start
@@ -92,7 +93,7 @@ def main() -> None:
     with explained_disk_errors(folder):
         # Train, then save the model where `from_pretrained` looks for it.
         if session.launch.speaks:
-            clear_output_dir(session.request)
+            open_output_dir(session.request)
             write_records(folder, session.request.values, sys.argv[1:], session.launch)
         if training.do_train:
             trained = trainer.train(resume_from_checkpoint=session.checkpoint)

@@ -84,7 +84,10 @@ def _csv_options(flag: str, path: Path, has_header: bool | None) -> dict[str, An
             lines = list(itertools.islice(file, SNIFFED_ROWS))
     except UnicodeDecodeError as error:
         raise RequestError(f"--{flag} {path}: is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
-    separator = "\t" if path.suffix.lower() in (".tsv", ".txt") or ("\t" in lines[0] and "," not in lines[0]) else ","
+    first = lines[0] if lines else ""
+    separator = next((s for s in ("\t", ";") if s in first and "," not in first), ",")
+    if path.suffix.lower() in (".tsv", ".txt"):
+        separator = "\t"
     quoting: Any = csv.QUOTE_NONE if separator == "\t" and not _is_quoted(lines) else csv.QUOTE_MINIMAL
     try:
         rows = [row for row in csv.reader(lines, delimiter=separator, quoting=quoting) if row]

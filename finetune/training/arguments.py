@@ -8,7 +8,6 @@ import importlib.util
 import json
 import netrc
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -24,7 +23,6 @@ from finetune.errors import RequestError
 from finetune.training.launch import Launch
 
 MAX_YAML_BYTES = 1_000_000
-RUN_RECORD = "recipe.yaml"  # its presence says: this folder was written by a recipe
 
 
 @dataclass
@@ -164,6 +162,10 @@ def _check(values: dict[str, Any], given: dict[str, Any]) -> None:
         raise RequestError("--resume and --overwrite_output_dir contradict each other. Keep one.")
     if given.get("deepspeed") and given.get("deepspeed_config"):
         raise RequestError("--deepspeed and --deepspeed_config say the same thing twice. Keep one.")
+    if values.get("learning_rate", 0.0) < 0:
+        raise RequestError(f"--learning_rate is {values['learning_rate']}, but it must be 0 or more.")
+    if values.get("max_steps", -1) == 0 or values.get("max_steps", -1) < -1:
+        raise RequestError(f"--max_steps is {values['max_steps']}, but it must be 1 or more, or -1 for whole epochs.")
     if values.get("class_weights", "none") not in ("none", "balanced"):
         raise RequestError(f"--class_weights is {values['class_weights']!r}, but it must be none or balanced.")
     if values.get("task") not in (None, "classification", "regression"):
@@ -255,60 +257,3 @@ def load_deepspeed(request: Request, asked: str, precision: dict[str, bool], has
         nvme_path=request.values.get("nvme_path"),
     )
     return load(asked, run)
-
-
-def check_output_dir(request: Request) -> None:
-    """Refuse a folder that cannot be written, or that holds a run which may not be overwritten. Only rank 0 calls it.
-
-    Nothing is deleted yet: `clear_output_dir` does that once the rest of the request has been found right.
-    """
-    folder = Path(request.values["output_dir"]).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise RequestError(f"--output_dir {folder}: is a file. Give a folder.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise RequestError(
-            f"--output_dir {folder}: cannot be written ({error.strerror}). Give another folder."
-        ) from error
-    entries = [p.name for p in folder.iterdir()]
-    if request.values.get("resume") or not entries:
-        return
-    if not request.values.get("overwrite_output_dir"):
-        raise RequestError(
-            f"--output_dir {folder}: holds {len(entries)} files or folders already. Go on with it by --resume auto, "
-            "delete it by --overwrite_output_dir True, or give another folder."
-        )
-    if RUN_RECORD not in entries:
-        raise RequestError(
-            f"--output_dir {folder}: holds {', '.join(sorted(entries)[:3])} but no {RUN_RECORD}, so it is no run of "
-            "ours and is not deleted. Empty it by hand, or give another folder."
-        )
-
-
-def clear_output_dir(request: Request) -> None:
-    """Delete the run that --overwrite_output_dir gives up. Only rank 0 may call it, after `check_output_dir`."""
-    if request.values.get("overwrite_output_dir"):
-        for path in Path(request.values["output_dir"]).expanduser().iterdir():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def checkpoint_to_resume(request: Request) -> str | None:
-    """The checkpoint folder that --resume means; None without it. Raises RequestError where there is none."""
-    folder, resume = Path(request.values["output_dir"]).expanduser(), request.values.get("resume")
-    if not resume:
-        return None
-    if resume == "auto":
-        # trainer_state.json is what the Trainer writes last: a checkpoint without it was cut off.
-        whole = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-        if not whole:
-            raise RequestError(f"--resume auto: {folder} holds no whole checkpoint. Leave --resume out to start anew.")
-        return str(max(whole, key=lambda path: int(path.name.rsplit("-", 1)[-1])))
-    path = Path(resume).expanduser()
-    if not (path / "trainer_state.json").is_file():
-        raise RequestError(
-            f"--resume {resume}: is no checkpoint folder (no trainer_state.json in it). Give one, or auto."
-        )
-    return str(path)

@@ -58,7 +58,7 @@ print(classify("Some text."))
 {{ command }}
 ```
 
-`recipe.yaml` holds every flag (`--config recipe.yaml`), `ds_config.json` the DeepSpeed configuration as it ran,
+`recipe.yaml` holds the flags (`--config recipe.yaml`), `ds_config.json` the DeepSpeed configuration as it ran,
 `environment.json` the machine and versions: {{ versions }}.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data.columns import Labels
+from finetune.errors import RunError
 from finetune.training.metrics import confusion, log_softmax
 from finetune.training.model_card import model_card
 from finetune.training.plots import plot_confusion, plot_training
@@ -67,8 +69,10 @@ def write_report(folder: Path, data: Any, evaluated: Any | None, source: Any) ->
 
 
 def headline(folder: Path) -> str:
-    """The last line of a run: where it is, and how well it did."""
+    """The last line of a run: where it is, and how well it did. Raises RunError where training has diverged."""
     results = _results(folder)
+    if not math.isfinite(results.get("eval_loss") or 0.0):
+        raise RunError(f"{folder}: the evaluation loss is not a number: training has diverged. Lower --learning_rate.")
     shown = ", ".join(f"{name} {results[name]:.4g}" for name in SHOWN_AT_THE_END if name in results)
     return f"done: {folder} ({shown})"
 

@@ -23,8 +23,8 @@ from transformers import TrainerCallback
 
 from finetune.dsconfig.load import NVME_FOLDER
 from finetune.errors import RunError
-from finetune.training.arguments import RUN_RECORD
 from finetune.training.launch import Launch
+from finetune.training.output_dir import RUN_RECORD
 
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "tokenizers", "scikit-learn", "numpy")
 ONCE = ("config", "resume", "overwrite_output_dir")  # flags that a second run must not repeat

@@ -15,13 +15,12 @@ from finetune.training import runtime
 from finetune.training.arguments import (
     Request,
     accelerate_uses_deepspeed,
-    check_output_dir,
-    checkpoint_to_resume,
     deepspeed_config_of,
     load_deepspeed,
     stated_precision,
 )
 from finetune.training.launch import Launch, read_launch
+from finetune.training.output_dir import check_output_dir, checkpoint_to_resume
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,8 @@ def start(
     if not has_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns on each rank when it finds out by itself
     asked = deepspeed_config_of(request)
+    if asked and not accelerate_uses_deepspeed():
+        request.values["deepspeed"] = asked  # so that recipe.yaml repeats it
     precision = choose_precision(request, has_cuda, stated_precision(asked))
     deepspeed = load_deepspeed(request, asked, precision, has_cuda) if asked else None
     if launch.speaks:

@@ -32,6 +32,9 @@ READ = [
     ),
     pytest.param("a.tsv", 'say "hi\t1\nb\t0\n', {"column_1": 'say "hi', "column_2": "1"}, id="a lone quote in a tsv"),
     pytest.param("a.tsv", 't\tlabel\n"a ""b"""\t1\n', {"t": 'a "b"', "label": "1"}, id="a quoted tsv"),
+    pytest.param(
+        "a.csv", "text;label\nhallo welt;gut\nnein;schlecht\n", {"text": "hallo welt", "label": "gut"}, id=";"
+    ),
     pytest.param("a.csv", "text,label\nNA,1\nnull,0\n", {"text": "NA", "label": "1"}, id="NA is a word"),
     pytest.param(
         "a.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n', {"text": "a", "label": 1}, id="jsonl"

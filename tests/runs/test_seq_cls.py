@@ -108,6 +108,14 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_ends_as_the_uncut_one(config: s
     resumed = launch("torchrun", tmp_path / "cut", {**values, "resume": "auto"}, ranks=2)
     assert resumed.column("loss") == pytest.approx(uncut.column("loss"), rel=1e-5)
     assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+    again = launch("torchrun", tmp_path / "cut", {**values, "resume": "auto"}, ranks=2, check=False)
+    assert "nothing is left to do" in again.errors[0]
+
+
+def test_a_run_that_diverges_fails(tmp_path: Path) -> None:
+    run = launch("python", tmp_path / "run", {**TINY, "learning_rate": 1e30}, check=False)
+    assert run.status == 1
+    assert "has diverged" in run.errors[0]
 
 
 def test_a_regression_is_known_by_its_labels(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ def test_the_local_rank_of_the_deepspeed_launcher_ends_here() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        pytest.param(["--learning_rate", "-1"], "must be 0 or more", id="negative rate"),
+        pytest.param(["--max_steps", "-5"], "must be 1 or more, or -1", id="negative steps"),
         pytest.param(["--resume", "auto", "--overwrite_output_dir", "True"], "contradict", id="resume and overwrite"),
         pytest.param(["--deepspeed", "zero1", "--deepspeed_config", "x"], "twice", id="two configs"),
         pytest.param(["--class_weights", "heavy"], "none or balanced", id="unknown weights"),

@@ -1,0 +1,87 @@
+"""The run folder before a run: may it be written, what is deleted, and where a resumed run goes on from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from finetune.errors import RequestError
+from finetune.training.arguments import Request
+
+RUN_RECORD = "recipe.yaml"  # its presence says: this folder was written by a recipe
+
+
+def check_output_dir(request: Request) -> None:
+    """Refuse a folder that cannot be written, or that holds a run which may not be overwritten. Only rank 0 calls it.
+
+    Nothing is deleted yet: `open_output_dir` does that once the rest of the request has been found right.
+    """
+    folder = Path(request.values["output_dir"]).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise RequestError(f"--output_dir {folder}: is a file. Give a folder.")
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise RequestError(
+            f"--output_dir {folder}: cannot be written ({error.strerror}). Give another folder."
+        ) from error
+    entries = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    if request.values.get("resume") or not entries:
+        return
+    if not request.values.get("overwrite_output_dir"):
+        raise RequestError(
+            f"--output_dir {folder}: holds {len(entries)} files or folders already. Go on with it by --resume auto, "
+            "delete it by --overwrite_output_dir True, or give another folder."
+        )
+    if RUN_RECORD not in entries:
+        raise RequestError(
+            f"--output_dir {folder}: holds {', '.join(sorted(entries)[:3])} but no {RUN_RECORD}, so it is no run of "
+            "ours and is not deleted. Empty it by hand, or give another folder."
+        )
+
+
+def open_output_dir(request: Request) -> None:
+    """Make the folder, without the run that --overwrite_output_dir gives up. Only rank 0, after `check_output_dir`."""
+    folder = Path(request.values["output_dir"]).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    if request.values.get("overwrite_output_dir"):
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def checkpoint_to_resume(request: Request) -> str | None:
+    """The checkpoint folder that --resume means; None without it. Raises RequestError where there is none."""
+    folder, resume = Path(request.values["output_dir"]).expanduser(), request.values.get("resume")
+    if not resume:
+        return None
+    if resume == "auto":
+        # trainer_state.json is what the Trainer writes last: a checkpoint without it was cut off.
+        whole = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+        if not whole:
+            raise RequestError(f"--resume auto: {folder} holds no whole checkpoint. Leave --resume out to start anew.")
+        newest = max(whole, key=lambda path: int(path.name.rsplit("-", 1)[-1]))
+        _refuse_if_finished(request, newest)
+        return str(newest)
+    path = Path(resume).expanduser()
+    if not (path / "trainer_state.json").is_file():
+        raise RequestError(
+            f"--resume {resume}: is no checkpoint folder (no trainer_state.json in it). Give one, or auto."
+        )
+    return str(path)
+
+
+def _refuse_if_finished(request: Request, checkpoint: Path) -> None:
+    """A run that has had all its steps is not trained further, and its results are kept."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    asked = request.value("max_steps")
+    by_steps = asked > 0 and state["global_step"] >= asked
+    by_epochs = asked <= 0 and state["global_step"] >= state["max_steps"]
+    if by_steps or (by_epochs and request.value("num_train_epochs") <= state["num_train_epochs"]):
+        raise RequestError(
+            f"--resume auto: the run ended at step {state['global_step']}, and nothing is left to do. To go on, ask for "
+            "more by --num_train_epochs or --max_steps."
+        )
