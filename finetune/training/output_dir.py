@@ -82,6 +82,6 @@ def _refuse_if_finished(request: Request, checkpoint: Path) -> None:
     by_epochs = asked <= 0 and state["global_step"] >= state["max_steps"]
     if by_steps or (by_epochs and request.value("num_train_epochs") <= state["num_train_epochs"]):
         raise RequestError(
-            f"--resume auto: the run ended at step {state['global_step']}, and nothing is left to do. To go on, ask for "
-            "more by --num_train_epochs or --max_steps."
+            f"--resume auto: the run ended at step {state['global_step']}, and nothing is left to do. To go on, ask "
+            "for more by --num_train_epochs or --max_steps."
         )
