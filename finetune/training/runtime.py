@@ -9,11 +9,9 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from finetune.dsconfig.rules import offload_device
 from finetune.errors import RequestError
 from finetune.training.launch import Launch, join_as_single_process
 
@@ -74,19 +72,18 @@ def prepare_deepspeed(launch: Launch, has_cuda: bool, timeout_seconds: float) ->
     PartialState(timeout=timedelta(seconds=timeout_seconds), **({} if has_cuda else {"backend": "gloo"}))
 
 
-def refuse_stale_builds(config: dict[str, Any]) -> None:
-    """Offload compiles DeepSpeed's ops once. A process killed while it did leaves a lock for which torch waits without
-    end and without a word (torch/utils/file_baton.py). Raises RequestError where one is older than a build takes."""
-    offloads = any(offload_device(config, what) != "none" for what in ("offload_optimizer", "offload_param"))
+def refuse_stale_builds() -> None:
+    """DeepSpeed compiles ops once: on a CPU for any run, on a GPU for offload. A process killed while it did leaves a
+    lock for which torch waits without end and without a word (torch/utils/file_baton.py). Raises RequestError."""
     home = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    for lock in home.glob("**/lock") if offloads else ():
+    for lock in home.glob("**/lock"):
         try:
             age = time.time() - lock.stat().st_mtime
         except OSError:
             continue  # a build that has just ended
         if age > STALE_BUILD_SECONDS:
             raise RequestError(
-                f"{lock}: a build of DeepSpeed's ops was cut off {age / 60:.0f} minutes ago, and offload would wait "
+                f"{lock}: a build of DeepSpeed's ops was cut off {age / 60:.0f} minutes ago, and DeepSpeed would wait "
                 "for it without end. Delete that file, unless another run is compiling right now."
             )
 

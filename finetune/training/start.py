@@ -69,7 +69,7 @@ def start(
     if launch.speaks:
         check_output_dir(request)
         if deepspeed:
-            runtime.refuse_stale_builds(deepspeed.config)
+            runtime.refuse_stale_builds()
     threads = runtime.set_threads(launch, has_cuda)
     uses_deepspeed = deepspeed is not None or accelerate_uses_deepspeed()
     if uses_deepspeed:
