@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from finetune.errors import RequestError
@@ -42,8 +43,9 @@ class Labels:
 
     def encode(self, value: Any) -> int | float:
         """The id of a label, or its number for regression. Raises KeyError for a class that is not among `names`."""
-        return float(value) if self.task == "regression" else self.ids()[label_text(value)]
+        return float(value) if self.task == "regression" else self.ids[label_text(value)]
 
+    @cached_property
     def ids(self) -> dict[str, int]:
         """The id of each class by its name."""
         return {name: i for i, name in enumerate(self.names)}

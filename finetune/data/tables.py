@@ -186,7 +186,7 @@ def _encode(table: Dataset, columns: Columns, labels: Labels, split: str) -> Dat
         return table
     values = table[columns.label][:]
     if labels.task == "classification":
-        known = labels.ids()
+        known = labels.ids
         unknown = Counter(label_text(value) for value in values if label_text(value) not in known)
         if unknown:
             shown = ", ".join(f"{name!r} ({count} rows)" for name, count in unknown.most_common(5))
