@@ -79,6 +79,6 @@ def test_a_command_of_the_readme_works(command: str, minilm: Path, tmp_path: Pat
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:
-    named = re.findall(r"(?:ds_configs|recipes|docs|benchmarks)/[\w./-]+\.(?:md|py|yaml|json)", README)
-    assert len(set(named)) >= 4
-    assert [name for name in named if not (REPO / name).is_file()] == []
+    named = set(re.findall(r"(?:ds_configs|recipes|docs|benchmarks)/[\w./-]*", README))
+    assert {"recipes/seq_cls.py", "recipes/configs/", "ds_configs/README.md", "docs/results/"} <= named
+    assert [name for name in named if not (REPO / name).exists()] == []
