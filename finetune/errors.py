@@ -1,5 +1,7 @@
 """What can go wrong, as a small tree. A recipe or the command line exits with the class's `exit_status`."""
 
+import errno
+
 
 class FinetuneError(Exception):
     """Anything we can explain to the user. The message says where, what was found, the rule, and the mend."""
@@ -15,3 +17,15 @@ class RequestError(FinetuneError):
 
 class RunError(FinetuneError):
     """The request was right, and the run failed: a full disk, a lost process, a time-out."""
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """True where a full disk or quota is among the causes of `error`, in whichever library's words."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left" in str(cause):  # safetensors and Arrow keep the words alone
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False

@@ -61,15 +61,17 @@ def main() -> None:
         seed=training.seed,
         leads=session.launch.leads_its_node,
         reports=session.launch.leads_its_node or session.launch.local_rank == 1,
-        class_names=source.class_names,
+        trained=source.labels,
     )
-    if training.do_predict:
-        data.split("test", "do_predict")
+    for split, flag in (("train", "do_train"), ("validation", "do_eval"), ("test", "do_predict")):
+        if getattr(training, flag):
+            data.require(split, flag)
     session.say(data.account.headline(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model: built after TrainingArguments, for ZeRO-3 shards it while it is built.
     counts = [data.account.label_counts.get(name, 0) for name in data.labels.names]
-    loss = loss_for(run_args.class_weights, training.label_smoothing_factor, data.labels.task, counts)
+    weights = run_args.class_weights if training.do_train else "none"
+    loss = loss_for(weights, training.label_smoothing_factor, data.labels.task, counts)
     model = build_classifier(model_args, source, data.labels, data.tokenizer, will_train=training.do_train)
     settle_loss_scaling(model, label_is_float=data.labels.task == "regression")
 
@@ -80,8 +82,8 @@ def main() -> None:
     trainer = FinetuneTrainer(
         model=model,
         args=training,
-        train_dataset=data.splits["train"],
-        eval_dataset=data.splits["validation"],
+        train_dataset=data.splits.get("train"),
+        eval_dataset=data.splits.get("validation"),
         processing_class=data.tokenizer,
         data_collator=data.collator,
         compute_metrics=metrics_for(data.labels),

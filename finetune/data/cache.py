@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from finetune.errors import RunError
+from finetune.errors import RunError, disk_is_full
 
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 30.0
@@ -82,9 +82,15 @@ def _prepare_in(folder: Path, prepare: Callable[[Path], None]) -> None:
     unfinished.mkdir()
     try:
         prepare(unfinished)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        if not disk_is_full(error):
+            raise
+        homes = f"{folder.parent} ($FINETUNE_CACHE) or of the datasets library's cache ($HF_HOME)"
+        raise RunError(
+            f"the disk of {homes} is full, and the data could not be prepared. Make room, set these to a larger disk, "
+            "or train with --streaming True."
+        ) from error
     unfinished.rename(folder)
 
 

@@ -31,7 +31,7 @@ from finetune.data.tables import (
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
 
-FORMAT = 4  # raise it when what is cached changes
+FORMAT = 5  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Account:
         rows = ", ".join(f"{count:,} {split}" for split, count in self.rows.items())
         left_out = sum(self.skipped.values())
         more = "; --train_file takes your own" if self.source.startswith("built-in") else ""
-        classes = f", {len(self.label_counts)} labels" if self.label_counts else ", regression"
+        classes = f", {len(self.label_counts)} labels" if self.label_counts else ""
         cut = f", {left_out:,} bad rows left out" if left_out else ""
         return f"data: {self.source} ({rows} rows{classes}{cut}{more})"
 
@@ -66,17 +66,18 @@ class ClassificationData:
     account: Account
     tokenizer: Any
 
-    def split(self, name: str, flag: str) -> Any:
-        """A split that `flag` asks for. Raises RequestError where the data has none such."""
+    def require(self, name: str, flag: str) -> None:
+        """Raises RequestError where the data lacks a split that `flag` asks for."""
         if name not in self.splits:
             there = ", ".join(self.splits)
-            raise RequestError(f"--{flag} needs a {name} split, but the data has: {there}. Give --{name}_file.")
-        return self.splits[name]
+            raise RequestError(
+                f"--{flag} needs a {name} split, but the data has: {there}. Give --{name}_file, or --{flag} False."
+            )
 
     @property
     def lengths(self) -> Any | None:
-        """Tokens of each training sample; None for a stream."""
-        return None if self.account.stream else self.splits["train"]["length"]
+        """Tokens of each training sample; None for a stream, or where nothing is trained."""
+        return None if self.account.stream or "train" not in self.splits else self.splits["train"]["length"]
 
     @property
     def collator(self) -> Any:
@@ -96,67 +97,83 @@ def prepare(
     seed: int,
     leads: bool,
     reports: bool,
-    class_names: list[str] | None = None,
+    trained: Labels | None = None,
 ) -> ClassificationData:
     """The data of one run, from the cache or made on the rank that `leads`. `max_seq_length` is in tokens.
 
-    Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text. `class_names` are those of
+    Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text. `trained` are the labels of
     a trained model, whose order of ids is kept where it has the data's classes. Raises RequestError for bad data
     and RunError when the rank that prepares takes longer than --data_timeout_seconds.
     """
-    place = Path(arguments.dataset_name or "").expanduser()
-    local = sorted(str(f) for f in place.rglob("*") if f.is_file()) if arguments.dataset_name and place.is_dir() else []
-    files = [arguments.train_file, arguments.validation_file, arguments.test_file, *local]
-    cut = {
-        k: v for k, v in asdict(preparation).items() if k not in ("preprocessing_num_workers", "data_timeout_seconds")
-    }
-    model = None if tokenizer is None else _identity(tokenizer)
-    python = platform.python_version()  # the built-in text is Python's own
-    key = cache_key(
-        FORMAT,
-        asdict(arguments),
-        cut,
-        [file_state(f) for f in files],
-        model,
-        max_seq_length,
-        vocab_size,
-        seed,
-        python,
-        class_names,
-    )
-
-    def make(folder: Path) -> None:
-        tables, source = load_tables(arguments)
-        found = None
-        if arguments.streaming:
-            found = survey(arguments, preparation, "validation" in tables, seed, class_names)
-        if found and found.held_out:
-            tables["validation"] = held_out_rows(arguments, found, seed)
-        known = (found.columns, found.labels) if found else None
-        clean = clean_tables(tables, arguments, preparation, seed, known, class_names)
-        used = tokenizer
-        if used is None:
-            texts = some_texts(arguments, found) if found else _texts(clean)
-            used = train_wordpiece(texts, vocab_size, max_seq_length)
-        workers = preparation.preprocessing_num_workers or os.cpu_count()
-        tokenized, truncated = tokenize_tables(clean.splits, clean.columns, used, max_seq_length, workers)
-        counts = found.label_counts if found else _label_counts(tokenized["train"], clean.labels)
-        rows = {split: len(table) for split, table in tokenized.items()}
-        skipped = clean.skipped
-        if found:
-            rows, skipped = {"train": found.rows, **rows}, {"train": found.skipped, **skipped}
-        account = Account(source, clean.columns, rows, skipped, truncated, counts, max_seq_length, found)
-        save(folder, tokenized, clean.labels, account, used)
-
-    folder = cache_home() / "classification" / key
+    job = _Preparation(arguments, preparation, tokenizer, max_seq_length, vocab_size, seed, trained)
+    folder = cache_home() / "classification" / job.key()
     timeout = preparation.data_timeout_seconds
-    prepare_once(folder, make, what="to tokenize", leads=leads, reports=reports, timeout_seconds=timeout)
+    prepare_once(folder, job.make, what="to tokenize", leads=leads, reports=reports, timeout_seconds=timeout)
     data = load(folder)
     if tokenizer is not None:
         data = replace(data, tokenizer=tokenizer)
     if data.account.stream is None:
         return data
     return replace(data, splits={"train": TextStream(arguments, data.account.stream, seed), **data.splits})
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """All that decides what the prepared data looks like, and how it is made."""
+
+    arguments: DataArguments
+    preparation: PreparationArguments
+    tokenizer: Any | None
+    max_seq_length: int
+    vocab_size: int
+    seed: int
+    trained: Labels | None
+
+    def key(self) -> str:
+        """The name of the cache folder: it changes with every flag, file and version that changes the data."""
+        arguments = self.arguments
+        place = Path(arguments.dataset_name or "").expanduser()
+        is_folder = arguments.dataset_name is not None and place.is_dir()
+        local = sorted(str(file) for file in place.rglob("*") if file.is_file()) if is_folder else []
+        files = [arguments.train_file, arguments.validation_file, arguments.test_file, *local]
+        of_no_effect = ("preprocessing_num_workers", "data_timeout_seconds")
+        return cache_key(
+            FORMAT,
+            platform.python_version(),  # the built-in text is Python's own
+            asdict(arguments),
+            {name: value for name, value in asdict(self.preparation).items() if name not in of_no_effect},
+            [file_state(file) for file in files],
+            None if self.tokenizer is None else _identity(self.tokenizer),
+            self.max_seq_length,
+            self.vocab_size,
+            self.seed,
+            None if self.trained is None else asdict(self.trained),
+        )
+
+    def make(self, folder: Path) -> None:
+        """Read, clean, tokenize and save."""
+        arguments, preparation, seed = self.arguments, self.preparation, self.seed
+        tables, source = load_tables(arguments)
+        found = None
+        if arguments.streaming:
+            found = survey(arguments, preparation, "validation" in tables, seed, self.trained)
+        if found and found.held_out:
+            tables["validation"] = held_out_rows(arguments, found, seed)
+        known = (found.columns, found.labels) if found else None
+        clean = clean_tables(tables, arguments, preparation, seed, known, self.trained)
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            texts = some_texts(arguments, found) if found else _texts(clean)
+            tokenizer = train_wordpiece(texts, self.vocab_size, self.max_seq_length)
+        workers = preparation.preprocessing_num_workers or os.cpu_count()
+        tokenized, truncated = tokenize_tables(clean.splits, clean.columns, tokenizer, self.max_seq_length, workers)
+        counts = found.label_counts if found else _label_counts(tokenized, clean.labels)
+        rows = {split: len(table) for split, table in tokenized.items()}
+        skipped = clean.skipped
+        if found:
+            rows, skipped = {"train": found.rows, **rows}, {"train": found.skipped, **skipped}
+        account = Account(source, clean.columns, rows, skipped, truncated, counts, self.max_seq_length, found)
+        save(folder, tokenized, clean.labels, account, tokenizer)
 
 
 def _identity(tokenizer: Any) -> list[Any]:
@@ -169,10 +186,10 @@ def _texts(clean: CleanTables) -> Iterator[str]:
     return (str(text) for name in clean.columns.text for text in clean.splits["train"][name])
 
 
-def _label_counts(train: Dataset, labels: Labels) -> dict[str, int]:
-    if labels.task == "regression":
+def _label_counts(tables: Table, labels: Labels) -> dict[str, int]:
+    if labels.task == "regression" or "train" not in tables:
         return {}
-    return dict(Counter(labels.names[i] for i in train["labels"]))
+    return dict(Counter(labels.names[i] for i in tables["train"]["labels"]))
 
 
 def tokenize_tables(

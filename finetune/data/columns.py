@@ -31,7 +31,7 @@ class Columns:
     """`text` is one column, or two for pairs."""
 
     text: tuple[str, ...]
-    label: str
+    label: str | None  # None where only predictions are made
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Labels:
         return {name: i for i, name in enumerate(self.names)}
 
 
+def names_of(labels: Labels | None) -> list[str] | None:
+    """The classes of `labels`; None where there are none."""
+    return list(labels.names) or None if labels else None
+
+
 def label_text(value: Any) -> str:
     """A label as the name it gets: 1, 1.0 and "1" are one class."""
     if isinstance(value, bool):
@@ -60,8 +65,10 @@ def label_text(value: Any) -> str:
     return str(value).strip()
 
 
-def find_columns(head: Sequence[dict[str, Any]], text: Sequence[str] | None, label: str | None, where: str) -> Columns:
-    """Text and label columns of a training table, from its first rows `head`. What is given by flag is only checked.
+def find_columns(
+    head: Sequence[dict[str, Any]], text: Sequence[str] | None, label: str | None, where: str, needs_label: bool = True
+) -> Columns:
+    """Text and label columns of a table, from its first rows `head`. What is given by flag is only checked.
 
     Raises RequestError, listing the columns with a value each, where the choice is not clear.
     """
@@ -72,7 +79,7 @@ def find_columns(head: Sequence[dict[str, Any]], text: Sequence[str] | None, lab
     if text and len(text) > 2:
         raise RequestError(f"--text_column_names takes one column, or two for pairs, but {len(text)} were given.")
     label = label or _find_label(head, set(text or ()))
-    if label is None:
+    if label is None and needs_label:
         raise RequestError(
             f"{where}: cannot tell which column is the label. {_describe(head)} Say it by --label_column_name."
         )
@@ -140,7 +147,7 @@ def find_labels(values: Counter[Any], task: str | None, class_names: Sequence[st
         return Labels("regression", ())
     if len(counts) < 2:
         raise RequestError(
-            f"{where}: all {sum(counts.values()):,} rows have the label {next(iter(counts), None)!r}, and there is "
+            f"{where}: the label is {next(iter(counts), None)!r} in every row ({sum(counts.values()):,}), and there is "
             "nothing to learn from one class. Check --label_column_name, and that the file is whole."
         )
     if class_names and set(counts) <= set(class_names):

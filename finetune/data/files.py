@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 from datasets import Dataset, Features, IterableDataset, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
+from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError
 
 KINDS = {
@@ -57,6 +59,9 @@ def open_file(
 
 def open_hub(name: str, config: str | None, split: str, streaming: bool = False) -> Dataset | IterableDataset | None:
     """One split of a hub data set (or of a local folder in the hub's layout); None where it has no such split."""
+    cached = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
+    if not (Path(name).expanduser().is_dir() or hub_is_reachable() or (cached.is_dir() and not streaming)):
+        raise RequestError(_not_found(name, ConnectionError("the hub cannot be reached, and no copy is cached here")))
     try:
         return load_dataset(name, config, split=split, streaming=streaming)
     except DatasetNotFoundError as error:

@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import DataCollatorWithPadding
 
-from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text
+from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text, names_of
 from finetune.data.files import open_file, open_hub
 from finetune.data.tables import HEAD_ROWS, ROW, DataArguments, PreparationArguments
 from finetune.errors import RequestError
@@ -60,7 +60,7 @@ def survey(
     preparation: PreparationArguments,
     has_validation: bool,
     seed: int,
-    class_names: list[str] | None,
+    trained: Labels | None,
 ) -> Survey:
     """Read the stream once: columns, labels, bad rows and how many rows there are. Nothing of the text is kept."""
     stream = open_stream(arguments)
@@ -90,7 +90,7 @@ def survey(
         elif kept.total() < most:
             kept[label] += 1
     names = getattr(stream.features[columns.label], "names", None) if stream.features else None
-    labels = find_labels(everything, arguments.task, names or class_names, "the training data")
+    labels = find_labels(everything, arguments.task, names or names_of(trained), "the training data")
     counts: Counter[str] = Counter()
     if labels.task == "classification":
         for value, count in kept.items():
@@ -101,7 +101,7 @@ def survey(
 
 
 def _is_bad(row: dict[str, Any], columns: Columns) -> bool:
-    return any(is_empty(row[name]) for name in (*columns.text, columns.label))
+    return any(is_empty(row[str(name)]) for name in (*columns.text, columns.label))
 
 
 def _is_drawn(number: int, seed: int, fraction: float) -> bool:

@@ -13,7 +13,7 @@ from datasets import ClassLabel, Dataset
 from sklearn.model_selection import train_test_split
 
 from finetune.data.builtin import docstring_rows
-from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text
+from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text, names_of
 from finetune.data.files import open_file, open_hub
 from finetune.errors import RequestError
 
@@ -79,8 +79,6 @@ def load_tables(arguments: DataArguments) -> tuple[Table, str]:
     else:
         tables = {"train": Dataset.from_dict(docstring_rows())}
         source = "built-in docstrings of Python's standard library, labelled with their package"
-    if "train" not in tables and not arguments.streaming:  # a stream is never opened whole: finetune.data.streaming
-        raise RequestError(f"{source}: there is no train split to learn the labels from. Give --train_file.")
     return tables, source
 
 
@@ -100,15 +98,17 @@ def clean_tables(
     cut: PreparationArguments,
     seed: int,
     known: tuple[Columns, Labels] | None = None,
-    class_names: list[str] | None = None,
+    trained: Labels | None = None,
 ) -> CleanTables:
     """Find columns and labels, refuse or skip bad rows, split and cut. Raises RequestError before anything heavy.
 
     `known` are the columns and labels of a training set that is not among the tables, because it is streamed;
-    `class_names` are those of a trained model, in the order of its ids.
+    `trained` are the labels of a trained model, which keep their ids, and serve alone where there is no training set.
     """
+    if known is None and "train" not in tables:
+        known = _known_without_training(tables, arguments, trained)
     columns = known[0] if known else _columns_of(tables["train"], arguments)
-    names = None if known else class_names or _class_names(tables["train"], columns.label)
+    names = None if known else names_of(trained) or _class_names(tables["train"], columns.label)
     skipped: dict[str, int] = {}
     cleaned: Table = {}
     for split, table in tables.items():
@@ -117,7 +117,7 @@ def clean_tables(
     labels = known[1] if known else _labels_of(cleaned["train"], columns, arguments.task, names)
     for split, table in cleaned.items():
         cleaned[split] = _encode(table, columns, labels, split)
-    if "validation" not in cleaned:
+    if "train" in cleaned and "validation" not in cleaned:
         cleaned |= _split_off_validation(cleaned["train"], labels, cut.validation_fraction, seed)
     for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
         if split in cleaned and most is not None:
@@ -125,17 +125,29 @@ def clean_tables(
     return CleanTables(cleaned, columns, labels, skipped)
 
 
-def _columns_of(train: Dataset, arguments: DataArguments) -> Columns:
-    head = train.select(range(min(HEAD_ROWS, len(train)))).to_list()
-    return find_columns(head, arguments.text_column_names, arguments.label_column_name, "the training data")
+def _known_without_training(tables: Table, arguments: DataArguments, trained: Labels | None) -> tuple[Columns, Labels]:
+    """Columns and labels of a run that evaluates or predicts only. Raises RequestError without a model that knows."""
+    if trained is None:
+        raise RequestError(
+            "there is no training data to learn the labels from. Give --train_file, or to evaluate or predict only, "
+            "--do_train False and --model_name_or_path with a model whose config.json names its labels."
+        )
+    split = "validation" if "validation" in tables else "test"
+    return _columns_of(tables[split], arguments, split, needs_label=split != "test"), trained
+
+
+def _columns_of(table: Dataset, arguments: DataArguments, split: str = "training", needs_label: bool = True) -> Columns:
+    head = table.select(range(min(HEAD_ROWS, len(table)))).to_list()
+    text, label = arguments.text_column_names, arguments.label_column_name
+    return find_columns(head, text, label, f"the {split} data", needs_label)
 
 
 def _labels_of(train: Dataset, columns: Columns, task: str | None, names: list[str] | None) -> Labels:
     return find_labels(Counter(train[columns.label]), task, names, "the training data")
 
 
-def _class_names(table: Dataset, label: str) -> list[str] | None:
-    feature = table.features[label]
+def _class_names(table: Dataset, label: str | None) -> list[str] | None:
+    feature = table.features.get(label)
     return list(feature.names) if isinstance(feature, ClassLabel) else None
 
 
@@ -173,8 +185,8 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
     if count and not skip:
         rows = ", ".join(str(i + 1) for i in np.flatnonzero(bad)[:5])
         raise RequestError(
-            f"the {split} data has {count:,} of {len(table):,} rows with empty text or label (data rows {rows}"
-            f"{', ...' if count > 5 else ''}). Mend them, or leave them out by --skip_bad_rows True."
+            f"the {split} data has {count:,} of {len(table):,} rows with empty text or label (counted from 1, "
+            f"without a header: {rows}{', ...' if count > 5 else ''}). Mend them, or leave them out by --skip_bad_rows True."
         )
     if count == len(table):
         raise RequestError(f"the {split} data has no row with both text and label. Check the column names.")

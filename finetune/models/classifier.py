@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from finetune.data.columns import Labels
+from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError
 
 
@@ -63,11 +64,13 @@ class Source:
     hub_id: str | None  # for the model card; None for a folder or a model from scratch
 
     @property
-    def class_names(self) -> list[str] | None:
-        """The classes that a trained classifier knows, in the order of its ids; None where it was never told."""
+    def labels(self) -> Labels | None:
+        """What a trained model tells apart, in the order of its ids; None where it was never told."""
+        if getattr(self.config, "problem_type", None) == "regression":
+            return Labels("regression", ())
         names = dict(getattr(self.config, "id2label", None) or {})
-        ordered = [str(names[i]) for i in sorted(names)]
-        return None if not ordered or ordered[0] == "LABEL_0" else ordered
+        ordered = tuple(str(names[i]) for i in sorted(names))
+        return None if not ordered or ordered[0] == "LABEL_0" else Labels("classification", ordered)
 
 
 def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source:
@@ -110,9 +113,10 @@ def build_classifier(
             f"--do_train False evaluates a trained model, but --model_name_or_path {has}, and the data has "
             f"{len(labels.names) or 'no'} classes. Give a model that was trained on such data."
         )
-    if not will_train and source.class_names and labels.names and list(labels.names) != source.class_names:
+    known = source.labels.names if source.labels else ()
+    if not will_train and known and labels.names and labels.names != known:
         raise RequestError(
-            f"--do_train False: the model knows the classes {', '.join(source.class_names[:10])}, but the data has "
+            f"--do_train False: the model knows the classes {', '.join(known[:10])}, but the data has "
             f"{', '.join(labels.names[:10])}. Name the data's labels as the model does."
         )
     label_config: dict[str, Any] = {
@@ -141,6 +145,7 @@ def build_classifier(
         revision=arguments.model_revision,
         trust_remote_code=arguments.trust_remote_code,
         ignore_mismatched_sizes=True,  # a head with another number of labels is made anew
+        local_files_only=source.hub_id is not None and not hub_is_reachable(),
     )
 
 
@@ -182,6 +187,7 @@ def _from_pretrained(auto: Any, flag: str, name: str, arguments: ModelArguments)
             str(place) if looks_local else name,
             revision=arguments.model_revision,
             trust_remote_code=arguments.trust_remote_code,
+            local_files_only=not looks_local and not hub_is_reachable(),
         )
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -8,17 +8,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib import font_manager, rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 BLUE, ORANGE, GREY = "#2a6f97", "#e07a30", "#6b7280"
-MANY_CLASSES = 12  # from here on labels are turned, and cells carry smaller numbers
+MANY_CLASSES = 12  # from here on cells carry smaller numbers
+CELL_INCHES, LETTER_INCHES, SHOWN_LETTERS = 0.48, 0.09, 18
+# Fonts with the letters that matplotlib's own lacks, in the order in which they are tried, where they are installed.
+MORE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Micro Hei", "Noto Sans Arabic", "Noto Sans Devanagari")
 
 
 def plot_training(rows: Sequence[dict[str, Any]], path: Path, metric: str) -> None:
     """Loss of training and evaluation over steps, and `metric` of the evaluation (its name in the logs) beside it."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    left, right = figure.subplots(1, 2, sharex=True)
     for key, label, colour, marker in (("loss", "training", BLUE, ""), ("eval_loss", "evaluation", ORANGE, "o")):
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
@@ -40,19 +44,22 @@ def plot_training(rows: Sequence[dict[str, Any]], path: Path, metric: str) -> No
 
 def plot_confusion(counts: npt.NDArray[Any], names: Sequence[str], path: Path) -> None:
     """Counts (classes, classes), coloured by their share of the true label's row."""
-    side = max(3.6, 0.48 * len(names) + 1.6)
-    figure = Figure(figsize=(side + 0.6, side), layout="constrained")
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    with rc_context({"font.family": ["DejaVu Sans", *(name for name in MORE_FONTS if name in installed)]}):
+        _confusion_figure(counts, names).savefig(path, dpi=120)
+
+
+def _confusion_figure(counts: npt.NDArray[Any], names: Sequence[str]) -> Figure:
+    shown = [name if len(name) <= SHOWN_LETTERS else name[: SHOWN_LETTERS - 1] + "…" for name in names]
+    many = len(names) > MANY_CLASSES
+    cells = max(2.4, CELL_INCHES * len(names))
+    labels = LETTER_INCHES * max(map(len, shown))
+    figure = Figure(figsize=(cells + labels + 1.6, cells + labels + 0.6), layout="constrained")
     axes = figure.subplots()
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    many = len(names) > MANY_CLASSES
-    shown = [name if len(name) <= 18 else name[:17] + "…" for name in names]
-    axes.set_xticks(
-        range(len(names)),
-        shown,
-        rotation=45 if many or max(map(len, shown)) > 6 else 0,
-        ha="right" if many else "center",
-    )
+    turned = 90 if LETTER_INCHES * max(map(len, shown)) > cells / len(names) else 0
+    axes.set_xticks(range(len(names)), shown, rotation=turned)
     axes.set_yticks(range(len(names)), shown)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
@@ -62,4 +69,4 @@ def plot_confusion(counts: npt.NDArray[Any], names: Sequence[str], path: Path) -
             size = 7 if many else 10
             axes.text(column, row, str(counts[row, column]), ha="center", va="center", color=colour, fontsize=size)
     figure.colorbar(image, ax=axes, shrink=0.8, label="share of the true label")
-    figure.savefig(path, dpi=120)
+    return figure

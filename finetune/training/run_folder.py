@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -22,7 +21,7 @@ import yaml
 from transformers import TrainerCallback
 
 from finetune.dsconfig.load import NVME_FOLDER
-from finetune.errors import RunError
+from finetune.errors import RunError, disk_is_full
 from finetune.training.launch import Launch
 from finetune.training.output_dir import RUN_RECORD
 
@@ -120,7 +119,7 @@ def explained_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _disk_is_full(error, folder):
+        if not disk_is_full(error) and not _torch_met_a_full_disk(error, folder):
             raise
         free = shutil.disk_usage(folder).free / 2**20
         raise RunError(
@@ -130,18 +129,9 @@ def explained_disk_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _disk_is_full(error: BaseException, folder: Path) -> bool:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "No space left" in str(cause):  # safetensors
-            return True
-        # torch.save gives no errno (torch, caffe2/serialize/inline_container.cc)
-        if "inline_container" in str(cause) and shutil.disk_usage(folder).free < FULL_DISK_BYTES:
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
+def _torch_met_a_full_disk(error: BaseException, folder: Path) -> bool:
+    """torch.save gives no errno (torch, caffe2/serialize/inline_container.cc)."""
+    return "inline_container" in str(error) and shutil.disk_usage(folder).free < FULL_DISK_BYTES
 
 
 def _is_secret(name: str) -> bool:

@@ -99,5 +99,6 @@ def quiet_libraries(launch: Launch) -> None:
     level = logging.WARNING if launch.speaks else logging.ERROR
     for name in ("transformers", "datasets", "accelerate", "DeepSpeed", "torch.distributed"):
         logging.getLogger(name).setLevel(level)
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # readers log what they raise, too
     if not launch.speaks:
         warnings.simplefilter("ignore")

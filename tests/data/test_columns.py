@@ -69,7 +69,7 @@ def test_task_overrules_the_labels() -> None:
 
 
 def test_bad_labels_are_refused() -> None:
-    with pytest.raises(RequestError, match="all 7 rows have the label 'x'"):
+    with pytest.raises(RequestError, match=r"the label is 'x' in every row \(7\)"):
         find_labels(Counter(["x"] * 7), None, None, "data")
     with pytest.raises(RequestError, match="needs numbers as labels, but found high"):
         find_labels(Counter(["1.5", "high"]), "regression", None, "data")

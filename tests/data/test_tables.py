@@ -8,6 +8,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 
 from finetune.data.builtin import docstring_rows
+from finetune.data.columns import Labels
 from finetune.data.tables import DataArguments, PreparationArguments, clean_tables
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
@@ -31,7 +32,7 @@ def test_a_missing_validation_split_is_held_out_by_class_and_by_seed() -> None:
 
 def test_bad_rows_are_refused_with_their_numbers_or_left_out_when_told_so() -> None:
     rows = {"text": [*ROWS["text"], "", "fine"], "label": [*ROWS["label"], "a", None]}
-    with pytest.raises(RequestError, match=r"2 of 42 rows with empty text or label \(data rows 41, 42\)"):
+    with pytest.raises(RequestError, match=r"2 of 42 rows with empty text or label \(counted.*: 41, 42\)"):
         clean({"train": rows})
     assert clean({"train": rows}, skip_bad_rows=True).skipped == {"train": 2}
 
@@ -45,11 +46,24 @@ def test_the_classes_of_a_trained_model_keep_their_ids() -> None:
     train = {"train": Dataset.from_dict(ROWS)}
 
     def labels(names: list[str] | None) -> Any:
-        cleaned = clean_tables(train, DataArguments(), PreparationArguments(), seed=1, class_names=names)
+        trained = Labels("classification", tuple(names)) if names else None
+        cleaned = clean_tables(train, DataArguments(), PreparationArguments(), seed=1, trained=trained)
         return cleaned.labels.names, cleaned.splits["train"]["label"][:2]
 
     assert labels(["b", "a"]) == (("b", "a"), [1, 0])
     assert labels(["x", "y"]) == labels(None) == (("a", "b"), [0, 1])
+
+
+def test_a_trained_model_needs_no_training_data_to_evaluate_or_predict() -> None:
+    trained = Labels("classification", ("b", "a"))
+    tables = {"test": Dataset.from_dict({"text": ["x", "y z"]}), "validation": Dataset.from_dict(ROWS)}
+    for some in ({"test": tables["test"]}, tables):
+        cleaned = clean_tables(some, DataArguments(), PreparationArguments(), seed=1, trained=trained)
+        assert cleaned.labels == trained
+        assert set(cleaned.splits) == set(some)
+    assert cleaned.splits["validation"]["label"][:2] == [1, 0]
+    with pytest.raises(RequestError, match=r"no training data to learn the labels from.*--do_train False"):
+        clean_tables(tables, DataArguments(), PreparationArguments(), seed=1)
 
 
 def test_a_label_that_training_lacks_is_refused_with_its_count() -> None:

@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,15 @@ def test_bad_input_is_refused(make: Any, message: str, tmp_path: Path) -> None:
     assert not run.folder.exists()
 
 
+@pytest.mark.parametrize("flags", [{"model_name_or_path": "org/model"}, {"dataset_name": "org/data"}], ids=str)
+def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(flags: dict[str, str], tmp_path: Path) -> None:
+    env = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9", "HOME": str(tmp_path)}
+    run = launch("python", tmp_path / "run", {**TINY, **flags}, env=env, check=False)
+    assert run.status == 2
+    assert "Offline? Give" in run.errors[0]
+    assert "Retry" not in run.output
+
+
 def test_two_ranks_say_it_once_and_the_launcher_exits_with_2(tmp_path: Path) -> None:
     values = {**TINY, "train_file": write(tmp_path, "a.csv", "text,label\na,\nb,x\nc,y\n")}
     run = launch("deepspeed", tmp_path / "run", values, ranks=2, check=False)
@@ -125,21 +136,37 @@ def test_accelerate_with_deepspeed_of_its_own_refuses_another_config(tmp_path: P
     assert len(run.errors) == 1
 
 
-def test_a_full_disk_is_named_and_the_run_ends_with_1(tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(small)], capture_output=True, check=False
-    )
-    if mounted.returncode:
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("cannot mount a small tmpfs here: mount needs root")
     try:
-        run = launch("python", small / "run", {**TINY, "save_strategy": "steps", "save_steps": 3}, check=False)
-        assert run.status == 1, run.output[-2000:]
-        assert "is full" in run.errors[0]
-        assert "--save_total_limit" in run.errors[0]
+        yield folder
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_the_run_ends_with_1(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "6m") as small:
+        run = launch("python", small / "run", {**TINY, "save_strategy": "steps", "save_steps": 3}, check=False)
+    assert run.status == 1, run.output[-2000:]
+    assert "is full" in run.errors[0]
+    assert "--save_total_limit" in run.errors[0]
+
+
+@pytest.mark.parametrize("variable", ["FINETUNE_CACHE", "HF_HOME"])
+def test_a_disk_that_data_fills_is_named(variable: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", "text,label\n" + "".join(f"some words {i},{i % 2}\n" for i in range(20_000)))
+    with small_disk(tmp_path / "small", "400k") as small:
+        env = {"FINETUNE_CACHE": str(tmp_path / "cache"), variable: str(small)}
+        run = launch(
+            "python", tmp_path / "run", {**TINY, "train_file": path, "max_train_samples": 19_000}, env=env, check=False
+        )
+    assert run.status == 1, run.output[-2000:]
+    assert "$FINETUNE_CACHE" in run.errors[0]
+    assert not run.folder.exists()
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])

@@ -74,6 +74,22 @@ def test_the_run_folder_is_complete_and_opens_with_label_names(own_run: Finished
     assert all(0 <= row["padding_share"] < 0.5 and row["real_tokens_per_second"] > 0 for row in figures)
 
 
+def test_a_trained_model_predicts_without_the_training_data(
+    own_run: Finished, own_csv: dict[str, Any], tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare.csv"
+    texts = [row["review"] for row in csv.DictReader(Path(own_csv["test_file"]).read_text().splitlines())]
+    bare.write_text("review\n" + "".join(f"{text}\n" for text in texts))
+    values = {"do_train": False, "do_predict": True, "test_file": bare, "model_name_or_path": own_run.folder}
+    values |= {"max_seq_length": TINY["max_seq_length"], "bf16": False}
+    refused = launch("python", tmp_path / "run", values, check=False)
+    assert refused.status == 2
+    assert "--do_eval needs a validation split" in refused.errors[0]
+    run = launch("python", tmp_path / "run", {**values, "do_eval": False})
+    assert [row["prediction"] for row in predictions(run)] == [row["prediction"] for row in predictions(own_run)]
+    assert set(predictions(run)[0]) == {"index", "prediction", "probability_bad", "probability_good"}
+
+
 @pytest.mark.slow
 def test_predictions_do_not_depend_on_the_number_of_ranks(
     own_run: Finished, own_csv: dict[str, Any], tmp_path: Path
