@@ -26,8 +26,8 @@ say() { printf 'install.sh: %s\n' "$*"; }
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || { say "there is no $python. Install Python 3.10 to 3.12, or set PYTHON." >&2; exit 2; }
 facts() { "$python" -c "$1" 2>/dev/null; }
-facts 'import sys; sys.exit(sys.version_info < (3, 10))' || {
-  say "$("$python" --version) is too old: Python 3.10 to 3.12 is needed. Set PYTHON to one." >&2
+facts 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || {
+  say "this is $("$python" --version 2>&1), but Python 3.10 to 3.12 is needed. Set PYTHON to one." >&2
   exit 2
 }
 activated=$(facts 'import sys; print(int(sys.prefix != sys.base_prefix))')
@@ -45,6 +45,11 @@ if [ "$venv" = auto ] && [ "$activated" = 0 ] && [ "${CONDA_PREFIX:-}" = "" ] &&
     say "made .venv"
   fi
   python=$PWD/.venv/bin/python activate=". .venv/bin/activate && "
+fi
+if [ "$venv" = no ] && [ "$activated" = 0 ] && [ "$managed" = 1 ] && [ -z "${PIP_BREAK_SYSTEM_PACKAGES:-}" ]; then
+  say "--no-venv, but this Python is externally managed (PEP 668), so pip will not install into it. Leave --no-venv out,
+    or set PIP_BREAK_SYSTEM_PACKAGES=1 if this machine is yours to break." >&2
+  exit 2
 fi
 say "using $("$python" --version) in $("$python" -c 'import sys; print(sys.prefix)')"
 

@@ -186,7 +186,8 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
         rows = ", ".join(str(i + 1) for i in np.flatnonzero(bad)[:5])
         raise RequestError(
             f"the {split} data has {count:,} of {len(table):,} rows with empty text or label (counted from 1, "
-            f"without a header: {rows}{', ...' if count > 5 else ''}). Mend them, or leave them out by --skip_bad_rows True."
+            f"without a header: {rows}{', ...' if count > 5 else ''}). Mend them, or leave them out by "
+            "--skip_bad_rows True."
         )
     if count == len(table):
         raise RequestError(f"the {split} data has no row with both text and label. Check the column names.")
