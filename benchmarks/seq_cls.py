@@ -256,9 +256,9 @@ def render(results: dict) -> str:
         + ". Made by",
         "`python benchmarks/seq_cls.py --sst2 ../shared/data/sst2`; the figures are in the JSON beside this page.",
         "The model is MiniLM-L6 with its real weights (22.7M parameters), unless `--model` says otherwise. Speeds",
-        "count real tokens, not padding, over the steps after the first three: medians of alternating runs. Each run is",
-        "one whole epoch of the same rows, so that peers see the same samples; as it is a short epoch, the plain Trainer's",
-        "grouping pads more in it than in a long one, and the last two ratios take that out. Within 5% of 1 is alike.",
+        "count real tokens, not padding, over the steps after the first three: medians of alternating runs. Each run",
+        "is one whole epoch of the same rows, so that peers see the same samples. In such a short epoch the plain",
+        "Trainer's grouping pads more than in a long one; the last two ratios take that out. 5% from 1 is alike.",
     ]
     for name, found in results.get("speed", {}).items():
         cells, whole_epoch = found["runs"], found["padding of a whole epoch"]
