@@ -80,8 +80,13 @@ class Bench:
         self._run([*launcher, "benchmarks/stock_seq_cls.py", *model, *words])
         return json.loads(result.read_text())
 
+    def _ranks(self, command: list[str]) -> int:
+        return 1 if command[0] == sys.executable else self.options.ranks
+
     def _run(self, command: list[str]) -> None:
         env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        # Each peer with the threads that suit it: the deepspeed launcher would give each rank one for every core.
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._ranks(command))))
         done = subprocess.run(command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}")

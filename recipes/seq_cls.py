@@ -100,7 +100,7 @@ def main() -> None:
         if training.do_train:
             trained = trainer.train(resume_from_checkpoint=session.checkpoint)
             peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
-            trainer.save_metrics("train", {**trained.metrics, **peaks})
+            trainer.save_metrics("train", {**trained.metrics, **peaks, "train_samples": data.account.rows["train"]})
             trainer.save_model()
             trainer.save_state()
 
@@ -108,10 +108,11 @@ def main() -> None:
         evaluated = predicted = None
         if training.do_eval:
             evaluated = trainer.predict(data.splits["validation"], metric_key_prefix="eval")
-            trainer.save_metrics("eval", evaluated.metrics)
+            trainer.log(evaluated.metrics)
+            trainer.save_metrics("eval", {**evaluated.metrics, "eval_samples": data.account.rows["validation"]})
         if training.do_predict:
             predicted = trainer.predict_in_input_order(data.splits["test"])
-            trainer.save_metrics("predict", predicted.metrics)
+            trainer.save_metrics("predict", {**predicted.metrics, "predict_samples": data.account.rows["test"]})
 
         # Report
         if session.launch.speaks:

@@ -1,4 +1,4 @@
-"""Every command of the README and every one in a shipped file's header is run, shortened by overrides."""
+"""Every command of the README is run, shortened by overrides, and every file that it names is there."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,16 @@ def prepare_once(
     lock = FileLock(f"{folder}.lock", timeout=0)
     while not folder.is_dir():
         if leads:
+            with suppress(Timeout):  # another node, or another run, is preparing the same data
+                lock.acquire()
+        if lock.is_locked:
             try:
-                with lock:
-                    if folder.is_dir():
-                        return False
-                    _prepare_in(folder, prepare)
-                    return True
-            except Timeout:
-                pass  # another node, or another run, is preparing the same data
+                if folder.is_dir():
+                    return False
+                _prepare_in(folder, prepare)
+                return True
+            finally:
+                lock.release()
         waiting.a_little()
     return False
 
@@ -109,7 +112,9 @@ class _Waiting:
             )
         if self.reports and now - self.reported > REPORT_SECONDS:
             self.reported = now
-            size = sum(f.stat().st_size for f in Path(f"{self.folder}.unfinished").glob("**/*") if f.is_file())
+            size = 0
+            with suppress(OSError):  # files come and go while the other process works
+                size = sum(f.stat().st_size for f in Path(f"{self.folder}.unfinished").glob("**/*") if f.is_file())
             print(
                 f"waiting for another process {self.what}: {waited:.0f} s, {size / 2**20:.0f} MiB written so far",
                 file=sys.stderr,

@@ -12,6 +12,7 @@ from typing import Any
 from finetune.errors import RequestError
 
 LABEL_NAMES = ("label", "labels", "sentiment", "class", "category", "target", "y", "score", "stars", "rating")
+SURE_LABEL_NAMES = ("label", "labels")  # whatever else is there
 TEXT_NAMES = ("text", "sentence", "review", "content", "document", "body", "comment", "tweet", "message", "question")
 # The layouts of the GLUE tasks (transformers, examples/pytorch/text-classification/run_glue.py) and their like.
 PAIR_NAMES = (
@@ -51,11 +52,6 @@ class Labels:
         return {name: i for i, name in enumerate(self.names)}
 
 
-def names_of(labels: Labels | None) -> list[str] | None:
-    """The classes of `labels`; None where there are none."""
-    return list(labels.names) or None if labels else None
-
-
 def label_text(value: Any) -> str:
     """A label as the name it gets: 1, 1.0 and "1" are one class."""
     if isinstance(value, bool):
@@ -88,9 +84,11 @@ def find_columns(
 
 def _find_label(head: Sequence[dict[str, Any]], taken: set[str]) -> str | None:
     lower = {name.lower(): name for name in head[0] if name not in taken}
-    for name in LABEL_NAMES:
-        if name in lower:
-            return lower[name]
+    named = [name for name in LABEL_NAMES if name in lower]
+    if named and (len(named) == 1 or named[0] in SURE_LABEL_NAMES):
+        return lower[named[0]]
+    if named:
+        return None
     if any(name in lower for name in TEXT_NAMES):
         return None
     # No telling name: the one column whose values recur, in a table that has others.
@@ -125,13 +123,19 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value)) or not str(value).strip()
 
 
-def find_labels(values: Counter[Any], task: str | None, class_names: Sequence[str] | None, where: str) -> Labels:
+def find_labels(
+    values: Counter[Any],
+    task: str | None,
+    class_names: Sequence[str] | None,
+    where: str,
+    trained: Labels | None = None,
+) -> Labels:
     """What the training labels are: classes (integers or text), or numbers to predict.
 
-    `class_names` are those of a hub data set or of a trained model, whose order of ids is kept if it has all classes.
-    `values` counts the raw labels. Fractions mean regression, and so does a column of floating-point numbers; `task`
-    overrules both. Raises RequestError where there is but one class, or where regression is asked for and a label is
-    no number.
+    `class_names` are those that the data set itself declares, `trained` the labels of a trained model: the order of
+    ids of the latter, or else of the former, is kept where it has all classes. `values` counts the raw labels.
+    Fractions mean regression, and so does a column of floating-point numbers; `task` overrules both. Raises
+    RequestError where there is but one class, or where regression is asked for and a label is no number.
     """
     counts: Counter[str] = Counter()
     for value, count in values.items():
@@ -150,8 +154,9 @@ def find_labels(values: Counter[Any], task: str | None, class_names: Sequence[st
             f"{where}: the label is {next(iter(counts), None)!r} in every row ({sum(counts.values()):,}), and there is "
             "nothing to learn from one class. Check --label_column_name, and that the file is whole."
         )
-    if class_names and set(counts) <= set(class_names):
-        return Labels("classification", tuple(class_names))
+    for names in (trained.names if trained else (), class_names or ()):
+        if set(counts) <= set(names):
+            return Labels("classification", tuple(names))
     return Labels(
         "classification", tuple(sorted(counts, key=lambda name: numbers[name]) if all_numbers else sorted(counts))
     )

@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import DataCollatorWithPadding
 
-from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text, names_of
+from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text
 from finetune.data.files import open_file, open_hub
 from finetune.data.tables import HEAD_ROWS, ROW, DataArguments, PreparationArguments
 from finetune.errors import RequestError
@@ -69,10 +69,10 @@ def survey(
     fraction = 0.0 if has_validation else preparation.validation_fraction
     most_held_out = preparation.max_eval_samples or HELD_OUT_ROWS
     most = preparation.max_train_samples or sys.maxsize
+    names = class_names_of(stream, columns)
     everything: Counter[Any] = Counter()
     kept: Counter[Any] = Counter()
-    held_out: Counter[Any] = Counter()
-    last, bad = -1, 0
+    rows, held_out, last, bad = 0, 0, -1, 0
     for number, row in enumerate(stream):
         if _is_bad(row, columns):
             bad += 1
@@ -82,22 +82,29 @@ def survey(
                     "--skip_bad_rows True."
                 )
             continue
-        label = row[columns.label]
+        label = names[row[columns.label]] if names else row[columns.label]
         everything[label] += 1
-        if held_out.total() < most_held_out and _is_drawn(number, seed, fraction):
-            held_out[label] += 1
+        if held_out < most_held_out and _is_drawn(number, seed, fraction):
+            held_out += 1
             last = number
-        elif kept.total() < most:
+        elif rows < most:
             kept[label] += 1
-    names = getattr(stream.features[columns.label], "names", None) if stream.features else None
-    labels = find_labels(everything, arguments.task, names or names_of(trained), "the training data")
+            rows += 1
+        elif not fraction or held_out >= most_held_out:
+            break
+    labels = find_labels(everything, arguments.task, names, "the training data", trained)
     counts: Counter[str] = Counter()
     if labels.task == "classification":
         for value, count in kept.items():
-            counts[names[value] if names else label_text(value)] += count
+            counts[label_text(value)] += count
     if not kept or (fraction and not held_out):
-        raise RequestError(f"the stream has {everything.total()} good rows: too few. Add --validation_file, or rows.")
-    return Survey(columns, labels, dict(counts), kept.total(), bad, fraction, held_out.total(), last)
+        raise RequestError(f"the stream has {rows + held_out} good rows: too few. Add --validation_file, or rows.")
+    return Survey(columns, labels, dict(counts), rows, bad, fraction, held_out, last)
+
+
+def class_names_of(stream: IterableDataset, columns: Columns) -> list[str] | None:
+    """The names behind the ids of a hub data set with named classes; None where labels are what they say."""
+    return getattr(stream.features[columns.label], "names", None) if stream.features else None
 
 
 def _is_bad(row: dict[str, Any], columns: Columns) -> bool:
@@ -140,26 +147,26 @@ class TextStream(TorchIterableDataset):
 
         stream = open_stream(arguments).filter(is_for_training, with_indices=True)
         self.stream = stream.take(found.rows).shuffle(seed, buffer_size=SHUFFLE_BUFFER_ROWS)
+        self.global_batch_size = 1
 
     def __len__(self) -> int:
-        return self.found.rows
+        """Rows of an epoch: as with GlobalBatchSampler the first are taken again to fill up the last global batch."""
+        return -(-self.found.rows // self.global_batch_size) * self.global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Called by accelerate at the start of each epoch."""
         self.stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        columns, names = self.found.columns, self.class_names
+        yield from self._rows()
+        yield from islice(self._rows(), len(self) - self.found.rows)
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        columns, names = self.found.columns, class_names_of(self.stream, self.found.columns)
         for row in self.stream:
             value = row[columns.label]
             text = tuple(str(row[name]) for name in columns.text)
-            yield {"text": text, "labels": value if names else self.found.labels.encode(value)}
-
-    @property
-    def class_names(self) -> bool:
-        """True where the stream's labels are ids already (a hub data set with named classes)."""
-        features = self.stream.features
-        return bool(features and hasattr(features[self.found.columns.label], "names"))
+            yield {"text": text, "labels": self.found.labels.encode(names[value] if names else value)}
 
 
 class StreamCollator(DataCollatorWithPadding):

@@ -13,7 +13,7 @@ from datasets import ClassLabel, Dataset
 from sklearn.model_selection import train_test_split
 
 from finetune.data.builtin import docstring_rows
-from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text, names_of
+from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text
 from finetune.data.files import open_file, open_hub
 from finetune.errors import RequestError
 
@@ -60,8 +60,9 @@ class PreparationArguments:
 
 def load_tables(arguments: DataArguments) -> tuple[Table, str]:
     """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
-    if arguments.dataset_name and arguments.train_file:
-        raise RequestError("--dataset_name and --train_file are both given. Keep one.")
+    for name in SPLITS:
+        if arguments.dataset_name and getattr(arguments, f"{name}_file"):
+            raise RequestError(f"--dataset_name and --{name}_file are both given. Keep one: splits are not mixed.")
     if arguments.dataset_name:
         wanted = SPLITS[1:] if arguments.streaming else SPLITS
         found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in wanted}
@@ -108,13 +109,13 @@ def clean_tables(
     if known is None and "train" not in tables:
         known = _known_without_training(tables, arguments, trained)
     columns = known[0] if known else _columns_of(tables["train"], arguments)
-    names = None if known else names_of(trained) or _class_names(tables["train"], columns.label)
+    names = None if known else _class_names(tables["train"], columns.label)
     skipped: dict[str, int] = {}
     cleaned: Table = {}
     for split, table in tables.items():
         kept = _only_needed_columns(table, columns, split)
         cleaned[split], skipped[split] = _without_bad_rows(kept, columns, split, cut.skip_bad_rows)
-    labels = known[1] if known else _labels_of(cleaned["train"], columns, arguments.task, names)
+    labels = known[1] if known else _labels_of(cleaned["train"], columns, arguments.task, names, trained)
     for split, table in cleaned.items():
         cleaned[split] = _encode(table, columns, labels, split)
     if "train" in cleaned and "validation" not in cleaned:
@@ -142,8 +143,10 @@ def _columns_of(table: Dataset, arguments: DataArguments, split: str = "training
     return find_columns(head, text, label, f"the {split} data", needs_label)
 
 
-def _labels_of(train: Dataset, columns: Columns, task: str | None, names: list[str] | None) -> Labels:
-    return find_labels(Counter(train[columns.label]), task, names, "the training data")
+def _labels_of(
+    train: Dataset, columns: Columns, task: str | None, names: list[str] | None, trained: Labels | None
+) -> Labels:
+    return find_labels(Counter(train[columns.label]), task, names, "the training data", trained)
 
 
 def _class_names(table: Dataset, label: str | None) -> list[str] | None:

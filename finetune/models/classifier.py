@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -87,6 +88,8 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
         tokenizer = _from_pretrained(AutoTokenizer, flag, getattr(arguments, flag), arguments)
         if not getattr(tokenizer, "is_fast", False):
             raise RequestError(f"--{flag} {getattr(arguments, flag)}: has no tokenizer.json. Convert it to a fast one.")
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token  # GPT-2's and Llama's have none; the attention mask hides it
     positions = DEFAULT_POSITIONS if config is None else _positions(config)
     length = max_seq_length or min(positions, LARGEST_DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", 10**9))
     if length > positions:
@@ -144,6 +147,7 @@ def build_classifier(
         config=config,
         revision=arguments.model_revision,
         trust_remote_code=arguments.trust_remote_code,
+        dtype=torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
         ignore_mismatched_sizes=True,  # a head with another number of labels is made anew
         local_files_only=source.hub_id is not None and not hub_is_reachable(),
     )

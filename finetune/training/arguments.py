@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from finetune.dsconfig.load import Loaded, find_config, load
+from finetune.dsconfig.load import Loaded, find_config, load, wants_cpu_adam
 from finetune.dsconfig.read import read_config
 from finetune.dsconfig.rules import Run
 from finetune.errors import RequestError
@@ -218,7 +218,7 @@ def deepspeed_config_of(request: Request) -> str | None:
     if by_accelerate and asked:
         raise RequestError(
             f"accelerate launch already sets DeepSpeed up, and --deepspeed {asked} asks for another config. Drop "
-            "--deepspeed, or launch with `deepspeed` or `torchrun` instead."
+            "--deepspeed (also from a YAML), or launch with `deepspeed` or `torchrun` instead."
         )
     if by_accelerate:
         asked = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
@@ -227,7 +227,7 @@ def deepspeed_config_of(request: Request) -> str | None:
     if not asked or asked == "none":
         return None
     if not request.values.get("do_train"):
-        mend = "Launch without DeepSpeed" if by_accelerate else "Drop --deepspeed"
+        mend = "Launch without DeepSpeed" if by_accelerate else "Set --deepspeed none"
         raise RequestError(f"DeepSpeed ({asked}) shards training, but --do_train is False. {mend}.")
     return str(asked)
 
@@ -256,4 +256,11 @@ def load_deepspeed(request: Request, asked: str, precision: dict[str, bool], has
         arguments=arguments,
         nvme_path=request.values.get("nvme_path"),
     )
-    return load(asked, run)
+    loaded = load(asked, run)
+    optimizer = str(request.given.get("optim", "adamw"))
+    if wants_cpu_adam(loaded.config) and not optimizer.startswith("adamw"):
+        raise RequestError(
+            f"--optim {optimizer}: {loaded.name} offloads the optimizer, which is DeepSpeed's AdamW for the CPU then. "
+            "Drop --optim, or choose a config without offload."
+        )
+    return loaded

@@ -3,6 +3,7 @@ over batches and ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,8 @@ def classification_metrics(evaluated: Any) -> dict[str, float]:
 def regression_metrics(evaluated: Any) -> dict[str, float]:
     """loss and mse (one and the same), and Pearson's correlation, from predictions (N, 1) and numbers (N,)."""
     predicted, truth = _logits(evaluated.predictions).reshape(-1), np.asarray(evaluated.label_ids, dtype=np.float64)
+    if not np.isfinite(predicted).all():  # diverged, which the end of the run says; scikit-learn would raise here
+        return {"loss": math.nan, "mse": math.nan, "pearson": 0.0}
     mse = float(mean_squared_error(truth, predicted))
     flat = predicted.std() == 0 or truth.std() == 0  # no correlation with a constant
     return {"loss": mse, "mse": mse, "pearson": 0.0 if flat else float(np.corrcoef(truth, predicted)[0, 1])}

@@ -7,10 +7,21 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from finetune.dsconfig.load import NVME_FOLDER
 from finetune.errors import RequestError
 from finetune.training.arguments import Request
 
 RUN_RECORD = "recipe.yaml"  # its presence says: this folder was written by a recipe
+LAST_WRITTEN = "README.md"  # the model card: a run that was cut off has none, or one that is older than its checkpoint
+INPUTS = (
+    "model_name_or_path",
+    "tokenizer_name",
+    "dataset_name",
+    "train_file",
+    "validation_file",
+    "test_file",
+    "config",
+)
 
 
 def check_output_dir(request: Request) -> None:
@@ -42,6 +53,13 @@ def check_output_dir(request: Request) -> None:
             f"--output_dir {folder}: holds {', '.join(sorted(entries)[:3])} but no {RUN_RECORD}, so it is no run of "
             "ours and is not deleted. Empty it by hand, or give another folder."
         )
+    for name in (*INPUTS, "deepspeed"):
+        given = Path(str(request.values.get(name) or "")).expanduser()
+        if request.values.get(name) and given.exists() and given.resolve().is_relative_to(folder.resolve()):
+            raise RequestError(
+                f"--overwrite_output_dir would delete {folder}, which holds --{name} {given}. Give another "
+                "--output_dir."
+            )
 
 
 def open_output_dir(request: Request) -> None:
@@ -50,6 +68,8 @@ def open_output_dir(request: Request) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if request.values.get("overwrite_output_dir"):
         for path in folder.iterdir():
+            if path.name == NVME_FOLDER:
+                continue  # a model that is being built swaps its parameters there already
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
@@ -80,6 +100,9 @@ def _refuse_if_finished(request: Request, checkpoint: Path) -> None:
     asked = request.value("max_steps")
     by_steps = asked > 0 and state["global_step"] >= asked
     by_epochs = asked <= 0 and state["global_step"] >= state["max_steps"]
+    card = checkpoint.parent / LAST_WRITTEN
+    if not card.is_file() or card.stat().st_mtime < (checkpoint / "trainer_state.json").stat().st_mtime:
+        return  # cut off after its last step: what comes after training is still to do
     if by_steps or (by_epochs and request.value("num_train_epochs") <= state["num_train_epochs"]):
         raise RequestError(
             f"--resume auto: the run ended at step {state['global_step']}, and nothing is left to do. To go on, ask "

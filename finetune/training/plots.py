@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 BLUE, ORANGE, GREY = "#2a6f97", "#e07a30", "#6b7280"
 MANY_CLASSES = 12  # from here on cells carry smaller numbers
+MOST_INCHES, MOST_NAMED = 24.0, 60  # classes beyond which the axes carry numbers alone
 CELL_INCHES, LETTER_INCHES, SHOWN_LETTERS = 0.48, 0.09, 18
 # Fonts with the letters that matplotlib's own lacks, in the order in which they are tried, where they are installed.
 MORE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Micro Hei", "Noto Sans Arabic", "Noto Sans Devanagari")
@@ -52,15 +53,16 @@ def plot_confusion(counts: npt.NDArray[Any], names: Sequence[str], path: Path) -
 def _confusion_figure(counts: npt.NDArray[Any], names: Sequence[str]) -> Figure:
     shown = [name if len(name) <= SHOWN_LETTERS else name[: SHOWN_LETTERS - 1] + "…" for name in names]
     many = len(names) > MANY_CLASSES
-    cells = max(2.4, CELL_INCHES * len(names))
+    cells = min(max(2.4, CELL_INCHES * len(names)), MOST_INCHES)
     labels = LETTER_INCHES * max(map(len, shown))
     figure = Figure(figsize=(cells + labels + 1.6, cells + labels + 0.6), layout="constrained")
     axes = figure.subplots()
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     turned = 90 if LETTER_INCHES * max(map(len, shown)) > cells / len(names) else 0
-    axes.set_xticks(range(len(names)), shown, rotation=turned)
-    axes.set_yticks(range(len(names)), shown)
+    if len(names) <= MOST_NAMED:
+        axes.set_xticks(range(len(names)), shown, rotation=turned)
+        axes.set_yticks(range(len(names)), shown)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
     if len(names) <= 30:

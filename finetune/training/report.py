@@ -71,8 +71,12 @@ def write_report(folder: Path, data: Any, evaluated: Any | None, source: Any) ->
 def headline(folder: Path) -> str:
     """The last line of a run: where it is, and how well it did. Raises RunError where training has diverged."""
     results = _results(folder)
-    if not math.isfinite(results.get("eval_loss") or 0.0):
-        raise RunError(f"{folder}: the evaluation loss is not a number: training has diverged. Lower --learning_rate.")
+    steps = [row for row in read_metrics(folder) if "grad_norm" in row] if "train_loss" in results else []
+    # A norm that is not finite is null in metrics.jsonl.
+    if not math.isfinite(results.get("eval_loss") or 0.0) or (steps and steps[-1]["grad_norm"] is None):
+        raise RunError(
+            f"{folder}: loss or gradients are no longer numbers: training has diverged. Lower --learning_rate."
+        )
     shown = ", ".join(f"{name} {results[name]:.4g}" for name in SHOWN_AT_THE_END if name in results)
     return f"done: {folder} ({shown})"
 

@@ -50,7 +50,7 @@ def start(
     launch = read_launch()
     if launch.launcher == "python":
         # The Trainer would spread over all GPUs by DataParallel, which multiplies the batch and some losses unasked.
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     request = Request(groups, defaults, argv, launch, scratch_defaults)
     runtime.quiet_libraries(launch)
     checkpoint = checkpoint_to_resume(request)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PredictionOutput
 
 from finetune.data.sampling import GlobalBatchSampler
+from finetune.data.streaming import TextStream
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
 from finetune.training.speed import SpeedMeter, peak_memory_bytes
 
@@ -22,6 +22,9 @@ class FinetuneTrainer(Trainer):
     def __init__(self, *args: Any, lengths: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lengths = lengths
+        self.global_batch_size = self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        if isinstance(self.train_dataset, TextStream):
+            self.train_dataset.global_batch_size = self.global_batch_size
         self.speed = SpeedMeter(self._non_embedding_parameters(), self.args.world_size)
         self.add_callback(self.speed)
         plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
@@ -44,32 +47,25 @@ class FinetuneTrainer(Trainer):
         gradients = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         optimizer._global_grad_norm = torch.nn.utils.clip_grad_norm_(gradients, self.args.max_grad_norm or float("inf"))
 
-    def get_train_dataloader(self) -> Any:
-        """As the Trainer's, but with steps that do not depend on the number of processes (see GlobalBatchSampler)."""
-        if isinstance(self.train_dataset, torch.utils.data.IterableDataset) or not hasattr(
-            self.train_dataset, "__len__"
-        ):
-            return super().get_train_dataloader()
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Steps that do not depend on the number of processes (see GlobalBatchSampler); nothing for a stream."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if isinstance(dataset, torch.utils.data.IterableDataset):
+            return None
         args = self.args
-        global_batch = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
         seed = args.data_seed if args.data_seed is not None else args.seed
-        wanted = set(self.data_collator_columns())
-        unused = [name for name in self.train_dataset.column_names if name not in wanted]
-        loader = DataLoader(
-            self.train_dataset.remove_columns(unused),
-            batch_size=self._train_batch_size,
-            sampler=GlobalBatchSampler(len(self.train_dataset), global_batch, seed, self.lengths),
-            collate_fn=self.data_collator,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-        )
-        return self.accelerator.prepare(loader)
+        sampler = GlobalBatchSampler(len(dataset), self.global_batch_size, seed, self.lengths)
+        self.add_callback(_Epochs(sampler))
+        return sampler
 
-    def data_collator_columns(self) -> list[str]:
-        """The columns that a model takes: its tokenizer's inputs, and the labels."""
-        return [*self.processing_class.model_input_names, "token_type_ids", *self.label_names]
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """None where --max_steps have been had: a run that is resumed at its end would take a step more (transformers
+        5.23, Trainer._run_epoch looks at the number of steps after each of them)."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
+        samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return samples, items
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """As the Trainer's, but labels that are numbers keep their digits: under DeepSpeed with bf16 or fp16 every
@@ -115,6 +111,17 @@ class FinetuneTrainer(Trainer):
         embedding = self.model.get_input_embeddings().weight
         counts = [getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p is not embedding]
         return sum(counts)
+
+
+class _Epochs(TrainerCallback):
+    """Tells the sampler which epoch it is. accelerate 1.15 does not reach it in a run of several ranks that is resumed
+    inside an epoch: SkipBatchSampler and BatchSamplerShard both stand between (data_loader.py, DataLoaderShard)."""
+
+    def __init__(self, sampler: GlobalBatchSampler) -> None:
+        self.sampler = sampler
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.sampler.set_epoch(int(state.epoch or 0))
 
 
 def _cpu_adam(args: Any) -> tuple[Any, dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.data.columns import Columns, find_columns, find_labels, is_empty, label_text
+from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text
 from finetune.errors import RequestError
 
 FOUND = [
@@ -78,3 +78,10 @@ def test_bad_labels_are_refused() -> None:
 def test_emptiness_and_names_of_values() -> None:
     assert [is_empty(v) for v in (None, "", " \t", float("nan"), "0", 0, "NA")] == [True] * 4 + [False] * 3
     assert {label_text(1), label_text(1.0), label_text("1"), label_text(" 1 ")} == {"1"}
+
+
+def test_fractions_are_a_regression_whatever_classes_the_model_was_trained_on() -> None:
+    trained = Labels("classification", ("neg", "pos"))
+    assert find_labels(Counter([3.5, 1.0, 2.2]), None, None, "here", trained).task == "regression"
+    assert find_labels(Counter(["pos", "neg"]), None, None, "here", trained) == trained
+    assert find_labels(Counter(["pos", "neg"]), None, ["pos", "neg"], "here").names == ("pos", "neg")

@@ -73,6 +73,19 @@ CASES = [
     pytest.param(lambda f: {"do_predict": True}, "--do_predict needs a test split", id="nothing to predict"),
     pytest.param(lambda f: {"report_to": "wandb"}, "WANDB_MODE=offline", id="wandb without a login"),
     pytest.param(lambda f: {"do_train": False}, "evaluates a trained model", id="evaluation of random weights"),
+    pytest.param(
+        lambda f: {"dataset_name": "org/data", "test_file": write(f, "t.csv", GOOD_CSV)},
+        "--dataset_name and --test_file are both given",
+        id="hub data and a file",
+    ),
+    pytest.param(
+        lambda f: {"train_file": write(f, "a.csv", "text,stars,rating\na b,x,1\nc d,y,2\n")},
+        r"cannot tell which column is the label.*--label_column_name",
+        id="two columns named like labels",
+    ),
+    pytest.param(
+        lambda f: {"deepspeed": "zero2_offload", "optim": "adafactor"}, "Drop --optim", id="optimizer under offload"
+    ),
     pytest.param(lambda f: {"resume": "auto"}, "holds no whole checkpoint", id="nothing to resume"),
 ]
 
@@ -117,6 +130,11 @@ def test_a_folder_that_holds_a_run_is_neither_written_over_nor_lost(tmp_path: Pa
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     wrong = {**TINY, "overwrite_output_dir": True, "max_seq_length": 9999}
     assert launch("python", folder, wrong, check=False).status == 2
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    reused = {**TINY, "overwrite_output_dir": True, "do_train": False, "model_name_or_path": folder}
+    refused = launch("python", folder, reused, check=False)
+    assert refused.status == 2
+    assert "would delete" in refused.errors[0]
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     launch("python", folder, {**TINY, "max_steps": 2, "overwrite_output_dir": True})
     assert "overwrite" not in (folder / "recipe.yaml").read_text()

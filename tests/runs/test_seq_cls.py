@@ -114,22 +114,38 @@ def test_predictions_do_not_depend_on_the_number_of_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["none", "zero2"])
 def test_a_run_resumed_in_the_middle_of_an_epoch_ends_as_the_uncut_one(config: str, tmp_path: Path) -> None:
-    values = {**TINY, "deepspeed": config, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    # Six steps an epoch, so it is cut in the second.
+    values = {**TINY, "deepspeed": config, "max_steps": 12, "save_strategy": "steps", "save_steps": 4}
     values |= {"per_device_train_batch_size": 16}
     uncut = launch("torchrun", tmp_path / "uncut", values, ranks=2)
-    # The schedule must be that of eight steps, so the cut run is stopped by taking its second half away.
+    # The schedule must be that of twelve steps, so the cut run is stopped by taking its end away.
     cut = launch("torchrun", tmp_path / "cut", values, ranks=2)
-    # Killed while it wrote the second checkpoint: the Trainer writes trainer_state.json last.
-    (cut.folder / "checkpoint-8" / "trainer_state.json").unlink()
+    # Killed while it wrote the third checkpoint: the Trainer writes trainer_state.json last.
+    (cut.folder / "checkpoint-12" / "trainer_state.json").unlink()
     resumed = launch("torchrun", tmp_path / "cut", {**values, "resume": "auto"}, ranks=2)
     assert resumed.column("loss") == pytest.approx(uncut.column("loss"), rel=1e-5)
-    assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row["step"] for row in resumed.steps] == list(range(1, 13))
     again = launch("torchrun", tmp_path / "cut", {**values, "resume": "auto"}, ranks=2, check=False)
     assert "nothing is left to do" in again.errors[0]
 
 
-def test_a_run_that_diverges_fails(tmp_path: Path) -> None:
-    run = launch("python", tmp_path / "run", {**TINY, "learning_rate": 1e30}, check=False)
+def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path) -> None:
+    values = {**TINY, "save_strategy": "steps", "save_steps": 6}
+    whole = launch("python", tmp_path / "run", values)
+    before = whole.json("eval_results.json")["eval_loss"]
+    for name in ("README.md", "model.safetensors", "all_results.json", "eval_results.json"):
+        (whole.folder / name).unlink()
+    finished = launch("python", tmp_path / "run", {**values, "resume": "auto"})
+    assert (finished.folder / "model.safetensors").is_file()
+    assert finished.json("eval_results.json")["eval_loss"] == pytest.approx(before)
+    assert len(finished.steps) == 6
+
+
+@pytest.mark.parametrize("flags", [{}, {"do_eval": False}, {"task": "regression"}], ids=str)
+def test_a_run_that_diverges_fails(flags: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text,label\n" + "".join(f"words {i},{i % 2}\n" for i in range(60)))
+    run = launch("python", tmp_path / "run", {**TINY, **flags, "train_file": path, "learning_rate": 1e30}, check=False)
     assert run.status == 1
     assert "has diverged" in run.errors[0]
 
@@ -169,18 +185,50 @@ def test_pairs_and_class_weights_and_smoothing_and_early_stopping_work_together(
     assert run.json("config.json")["id2label"] == {"0": "0", "1": "1"}
 
 
+def test_a_stream_of_named_classes_is_learnt_with_their_names(tmp_path: Path) -> None:
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
+    rows = {
+        "text": [f"{'good' if i % 2 else 'bad'} film {i}" for i in range(300)],
+        "label": [i % 2 for i in range(300)],
+    }
+    (tmp_path / "hub").mkdir()
+    for split in ("train", "test"):
+        Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "hub" / f"{split}.parquet"))
+    values = {"dataset_name": tmp_path / "hub", "streaming": True, "class_weights": "balanced", "max_steps": 30}
+    run = launch("python", tmp_path / "run", {**TINY, **values})
+    assert run.json("config.json")["id2label"] == {"0": "neg", "1": "pos"}
+    assert run.json("eval_results.json")["eval_accuracy"] > 0.9
+
+
 @pytest.mark.slow
 def test_a_stream_is_trained_on_alike_by_one_rank_and_by_two(own_csv: dict[str, Any], tmp_path: Path) -> None:
-    values = {**TINY, "train_file": own_csv["train_file"], "streaming": True, "max_train_samples": 192}
+    # Twelve global batches and a half, with no --max_steps given: the last is filled up.
+    values = {**TINY, "train_file": own_csv["train_file"], "streaming": True, "max_train_samples": 200}
+    values |= {"max_steps": -1, "num_train_epochs": 1}
     one = launch("python", tmp_path / "one", {**values, "per_device_train_batch_size": 16})
-    two = launch("torchrun", tmp_path / "two", {**values, "per_device_train_batch_size": 8}, ranks=2)
-    assert two.column("loss") == pytest.approx(one.column("loss"), rel=0.01)
-    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.01)
-    engine = launch("deepspeed", tmp_path / "ds", {**values, "per_device_train_batch_size": 8}, ranks=2)
-    assert engine.column("loss") == pytest.approx(one.column("loss"), rel=0.01)
-    whole_epoch = {**values, "max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 16}
-    epoch = launch("python", tmp_path / "epoch", whole_epoch)
-    assert len(epoch.steps) == 12  # 192 rows in batches of 16, with no --max_steps given
+    assert len(one.steps) == 13
+    for name, launcher in (("two", "torchrun"), ("ds", "deepspeed")):
+        two = launch(launcher, tmp_path / name, {**values, "per_device_train_batch_size": 8}, ranks=2)
+        assert two.column("loss") == pytest.approx(one.column("loss"), rel=0.01)
+        assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", [{"class_weights": "balanced", "label_smoothing_factor": 0.1}, {"task": "regression"}]
+)
+def test_our_own_losses_are_the_same_at_any_world_size(flags: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text,label\n" + "".join(f"{'ab'[i % 2]} word {i},{int(i % 5 == 0)}\n" for i in range(240)))
+    values = {**TINY, **flags, "train_file": path}
+    one = launch("python", tmp_path / "one", {**values, "per_device_train_batch_size": 32})
+    spread = {**values, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    for name, config in (("ddp", "none"), ("zero2", "zero2")):
+        two = launch("torchrun", tmp_path / name, {**spread, "deepspeed": config}, ranks=2)
+        assert two.column("loss") == pytest.approx(one.column("loss"), rel=0.01)
+        assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.01)
 
 
 def test_real_weights_are_fine_tuned_from_a_folder(minilm: Path, sst2: Path, tmp_path: Path) -> None:
@@ -256,8 +304,8 @@ def test_every_shipped_yaml_runs(path: Path, minilm: Path, own_csv: dict[str, An
     """Shortened by overrides, with local data and weights in place of the hub's."""
     from datasets import load_dataset
 
-    values: dict[str, Any] = {"config": path, **TINY, "max_steps": 2, "model_name_or_path": minilm}
-    values |= {"load_best_model_at_end": False}
+    # All else is as the file says: rates, schedule, strategies, the DeepSpeed config and what the best model is.
+    values: dict[str, Any] = {"config": path, "max_steps": 2, "model_name_or_path": minilm, "logging_steps": 1}
     if "dataset_name" in path.read_text():
         folder = tmp_path / "hub"
         folder.mkdir()

@@ -101,13 +101,14 @@ def test_the_model_card_survives_hostile_names() -> None:
 def test_pictures_are_drawn_for_one_class_and_for_many(tmp_path: Path) -> None:
     plot_confusion(np.array([[3]]), ["only"], tmp_path / "a.png")
     plot_confusion(np.eye(40, dtype=int), [f"a long label number {i}" for i in range(40)], tmp_path / "b.png")
+    plot_confusion(np.eye(1500, dtype=int), [f"class {i}" for i in range(1500)], tmp_path / "e.png")
     plot_training([], tmp_path / "c.png", "eval_accuracy")
     plot_training(
         [{"step": 1, "loss": 1.0}, {"step": 2, "eval_loss": 2.0, "eval_accuracy": 0.1}],
         tmp_path / "d.png",
         "eval_accuracy",
     )
-    assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in "abcd")
+    assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in "abcde")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""A model's source: how long, which labels, which tokens; and its weights in the precision that training wants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, DistilBertConfig, GPT2Config
+
+from finetune.data.columns import Labels
+from finetune.data.tokenizer import train_wordpiece
+from finetune.errors import RequestError
+from finetune.models.classifier import ModelArguments, build_classifier, find_source
+
+DISTILBERT = DistilBertConfig(vocab_size=60, n_layers=1, dim=16, n_heads=2, hidden_dim=32, max_position_embeddings=40)
+GPT2 = GPT2Config(vocab_size=60, n_layer=1, n_embd=16, n_head=2, n_positions=24)
+LABELS = Labels("classification", ("bad", "good"))
+
+
+def saved(folder: Path, config: Any, dtype: torch.dtype = torch.float32, pad: bool = True, **changes: Any) -> str:
+    for name, value in changes.items():
+        setattr(config, name, value)
+    AutoModelForSequenceClassification.from_config(config).to(dtype).save_pretrained(folder)
+    tokenizer = train_wordpiece(["some words to learn", "more words"], 60, 64)
+    if not pad:
+        tokenizer.eos_token = "[SEP]"
+        tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_weights_are_loaded_in_fp32_whatever_the_file_has(tmp_path: Path) -> None:
+    arguments = ModelArguments(model_name_or_path=saved(tmp_path, DISTILBERT, torch.bfloat16))
+    source = find_source(arguments, None)
+    model = build_classifier(arguments, source, LABELS, source.tokenizer)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_token(tmp_path: Path) -> None:
+    arguments = ModelArguments(model_name_or_path=saved(tmp_path, GPT2, pad=False))
+    source = find_source(arguments, None)
+    batch = source.tokenizer(["some words", "more words to learn"], padding=True, return_tensors="pt")
+    model = build_classifier(arguments, source, LABELS, source.tokenizer).eval()
+    alone = source.tokenizer(["some words"], return_tensors="pt")
+    assert torch.allclose(model(**batch).logits[:1], model(**alone).logits, atol=1e-5)
+
+
+def test_a_trained_models_labels_are_known_and_a_fresh_ones_are_not(tmp_path: Path) -> None:
+    named = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+    path = saved(tmp_path / "named", DistilBertConfig(**{**DISTILBERT.to_dict(), **named}))
+    assert find_source(ModelArguments(model_name_or_path=path), None).labels == LABELS
+    fresh = saved(tmp_path / "fresh", DistilBertConfig(**DISTILBERT.to_dict()))
+    assert find_source(ModelArguments(model_name_or_path=fresh), None).labels is None
+    number = DistilBertConfig(**{**DISTILBERT.to_dict(), "num_labels": 1, "problem_type": "regression"})
+    trained = find_source(ModelArguments(model_name_or_path=saved(tmp_path / "number", number)), None)
+    assert trained.labels == Labels("regression", ())
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [(None, 40), (16, 16)])
+def test_a_sequence_is_as_long_as_the_model_reads_or_as_asked(asked: int | None, wanted: int, tmp_path: Path) -> None:
+    arguments = ModelArguments(model_name_or_path=saved(tmp_path, DISTILBERT))
+    assert find_source(arguments, asked).max_seq_length == wanted
+    with pytest.raises(RequestError, match="is 41, but the model has 40 positions"):
+        find_source(arguments, 41)
