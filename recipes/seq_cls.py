@@ -19,8 +19,8 @@ from finetune.models.classifier import ModelArguments, build_classifier, find_so
 from finetune.training.arguments import RunArguments
 from finetune.training.launch import run
 from finetune.training.loss import loss_for, settle_loss_scaling
-from finetune.training.metrics import metrics_for
-from finetune.training.output_dir import open_output_dir
+from finetune.training.metrics import check_metric, metrics_for
+from finetune.training.output_dir import check_same_model, open_output_dir
 from finetune.training.report import headline, write_predictions, write_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
 from finetune.training.start import start
@@ -66,7 +66,8 @@ def main() -> None:
     for split, flag in (("train", "do_train"), ("validation", "do_eval"), ("test", "do_predict")):
         if getattr(training, flag):
             data.require(split, flag)
-    session.say(data.account.headline(), f"model: {source.description}; --model_name_or_path takes any other")
+    check_metric(training.metric_for_best_model, data.labels)
+    session.say(data.headline(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model: built after TrainingArguments, for ZeRO-3 shards it while it is built.
     counts = [data.account.label_counts.get(name, 0) for name in data.labels.names]
@@ -74,6 +75,7 @@ def main() -> None:
     loss = loss_for(weights, training.label_smoothing_factor, data.labels.task, counts)
     model = build_classifier(model_args, source, data.labels, data.tokenizer, will_train=training.do_train)
     settle_loss_scaling(model, label_is_float=data.labels.task == "regression")
+    check_same_model(session.checkpoint, model)
 
     # Trainer
     callbacks = [MetricsFile()]

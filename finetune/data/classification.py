@@ -31,6 +31,7 @@ from finetune.data.tables import (
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
 
+MANY_NUMBERS = 20  # more labels than these, all of them integers, may be amounts
 FORMAT = 5  # raise it when what is cached changes
 
 
@@ -46,15 +47,6 @@ class Account:
     label_counts: dict[str, int]  # of the training rows; empty for regression
     max_seq_length: int
     stream: Survey | None = None  # where the training rows are streamed
-
-    def headline(self) -> str:
-        """One line for the log: what is used, and which flags change it."""
-        rows = ", ".join(f"{count:,} {split}" for split, count in self.rows.items())
-        left_out = sum(self.skipped.values())
-        more = "; --train_file takes your own" if self.source.startswith("built-in") else ""
-        classes = f", {len(self.label_counts)} labels" if self.label_counts else ""
-        cut = f", {left_out:,} bad rows left out" if left_out else ""
-        return f"data: {self.source} ({rows} rows{classes}{cut}{more})"
 
 
 @dataclass(frozen=True)
@@ -73,6 +65,18 @@ class ClassificationData:
             raise RequestError(
                 f"--{flag} needs a {name} split, but the data has: {there}. Give --{name}_file, or --{flag} False."
             )
+
+    def headline(self) -> str:
+        """One line for the log: what is used, and which flags change it."""
+        account, names = self.account, self.labels.names
+        rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
+        kind = f"{len(names)} labels" if names else "regression"
+        left_out = sum(account.skipped.values())
+        cut = f", {left_out:,} bad rows left out" if left_out else ""
+        more = "; --train_file takes your own" if account.source.startswith("built-in") else ""
+        if len(names) > MANY_NUMBERS and all(name.lstrip("-").isdigit() for name in names):
+            more = "; if these are amounts and no classes, --task regression"
+        return f"data: {account.source} ({rows} rows, {kind}{cut}{more})"
 
     @property
     def lengths(self) -> Any | None:

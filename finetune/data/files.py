@@ -36,6 +36,8 @@ def open_file(
     one; None looks. Raises RequestError.
     """
     path = Path(name).expanduser()
+    if path.is_dir():
+        raise RequestError(f"--{flag} {name}: is a folder. Give one file, or the folder as --dataset_name.")
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*") if p.suffix in KINDS)[:8] if path.parent.is_dir() else []
         there = f" {path.parent}/ holds {', '.join(near)}." if near else f" {path.parent}/ holds no table either."

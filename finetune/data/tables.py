@@ -239,7 +239,8 @@ def _split_off_validation(train: Dataset, labels: Labels, fraction: float, seed:
         size = max(size, len(np.unique(classes)))
     if len(pool) - size < (1 if classes is None else len(np.unique(classes))):
         raise RequestError(
-            f"the training data has only {len(train)} rows: too few to hold some out. Add --validation_file."
+            f"the training data has {len(train)} rows with {len(labels.names) or 'no'} labels: too few to hold some "
+            "out of each. Check --label_column_name, or add --validation_file."
         )
     kept, held_out = train_test_split(pool, test_size=size, random_state=seed, stratify=classes)
     return {

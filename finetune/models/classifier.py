@@ -91,7 +91,8 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # GPT-2's and Llama's have none; the attention mask hides it
     positions = DEFAULT_POSITIONS if config is None else _positions(config)
-    length = max_seq_length or min(positions, LARGEST_DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", 10**9))
+    default = min(positions, LARGEST_DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", 10**9))
+    length = default if max_seq_length is None else max_seq_length
     if length > positions:
         raise RequestError(
             f"--max_seq_length is {length}, but the model has {positions} positions. Give at most those."
@@ -114,7 +115,9 @@ def build_classifier(
         has = "is not given" if source.config is None else f"has {source.config.num_labels} outputs"
         raise RequestError(
             f"--do_train False evaluates a trained model, but --model_name_or_path {has}, and the data has "
-            f"{len(labels.names) or 'no'} classes. Give a model that was trained on such data."
+            f"{len(labels.names) or 'no'} classes. Give a model that was trained on such data, or by "
+            "--validation_file or --test_file the data that it was trained for (without any, the built-in docstrings "
+            "are used)."
         )
     known = source.labels.names if source.labels else ()
     if not will_train and known and labels.names and labels.names != known:

@@ -122,13 +122,25 @@ def _nearest(word: str, parser: Parser) -> str:
     return f" Did you mean --{near[0]}?" if near else " `--help` lists them."
 
 
+class _OneOfEach(yaml.SafeLoader):
+    """A key that is there twice is a mistake; YAML's own loader takes the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(name: str, parser: Parser) -> dict[str, Any]:
     """Flat `key: value` lines, as if they were flags, so both take the same values and give the same errors."""
     path = Path(name).expanduser()
     try:
         if path.stat().st_size > MAX_YAML_BYTES:
             raise RequestError(f"--config {name}: {path.stat().st_size:,} bytes is no recipe config.")
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _OneOfEach)
     except OSError as error:
         raise RequestError(
             f"--config {name}: cannot be read ({error.strerror}). Give the path of a YAML file."
@@ -136,7 +148,9 @@ def _read_yaml(name: str, parser: Parser) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise RequestError(f"{name}{where}: is not YAML: {getattr(error, 'problem', None) or error}.") from error
+        raise RequestError(
+            f"{name}{where}: cannot be read as YAML: {getattr(error, 'problem', None) or error}."
+        ) from error
     if not isinstance(content, dict):
         raise RequestError(f"{name}: must hold flat `flag: value` lines, but holds a {type(content).__name__}.")
     known = {action.dest for action in parser._actions} - {"help", "config"}
@@ -166,6 +180,8 @@ def _check(values: dict[str, Any], given: dict[str, Any]) -> None:
         raise RequestError(f"--learning_rate is {values['learning_rate']}, but it must be 0 or more.")
     if values.get("max_steps", -1) == 0 or values.get("max_steps", -1) < -1:
         raise RequestError(f"--max_steps is {values['max_steps']}, but it must be 1 or more, or -1 for whole epochs.")
+    if values.get("num_train_epochs", 1) <= 0:
+        raise RequestError(f"--num_train_epochs is {values['num_train_epochs']}, but it must be more than 0.")
     if values.get("class_weights", "none") not in ("none", "balanced"):
         raise RequestError(f"--class_weights is {values['class_weights']!r}, but it must be none or balanced.")
     if values.get("task") not in (None, "classification", "regression"):

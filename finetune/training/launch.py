@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from finetune.errors import FinetuneError
 
 SILENT_RANK_WAITS_SECONDS = 20.0
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def join_as_single_process() -> None:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a recipe's `main` and end the process: 0 done, 1 the run failed, 2 the request was wrong.
+    """Run a recipe's `main` and end the process: 0 done, 1 the run failed, 2 the request was wrong, 130 Ctrl-C.
 
     Every rank meets the same fault in the request, and rank 0 alone says it. The others wait for the launcher to end
     them, which it does as soon as rank 0 has; ending first, they would have rank 0 killed before it spoke. A rank whose
@@ -70,6 +71,12 @@ def run(main: Callable[[], None]) -> None:
     launch = read_launch()
     try:
         main()
+    except KeyboardInterrupt:
+        if launch.speaks:
+            print(
+                "\nstopped. Where a checkpoint was saved, --resume auto goes on from it.", file=sys.stderr, flush=True
+            )
+        os._exit(INTERRUPTED)
     except FinetuneError as error:
         prefix = ""
         if not launch.speaks:

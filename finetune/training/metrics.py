@@ -12,8 +12,20 @@ import numpy.typing as npt
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, matthews_corrcoef, mean_squared_error
 
 from finetune.data.columns import Labels
+from finetune.errors import RequestError
 
 Metrics = Callable[[Any], dict[str, float]]
+
+
+CLASSIFICATION = ("loss", "accuracy", "f1_macro", "matthews")
+REGRESSION = ("loss", "mse", "pearson")
+
+
+def check_metric(name: str | None, labels: Labels) -> None:
+    """Raises RequestError for a --metric_for_best_model that no evaluation will give."""
+    there = REGRESSION if labels.task == "regression" else CLASSIFICATION
+    if name is not None and name.removeprefix("eval_") not in there:
+        raise RequestError(f"--metric_for_best_model {name}: a {labels.task} has {', '.join(there)}.")
 
 
 def metrics_for(labels: Labels) -> Metrics:

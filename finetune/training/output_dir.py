@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from finetune.dsconfig.load import NVME_FOLDER
 from finetune.errors import RequestError
@@ -82,7 +83,10 @@ def checkpoint_to_resume(request: Request) -> str | None:
         # trainer_state.json is what the Trainer writes last: a checkpoint without it was cut off.
         whole = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
         if not whole:
-            raise RequestError(f"--resume auto: {folder} holds no whole checkpoint. Leave --resume out to start anew.")
+            raise RequestError(
+                f"--resume auto: {folder} holds no whole checkpoint. To start anew, put --overwrite_output_dir True in "
+                "place of --resume."
+            )
         newest = max(whole, key=lambda path: int(path.name.rsplit("-", 1)[-1]))
         _refuse_if_finished(request, newest)
         return str(newest)
@@ -92,6 +96,21 @@ def checkpoint_to_resume(request: Request) -> str | None:
             f"--resume {resume}: is no checkpoint folder (no trainer_state.json in it). Give one, or auto."
         )
     return str(path)
+
+
+def check_same_model(checkpoint: str | None, model: Any) -> None:
+    """Raises RequestError where a checkpoint is of a model with other labels or another vocabulary: the data have
+    changed, or the flags."""
+    path = Path(checkpoint or "") / "config.json"
+    if not checkpoint or not path.is_file():
+        return
+    before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(model.config.to_json_string(use_diff=False))
+    for name in ("model_type", "id2label", "vocab_size", "hidden_size", "dim", "num_hidden_layers", "n_layers"):
+        if name in before and name in now and before[name] != now[name]:
+            raise RequestError(
+                f"--resume: {checkpoint} is of a model with {name} {before[name]}, but these data and flags make one "
+                f"with {now[name]}. Resume with the flags in its recipe.yaml, or give another --output_dir."
+            )
 
 
 def _refuse_if_finished(request: Request, checkpoint: Path) -> None:

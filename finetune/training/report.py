@@ -18,7 +18,15 @@ from finetune.training.model_card import model_card
 from finetune.training.plots import plot_confusion, plot_training
 from finetune.training.run_folder import read_metrics, write_text
 
-SHOWN_AT_THE_END = ("eval_accuracy", "eval_f1_macro", "eval_pearson", "eval_loss", "real_tokens_per_second")
+SHOWN_AT_THE_END = (
+    "eval_accuracy",
+    "eval_f1_macro",
+    "eval_pearson",
+    "eval_loss",
+    "predict_accuracy",
+    "predict_pearson",
+    "real_tokens_per_second",
+)
 
 
 def write_predictions(

@@ -100,5 +100,7 @@ def quiet_libraries(launch: Launch) -> None:
     for name in ("transformers", "datasets", "accelerate", "DeepSpeed", "torch.distributed"):
         logging.getLogger(name).setLevel(level)
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # readers log what they raise, too
+    # torch 2.13 renames its collectives, and tells so whoever calls DeepSpeed.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed\.")
     if not launch.speaks:
         warnings.simplefilter("ignore")

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,9 @@ CASES = [
     pytest.param(
         lambda f: {"config": write(f, "c.yaml", "learning_rat: 1")}, "Did you mean --learning_rate", id="YAML key"
     ),
-    pytest.param(lambda f: {"config": write(f, "c.yaml", "a: [1")}, r"c\.yaml:1:\d+: is not YAML", id="broken YAML"),
+    pytest.param(
+        lambda f: {"config": write(f, "c.yaml", "a: [1")}, r"c\.yaml:1:\d+: cannot be read as YAML", id="broken YAML"
+    ),
     pytest.param(lambda f: {"train_file": f / "no.csv"}, r"no such file", id="missing file"),
     pytest.param(
         lambda f: {"train_file": write(f, "a.csv", GOOD_CSV), "label_column_name": "lable"},
@@ -86,6 +89,13 @@ CASES = [
     pytest.param(
         lambda f: {"deepspeed": "zero2_offload", "optim": "adafactor"}, "Drop --optim", id="optimizer under offload"
     ),
+    pytest.param(
+        lambda f: {"metric_for_best_model": "acuracy"},
+        "acuracy: a classification has loss, accuracy",
+        id="no such metric",
+    ),
+    pytest.param(lambda f: {"num_train_epochs": -1}, "must be more than 0", id="no epochs"),
+    pytest.param(lambda f: {"train_file": str(f)}, "is a folder", id="a folder as a file"),
     pytest.param(lambda f: {"resume": "auto"}, "holds no whole checkpoint", id="nothing to resume"),
 ]
 
@@ -144,6 +154,33 @@ def test_a_folder_that_holds_a_run_is_neither_written_over_nor_lost(tmp_path: Pa
     refused = launch("python", mine, {**TINY, "overwrite_output_dir": True}, check=False)
     assert refused.status == 2
     assert (mine / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_run_is_not_resumed_with_other_data_and_its_record_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launch("python", folder, {**TINY, "max_steps": 2, "save_strategy": "steps", "save_steps": 2})
+    (folder / "README.md").unlink()
+    record = (folder / "recipe.yaml").read_text()
+    other = write(tmp_path, "a.csv", "text,label\n" + "".join(f"words {i},{'xyz'[i % 3]}\n" for i in range(60)))
+    run = launch("python", folder, {**TINY, "train_file": other, "resume": "auto"}, check=False)
+    assert run.status == 2
+    assert "is of a model with id2label" in run.errors[0]
+    assert (folder / "recipe.yaml").read_text() == record
+
+
+def test_a_run_that_is_stopped_by_hand_says_how_to_go_on(tmp_path: Path) -> None:
+    values = {**TINY, "max_steps": 100_000, "output_dir": tmp_path / "run"}
+    command = [sys.executable, RECIPE, *flags(values)]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        log = tmp_path / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not log.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume auto goes on" in said
+    assert "Traceback" not in said
 
 
 def test_accelerate_with_deepspeed_of_its_own_refuses_another_config(tmp_path: Path) -> None:

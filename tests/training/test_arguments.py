@@ -113,3 +113,10 @@ def test_a_launch_is_read_from_the_environment(env: dict[str, str], expected: La
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert read_launch() == expected
+
+
+def test_a_key_that_is_twice_in_a_yaml_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("max_steps: 7\nseed: 1\nmax_steps: 9\n")
+    with pytest.raises(RequestError, match=r"c\.yaml:3:1: .*'max_steps' is there twice"):
+        request("--config", str(path))
