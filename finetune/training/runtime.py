@@ -70,6 +70,18 @@ def prepare_deepspeed(launch: Launch, has_cuda: bool, timeout_seconds: float) ->
     if launch.launcher == "python":
         join_as_single_process()
     PartialState(timeout=timedelta(seconds=timeout_seconds), **({} if has_cuda else {"backend": "gloo"}))
+    if not has_cuda:
+        _unlink_shared_buffer(launch)
+
+
+def _unlink_shared_buffer(launch: Launch) -> None:
+    """On a CPU each rank has made a buffer of 66 MiB in shared memory, and nobody ever deletes it: memory is lost with
+    each run, and a later run of the same port may open what an earlier one left (deepspeed 0.19.8,
+    ops/csrc/cpu/comm/shm.cpp, shm_initialize). Once all ranks have it open, its name is not needed."""
+    torch.distributed.barrier()
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{launch.rank}"
+    Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def refuse_stale_builds() -> None:

@@ -100,8 +100,10 @@ def test_accumulation_changes_nothing(config: str, one_process: Finished, tmp_pa
 def test_two_ranks_under_deepspeed_train_as_one_process_does(one_process: Finished, tmp_path: Path) -> None:
     """The quick form of the tests above: the default config of the deepspeed launcher, with accumulation."""
     values = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-    run = launch("deepspeed", tmp_path / "run", {**TINY, **values}, ranks=2)
+    port = free_port()
+    run = launch([tool("deepspeed"), "--num_gpus", "2", "--master_port", port], tmp_path / "run", {**TINY, **values})
     assert_same_training(run, one_process)
+    assert list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*")) == [], "no shared memory is left behind"
     assert run.json("ds_config.json")["zero_optimization"]["stage"] == 2
     assert run.output.count("run: 2 rank(s)") == 1
 
