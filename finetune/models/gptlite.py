@@ -1,0 +1,327 @@
+"""GPT-lite: a decoder-only transformer (pre-norm, learned positions, GELU) as a Hugging Face model.
+
+    config = GPTLiteConfig(**SIZES["char"], vocab_size=65)
+    model = GPTLiteForCausalLM(config)
+
+It saves, loads, generates with a key-value cache, checkpoints activations and takes any `attn_implementation` as other
+models of the library do, and is registered for AutoConfig and AutoModelForCausalLM when this module is imported.
+No causal mask is kept as a buffer: scaled-dot-product and flash attention need none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# What a size names, without the vocabulary, which is the tokenizer's. `tiny` suits two CPU cores; `char` is nanoGPT's
+# character model (config/train_shakespeare_char.py there), `small` the shape of GPT-2's smallest, `post` that of the
+# GPT-lite study.
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 128},
+    "char": {
+        "num_hidden_layers": 6,
+        "hidden_size": 384,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 256,
+        "dropout": 0.2,
+        "bias": False,
+    },
+    "small": {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 1024,
+        "hidden_act": "gelu_new",
+        "tie_word_embeddings": True,
+    },
+    "post": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "max_position_embeddings": 2048},
+}
+
+
+class GPTLiteConfig(PreTrainedConfig):
+    """The shape of a GPT-lite. `dropout` acts on embeddings, attention weights and both residual branches."""
+
+    model_type = "gptlite"
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+
+    vocab_size: int = 65
+    num_hidden_layers: int = 4
+    hidden_size: int = 128
+    num_attention_heads: int = 4
+    intermediate_size: int | None = None  # four times hidden_size
+    max_position_embeddings: int = 128
+    hidden_act: str = "gelu"
+    dropout: float | int = 0.0
+    bias: bool = True
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with its weights in the open: query, key and value (B, heads, T, head size), mask (B, 1, T, T) or None.
+
+    Returns the mix (B, T, heads, head size) and the weights (B, heads, T, T).
+    """
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class ResidualProjection(nn.Linear):
+    """A Linear whose output is added to the residual stream: it starts smaller. Its own class, because transformers
+    5.23 asks `_init_weights` of modules that hold weights alone where a model comes from outside (modeling_utils.py,
+    _initialize_weights)."""
+
+
+class GPTLiteAttention(nn.Module):
+    def __init__(self, config: GPTLiteConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        self.head_size = config.hidden_size // config.num_attention_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
+        self.out = ResidualProjection(config.hidden_size, config.hidden_size, bias=config.bias)
+
+    def forward(self, x: torch.Tensor, attention_mask: Any, past_key_values: Any, **kwargs: Any) -> torch.Tensor:
+        shape = (*x.shape[:-1], -1, self.head_size)
+        parts = self.qkv(x).chunk(3, dim=-1)  # each (B, T, C)
+        query, key, value = (part.view(shape).transpose(1, 2) for part in parts)  # (B, heads, T, head size)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        dropout = self.config.dropout if self.training else 0.0
+        scaling = self.head_size**-0.5
+        mixed, _ = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return self.out(mixed.reshape(*x.shape[:-1], -1))
+
+
+class GPTLiteMLP(nn.Module):
+    def __init__(self, config: GPTLiteConfig) -> None:
+        super().__init__()
+        inner = config.intermediate_size or 4 * config.hidden_size
+        self.up = nn.Linear(config.hidden_size, inner, bias=config.bias)
+        self.act = ACT2FN[config.hidden_act]
+        self.down = ResidualProjection(inner, config.hidden_size, bias=config.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class GPTLiteBlock(GradientCheckpointingLayer):
+    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPTLiteConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.attention = GPTLiteAttention(config, layer_idx)
+        self.norm_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.mlp = GPTLiteMLP(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: torch.Tensor, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        x = x + self.drop(self.attention(self.norm_1(x), attention_mask, past_key_values, **kwargs))
+        return x + self.drop(self.mlp(self.norm_2(x)))
+
+
+class GPTLiteEmbeddings(nn.Module):
+    def __init__(self, config: GPTLiteConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, embedded: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.drop(embedded + self.positions(position_ids))
+
+
+class GPTLitePreTrainedModel(PreTrainedModel):
+    config_class = GPTLiteConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["GPTLiteBlock"]
+    _skip_keys_device_placement: ClassVar = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal with `initializer_range`; projections onto the residual stream divided by sqrt(2 x layers), for each
+        layer adds to it twice (GPT-2: Radford et al. 2019, section 2.3)."""
+        super()._init_weights(module)
+        if isinstance(module, ResidualProjection):
+            std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
+            init.normal_(module.weight, mean=0.0, std=std)
+
+
+class GPTLiteModel(GPTLitePreTrainedModel):
+    """Token ids to hidden states, final norm included."""
+
+    def __init__(self, config: GPTLiteConfig) -> None:
+        super().__init__(config)
+        self.embeddings = GPTLiteEmbeddings(config)
+        self.blocks = nn.ModuleList(GPTLiteBlock(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings.tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings.tokens = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """`input_ids` (B, T) or `inputs_embeds` (B, T, C) to `last_hidden_state` (B, T, C).
+
+        Without `attention_mask`, `position_ids` (B, T) that start again at 0 inside a row mark documents that do not
+        see one another (transformers, masking_utils.py, find_packed_sequence_indices).
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, and not both")
+        x = self.embeddings.tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if position_ids is None:
+            position_ids = torch.arange(past, past + x.shape[1], device=x.device).unsqueeze(0)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=x,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(
+                config=self.config
+            )  # after the mask, which takes no packed rows with a cache
+        x = self.embeddings(x, position_ids)
+        for block in self.blocks:
+            x = block(x, mask, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
+        return BaseModelOutputWithPast(self.norm(x), past_key_values if use_cache else None)
+
+
+class GPTLiteForCausalLM(GPTLitePreTrainedModel, GenerationMixin):
+    """GPT-lite with its head. The loss is the mean over the tokens to be predicted; with `num_items_in_batch` their sum
+    divided by it, so that micro-batches of uneven size add up right."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "transformer.embeddings.tokens.weight"}
+
+    def __init__(self, config: GPTLiteConfig) -> None:
+        super().__init__(config)
+        self.transformer = GPTLiteModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """`labels` (B, T) are the input ids, with -100 where nothing is to be learnt; they are shifted here. Gives
+        `logits` (B, T, vocabulary), or of the last `logits_to_keep` positions alone."""
+        output = self.transformer(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept, :])
+        loss = None
+        if labels is not None:
+            size = self.config.vocab_size
+            loss = self.loss_function(logits, labels, vocab_size=size, num_items_in_batch=num_items_in_batch, **kwargs)
+        return CausalLMOutputWithPast(loss, logits, output.past_key_values)
+
+
+def from_gpt2(config: Any, weights: Mapping[str, torch.Tensor]) -> GPTLiteForCausalLM:
+    """A GPT-lite that computes what a GPT-2 does, from its config and the state dict of a `GPT2LMHeadModel`.
+
+    GPT-2 keeps the weights of its projections as (in, out); a Linear has (out, in).
+    """
+    shape = {name: getattr(config, name) for name in ("vocab_size", "num_hidden_layers", "hidden_size")}
+    model = GPTLiteForCausalLM(
+        GPTLiteConfig(
+            **shape,
+            num_attention_heads=config.num_attention_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            intermediate_size=config.n_inner,
+            hidden_act=config.activation_function,
+            layer_norm_epsilon=config.layer_norm_epsilon,
+            dropout=config.resid_pdrop,
+            tie_word_embeddings=config.tie_word_embeddings,
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+        )
+    )
+    names = {"wte": "embeddings.tokens", "wpe": "embeddings.positions", "ln_f": "norm", "h": "blocks"}
+    names |= {"ln_1": "norm_1", "ln_2": "norm_2", "attn": "attention", "c_attn": "qkv", "c_fc": "up"}
+    renamed = {}
+    for old, tensor in weights.items():
+        parts = old.split(".")
+        if parts[-2] == "c_proj":
+            parts[-2] = "out" if parts[-3] == "attn" else "down"
+        is_projection = old.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        renamed[".".join(names.get(part, part) for part in parts)] = tensor.T if is_projection else tensor
+    model.load_state_dict(renamed)
+    return model
+
+
+AutoConfig.register(GPTLiteConfig.model_type, GPTLiteConfig, exist_ok=True)
+AutoModelForCausalLM.register(GPTLiteConfig, GPTLiteForCausalLM, exist_ok=True)
+# A saved folder carries this file, so that it opens with `trust_remote_code=True` where the toolkit is not installed.
+GPTLiteConfig.register_for_auto_class()
+GPTLiteForCausalLM.register_for_auto_class("AutoModelForCausalLM")
