@@ -1,0 +1,121 @@
+"""The chunked loss is the plain one: values, gradients, evaluation, and what a model gives without labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from finetune.errors import RequestError
+from finetune.models.chunked_loss import IGNORED, LossHead, choose_chunk_tokens, row_figures, use_chunked_loss
+from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+
+VOCABULARY = 301
+
+
+def gptlite() -> Any:
+    return GPTLiteForCausalLM(GPTLiteConfig(vocab_size=VOCABULARY, hidden_size=32, max_position_embeddings=24))
+
+
+def tied_gpt2() -> Any:
+    sizes = {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes))
+
+
+def llama() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=24, **sizes))
+
+
+def a_batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCABULARY, (3, 24))
+    labels = ids.clone()
+    labels[0, :9] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("items", [None, 50])
+@pytest.mark.parametrize("make", [gptlite, tied_gpt2, llama])
+def test_loss_and_gradients_are_those_of_the_full_logits(make: Any, items: int | None) -> None:
+    torch.manual_seed(0)
+    model, batch = make(), a_batch()
+    batch |= {} if items is None else {"num_items_in_batch": torch.tensor(items)}
+    plain = model(**batch).loss
+    plain.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    names = list(model.state_dict())
+    model.zero_grad()
+    use_chunked_loss(model, 16)
+    output = model(**batch)
+    output.loss.backward()
+    assert output.logits is None
+    assert output.loss.item() == pytest.approx(plain.item(), abs=1e-5)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, wanted[name], atol=1e-5), name
+    assert list(model.state_dict()) == names
+
+
+def test_shifted_labels_are_taken_as_they_are() -> None:
+    torch.manual_seed(0)
+    model, batch = gptlite(), a_batch()
+    shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()
+    plain = model(**batch).loss.item()
+    given = {"input_ids": batch["input_ids"], "labels": shifted, "shift_labels": shifted}
+    assert model(**given).loss.item() == pytest.approx(plain, abs=1e-6)
+    use_chunked_loss(model, 16)
+    assert model(**given).loss.item() == pytest.approx(plain, abs=1e-5)
+
+
+def test_evaluation_gives_the_figures_of_each_row() -> None:
+    torch.manual_seed(0)
+    model, batch = gptlite().eval(), a_batch()
+    with torch.no_grad():
+        plain = model(**batch)
+        shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()
+        wanted = row_figures(plain.logits, shifted)
+        use_chunked_loss(model, 16)
+        output = model(**batch)
+    assert torch.allclose(output.logits, wanted, atol=1e-4)
+    assert row_figures(output.logits, shifted) is output.logits
+    assert output.loss.item() == pytest.approx(plain.loss.item(), abs=1e-5)
+    assert output.logits[:, 2].tolist() == [15, 23, 23]
+
+
+def test_without_labels_the_logits_are_there_also_after_an_error() -> None:
+    torch.manual_seed(0)
+    model, batch = gptlite().eval(), a_batch()
+    logits = model(batch["input_ids"]).logits
+    use_chunked_loss(model, 16)
+    with pytest.raises(IndexError):
+        model(input_ids=batch["input_ids"] + VOCABULARY, labels=batch["labels"])
+    assert torch.equal(model(batch["input_ids"]).logits, logits)
+    assert model.generate(batch["input_ids"][:, :4], max_new_tokens=3).shape == (3, 7)
+
+
+def test_bf16_autocast_gives_the_loss_of_bf16_logits() -> None:
+    torch.manual_seed(0)
+    model, batch = gptlite(), a_batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(**batch).loss
+        use_chunked_loss(model, 16)
+        chunked = model(**batch).loss
+    chunked.backward()
+    assert chunked.item() == pytest.approx(plain.item(), rel=1e-2)
+    assert model.lm_head.weight.grad.dtype == torch.float32
+
+
+def test_a_chunk_is_chosen_by_the_vocabulary_and_may_be_asked_for() -> None:
+    assert choose_chunk_tokens(None, 65, "cpu") == 0
+    assert choose_chunk_tokens(None, 50_304, "cpu") == 512
+    assert choose_chunk_tokens(0, 50_304, "cpu") == 0
+    assert choose_chunk_tokens(64, 65, "cpu") == 64
+
+
+def test_a_head_that_does_more_is_refused() -> None:
+    model = llama()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(RequestError, match="does more with its logits"):
+        use_chunked_loss(model, 16)
+    assert not isinstance(model.lm_head, LossHead)
