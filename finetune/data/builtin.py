@@ -1,4 +1,5 @@
-"""Real English that every CPython carries: docstrings of the standard library, labelled with their package.
+"""Real English that every CPython carries: docstrings of the standard library, labelled with their package, and the
+reference manual.
 
 Telling the package from the docstring is a real task: TF-IDF with logistic regression gets about 0.75 of it right, and
 the largest class is a fifth of the rows.
@@ -63,3 +64,10 @@ def _docstrings(folder: Path) -> Iterator[str]:
                 text = ast.get_docstring(node) or ""
                 if len(text) >= MIN_CHARACTERS:
                     yield text
+
+
+def manual_topics() -> list[str]:
+    """The topics of Python's reference manual as plain text, about 700 kB, in alphabetical order."""
+    from pydoc_data.topics import topics
+
+    return [topics[name].strip() + "\n" for name in sorted(topics)]

@@ -74,3 +74,39 @@ def _train_vocabulary(texts: list[str], vocab_size: int) -> dict[str, int]:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return dict(tokenizer.get_vocab())
+
+
+END_OF_TEXT = "<|endoftext|>"
+TEXT_TOKENIZERS = ("char", "byte", "bpe")
+
+
+def train_text_tokenizer(kind: str, texts: Iterable[str], vocab_size: int, max_length: int, with_end: bool) -> Any:
+    """A tokenizer for language modelling that gives every text back as it was.
+
+    "char": the characters of `texts`, in order, a token each. "byte": the 256 bytes. "bpe": a byte-level BPE as
+    GPT-2's, trained to `vocab_size`. With `with_end` there is a token for the end of a document.
+    """
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT] if with_end else [],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+    else:
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet() if kind == "byte" else set().union(*map(set, texts)))
+        tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+        if kind == "byte":
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.Fuse() if kind == "char" else decoders.ByteLevel()
+    end = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT} if with_end else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=max_length,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        **end,
+    )

@@ -1,0 +1,148 @@
+"""Documents for language modelling: where they come from, and which of them are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, concatenate_datasets
+
+from finetune.data.builtin import manual_topics
+from finetune.data.columns import TEXT_NAMES
+from finetune.data.files import open_file, open_hub
+from finetune.errors import RequestError
+
+PIECE_CHARACTERS = 1 << 20  # a text file is read and tokenized in pieces of about this size, cut at line ends
+TEXT_FILES = (".txt", ".text", ".md")
+
+TEXT, CHAT, COMPLETION = "text", "messages", "completion"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Rows of one kind: `text` (with `ends`, false where a document goes on in the next row), `messages`, or
+    `prompt` and `completion`. `source` says where they come from."""
+
+    kind: str
+    train: Dataset
+    validation: Dataset
+    source: str
+
+
+def open_corpus(arguments: Any, percentage: float, seed: int) -> Corpus:
+    """The training and the held-out documents. Raises RequestError."""
+    if arguments.dataset_name and arguments.train_file:
+        raise RequestError("--dataset_name and --train_file are both given. Keep one.")
+    if arguments.dataset_name:
+        train = open_hub(arguments.dataset_name, arguments.dataset_config_name, "train")
+        held_out = open_hub(arguments.dataset_name, arguments.dataset_config_name, "validation")
+        if train is None:
+            raise RequestError(f"--dataset_name {arguments.dataset_name}: has no train split.")
+        source = " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
+    elif arguments.train_file:
+        train = _open("train_file", arguments.train_file)
+        held_out = _open("validation_file", arguments.validation_file) if arguments.validation_file else None
+        source = Path(arguments.train_file).name
+    else:
+        train, held_out = Dataset.from_dict({"text": manual_topics()}), None
+        source = "built-in reference manual of Python"
+    kind, train = _settle(train, arguments.text_column_name, "the training data")
+    if held_out is None:
+        train, held_out = _hold_out(kind, train, percentage, seed)
+    else:
+        other, held_out = _settle(held_out, arguments.text_column_name, "the validation data")
+        if other != kind:
+            raise RequestError(f"the training data has {kind}, but the validation data has {other}. Give both alike.")
+    return Corpus(kind, train, held_out, source)
+
+
+def _open(flag: str, name: str) -> Dataset:
+    path = Path(name).expanduser()
+    if path.suffix.lower() not in TEXT_FILES:
+        return open_file(flag, name)
+    if not path.is_file():
+        raise RequestError(f"--{flag} {name}: there is no such file. Check the path.")
+    if path.stat().st_size == 0:
+        raise RequestError(f"--{flag} {name}: the file is empty.")
+    return Dataset.from_generator(_pieces_of, gen_kwargs={"path": str(path), "state": path.stat().st_mtime_ns})
+
+
+def _pieces_of(path: str, state: int) -> Iterator[dict[str, Any]]:
+    """One text file as one document, in pieces. `state` is there for the library's cache, which keeps what it made."""
+    with open(path, encoding="utf-8", newline="") as file:
+        piece = "".join(_lines_of(file))
+        while piece:
+            following = "".join(_lines_of(file))
+            yield {"text": piece, "ends": not following}
+            piece = following
+
+
+def _lines_of(file: Any) -> list[str]:
+    return list(file.readlines(PIECE_CHARACTERS))
+
+
+def _settle(table: Dataset, column: str | None, where: str) -> tuple[str, Dataset]:
+    """What kind of documents a table holds, and the columns that matter."""
+    names = table.column_names
+    if column is None and "messages" in names:
+        return CHAT, table.select_columns(["messages"])
+    if column is None and {"prompt", "completion"} <= set(names):
+        return COMPLETION, table.select_columns(["prompt", "completion"])
+    lower = {name.lower(): name for name in names}
+    found = column or next((lower[name] for name in TEXT_NAMES if name in lower), None)
+    if found is None and len(names) == 1:
+        found = names[0]
+    if found is None or found not in names:
+        said = f" (--text_column_name {column})" if column else ""
+        raise RequestError(
+            f"{where}: no column with text found{said}; it has {', '.join(names)}. Name one by --text_column_name, or "
+            "give `messages`, or `prompt` and `completion`."
+        )
+    table = table.select_columns([found, *(["ends"] if "ends" in names else [])])
+    table = table.rename_column(found, "text") if found != "text" else table
+    if "ends" in names:
+        return TEXT, table
+    table = table.filter(_has_words, input_columns="text", batched=True)
+    if not len(table):
+        raise RequestError(f"{where}: every document is empty. Check the file.")
+    return TEXT, table
+
+
+def _has_words(texts: list[str | None]) -> list[bool]:
+    return [bool(text and text.strip()) for text in texts]
+
+
+def _hold_out(kind: str, table: Dataset, percentage: float, seed: int) -> tuple[Dataset, Dataset]:
+    """A seeded choice of documents; of a single text, its end."""
+    if not 0 < percentage < 100:
+        raise RequestError(f"--validation_split_percentage is {percentage}, but it must lie between 0 and 100.")
+    if "ends" in table.column_names:
+        return _cut_text(table, percentage)
+    if len(table) < 2:
+        raise RequestError("there is one document, and none can be held out. Add --validation_file.")
+    order = np.random.default_rng(seed).permutation(len(table))
+    held_out = max(1, round(len(table) * percentage / 100))
+    return table.select(np.sort(order[held_out:])), table.select(np.sort(order[:held_out]))
+
+
+def _cut_text(table: Dataset, percentage: float) -> tuple[Dataset, Dataset]:
+    """The last so many per cent of the characters are held out, as nanoGPT does (data/shakespeare_char/prepare.py)."""
+    sizes = np.cumsum([len(text) for text in table["text"]])
+    cut = int(sizes[-1] * (1 - percentage / 100))
+    row = int(np.searchsorted(sizes, cut, side="right"))
+    inside = cut - (int(sizes[row - 1]) if row else 0)
+    text = table[row]["text"]
+    if not 0 < cut < sizes[-1]:
+        raise RequestError("the text is too short to hold some of it out. Add --validation_file, or text.")
+    before, after = table.select(list(range(row))), table.select(list(range(row + 1, len(table))))
+    if not inside:  # the cut falls between two pieces
+        before, text_before = before.select(list(range(row - 1))), before[-1]["text"]
+    train = [before, _piece(text[:inside] if inside else text_before, True)]
+    return concatenate_datasets(train), concatenate_datasets([_piece(text[inside:], not len(after)), after])
+
+
+def _piece(text: str, ends: bool) -> Dataset:
+    return Dataset.from_dict({"text": [text], "ends": [ends]})

@@ -1,0 +1,215 @@
+"""Tokens on disk, memory-mapped, and the blocks that they are trained in: wrapped, best fit, or one a document.
+
+A block of size T gives `input_ids` (T,) and `shift_labels` (T,): the token that follows each position, -100 where
+none is to be learnt. Each token of the text, but for the first of all, is predicted exactly once.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+IGNORED = -100  # the label that torch's cross entropy leaves out
+
+
+class TokenWriter:
+    """Writes documents to a folder as they come: `tokens.bin`, `documents.npy` with where each begins, and
+    `learnt.bin`, a byte a token, where some tokens are not to be learnt."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.folder = folder
+        self.dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+        self.starts, self.written = [0], 0
+        self.tokens = (folder / "tokens.bin").open("wb")
+        self.learnt: Any = None
+
+    def add(self, ids: npt.ArrayLike, learnt: npt.ArrayLike | None = None) -> None:
+        """More of the current document. `learnt`, a truth value a token, is given for all documents or for none."""
+        array = np.asarray(ids, dtype=self.dtype)
+        self.tokens.write(array.tobytes())
+        self.written += len(array)
+        if learnt is not None:
+            self.learnt = self.learnt or (self.folder / "learnt.bin").open("wb")
+            self.learnt.write(np.asarray(learnt, dtype=np.bool_).tobytes())
+
+    def end_document(self) -> None:
+        self.starts.append(self.written)
+
+    def close(self) -> None:
+        for file in filter(None, (self.tokens, self.learnt)):
+            file.close()
+        np.save(self.folder / "documents.npy", np.asarray(self.starts, dtype=np.int64))
+        (self.folder / "dtype").write_text(np.dtype(self.dtype).name)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What `TokenWriter` wrote, mapped into memory: only the pages that are read take any."""
+
+    ids: npt.NDArray[Any]  # (N,)
+    starts: npt.NDArray[np.int64]  # (documents + 1,)
+    learnt: npt.NDArray[np.bool_] | None  # (N,)
+
+    @classmethod
+    def open(cls, folder: Path) -> Tokens:
+        starts = np.load(folder / "documents.npy")
+        if not starts[-1]:
+            return cls(np.zeros(0, np.uint16), starts, None)
+        ids: npt.NDArray[Any] = np.memmap(folder / "tokens.bin", (folder / "dtype").read_text(), "r")
+        mask = folder / "learnt.bin"
+        return cls(ids, starts, np.memmap(mask, np.bool_, "r") if mask.exists() else None)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which tokens make which block: block b has the pieces `offsets[b]` to `offsets[b + 1]`, each a run of `sizes`
+    inputs from token `starts`. The last label of a piece is the token that follows where it `goes_on`, else nothing."""
+
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    goes_on: npt.NDArray[np.bool_]
+    offsets: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Inputs in each block."""
+        return np.add.reduceat(self.sizes, self.offsets[:-1]) if len(self) else np.zeros(0, np.int64)
+
+
+def wrapped(documents: npt.NDArray[np.int64], block_size: int, keep_tail: bool) -> tuple[Blocks, int]:
+    """The text from end to end in blocks of `block_size`, and how many predictions are left because they fill none.
+
+    With `keep_tail` the rest makes a last, shorter block. `documents` are where they start, and where the last ends.
+    """
+    full, rest = divmod(max(int(documents[-1]) - 1, 0), block_size)
+    sizes: npt.NDArray[np.int64] = np.full(full + bool(keep_tail and rest), block_size, dtype=np.int64)
+    if keep_tail and rest:
+        sizes[-1], rest = rest, 0
+    count = len(sizes)
+    starts: npt.NDArray[np.int64] = np.arange(count, dtype=np.int64) * block_size
+    return Blocks(starts, sizes, np.ones(count, dtype=bool), np.arange(count + 1)), rest
+
+
+def one_each(documents: npt.NDArray[np.int64], block_size: int) -> Blocks:
+    """A block for each document; those longer than `block_size` are cut into as many as it takes."""
+    starts, sizes, goes_on = _pieces(documents, block_size)
+    return Blocks(starts, sizes, goes_on, np.arange(len(starts) + 1))
+
+
+def best_fit_decreasing(documents: npt.NDArray[np.int64], block_size: int) -> Blocks:
+    """Whole documents in as few blocks as the heuristic finds: the longest first, each into the fullest block that has
+    room (Johnson 1973; for packing of training texts, Ding et al., arXiv 2404.10830). Longer ones are cut before."""
+    starts, sizes, goes_on = _pieces(documents, block_size)
+    members: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(block_size + 1)]  # blocks by the room left
+    rooms: list[int] = []  # the rooms that some block has, sorted
+    for piece in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[piece])
+        at = bisect.bisect_left(rooms, size)
+        if at == len(rooms):
+            block, room = len(members), block_size
+            members.append([])
+        else:
+            room = rooms[at]
+            block = by_room[room].pop()
+            if not by_room[room]:
+                del rooms[at]
+        members[block].append(piece)
+        room -= size
+        if room:
+            if not by_room[room]:
+                bisect.insort(rooms, room)
+            by_room[room].append(block)
+    order = np.array([piece for block in members for piece in block], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum([len(block) for block in members], dtype=np.int64)])
+    return Blocks(starts[order], sizes[order], goes_on[order], offsets)
+
+
+def _pieces(documents: npt.NDArray[np.int64], block_size: int) -> tuple[Any, Any, Any]:
+    """Each document cut to runs of at most `block_size` inputs: starts, sizes, and whether the document goes on."""
+    lengths = np.diff(documents)
+    counts = -(-lengths // block_size)
+    document: npt.NDArray[np.int64] = np.repeat(np.arange(len(lengths)), counts)
+    place = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # 0, 1, ... in each document
+    starts = documents[:-1][document] + place * block_size
+    sizes = np.minimum(block_size, documents[1:][document] - starts)
+    return starts, sizes, starts + sizes < documents[1:][document]
+
+
+class PackedDataset(Dataset[dict[str, torch.Tensor]]):
+    """Blocks as a torch data set: `input_ids` (T,), `shift_labels` (T,), `labels` (the same, by which the Trainer
+    counts), and with `document_mask` `position_ids` (T,), which start again at 0 with each document."""
+
+    def __init__(self, tokens: Tokens, blocks: Blocks, document_mask: bool) -> None:
+        self.tokens, self.blocks, self.document_mask = tokens, blocks, document_mask
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return self.blocks.lengths
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens, blocks = self.tokens, self.blocks
+        inputs, labels, positions = [], [], []
+        for piece in range(blocks.offsets[index], blocks.offsets[index + 1]):
+            start, size = int(blocks.starts[piece]), int(blocks.sizes[piece])
+            follows = int(blocks.goes_on[piece])
+            inputs.append(tokens.ids[start : start + size].astype(np.int64))
+            after: npt.NDArray[np.int64] = np.full(size, IGNORED, dtype=np.int64)
+            after[: size - 1 + follows] = tokens.ids[start + 1 : start + size + follows]
+            if tokens.learnt is not None:
+                after[: size - 1 + follows][~tokens.learnt[start + 1 : start + size + follows]] = IGNORED
+            if self.document_mask:
+                after, place = self._apart(start, size, after)
+                positions.append(place)
+            labels.append(after)
+        target = torch.from_numpy(np.concatenate(labels))
+        item = {"input_ids": torch.from_numpy(np.concatenate(inputs)), "labels": target, "shift_labels": target}
+        if self.document_mask:
+            item["position_ids"] = torch.from_numpy(np.concatenate(positions))
+        return item
+
+    def _apart(self, start: int, size: int, after: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+        """Positions that start again where a document begins inside a piece, and no label across such a border."""
+        place = np.arange(size)
+        bounds = self.tokens.starts
+        first, last = (int(np.searchsorted(bounds, token, side="left")) for token in (start + 1, start + size))
+        for bound in bounds[first:last].tolist():
+            place[bound - start :] = np.arange(size - (bound - start))
+            after[bound - start - 1] = IGNORED
+        if start + size == bounds[min(last, len(bounds) - 1)]:
+            after[-1] = IGNORED
+        return after, place
+
+
+class Collator:
+    """Stacks blocks; shorter ones are padded with label IGNORED, and then an attention mask tells."""
+
+    def __init__(self, pad_token_id: int) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        batch = {}
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORED, "shift_labels": IGNORED, "position_ids": 0}
+        for name in rows[0]:
+            padded = [
+                torch.nn.functional.pad(row[name], (0, longest - len(row[name])), value=fill[name]) for row in rows
+            ]
+            batch[name] = torch.stack(padded)
+        if "position_ids" not in batch and any(len(row["input_ids"]) < longest for row in rows):
+            sizes = torch.tensor([len(row["input_ids"]) for row in rows])
+            batch["attention_mask"] = (torch.arange(longest)[None] < sizes[:, None]).long()
+        return batch

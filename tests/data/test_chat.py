@@ -1,0 +1,67 @@
+"""Only the assistant's words are learnt, under templates with and without marks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune.data.chat import completion, conversation
+from finetune.data.tokenizer import END_OF_TEXT, train_text_tokenizer
+from finetune.errors import RequestError
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "And three?"},
+    {"role": "assistant", "content": "Seven."},
+]
+MARKED = (
+    "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+UNMARKED = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FORGETFUL = "{{ messages[-1]['content'] }}"
+
+
+def tokenizer(template: str | None = None) -> Any:
+    made = train_text_tokenizer("byte", [], 0, 512, with_end=True)
+    made.chat_template = template
+    return made
+
+
+def learnt_text(made: Any, ids: list[int], learnt: list[bool]) -> str:
+    return made.decode([i for i, used in zip(ids, learnt, strict=True) if used])
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"), [(MARKED, "Four.Seven."), (UNMARKED, "Four.Seven."), (None, "Four.\nSeven.\n")]
+)
+def test_the_assistants_turns_alone_are_learnt(template: str | None, wanted: str) -> None:
+    made = tokenizer(template)
+    ids, learnt = conversation(made, TURNS, 1)
+    assert len(ids) == len(learnt)
+    assert learnt_text(made, ids, learnt) == wanted
+    assert "Two and two?" in made.decode(ids)
+
+
+def test_a_template_that_changes_earlier_turns_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"row 7: .*generation"):
+        conversation(tokenizer(FORGETFUL), TURNS, 7)
+
+
+@pytest.mark.parametrize("turns", [[], [{"content": "no role"}], ["words"]])
+def test_turns_without_role_or_content_are_refused(turns: list[Any]) -> None:
+    with pytest.raises(RequestError, match="row 3: `messages` must be a list"):
+        conversation(tokenizer(), turns, 3)
+
+
+def test_a_completion_is_learnt_with_the_end_of_text() -> None:
+    made = tokenizer()
+    ids, learnt = completion(made, "Two and two?", " Four.")
+    assert learnt_text(made, ids, learnt) == f" Four.{END_OF_TEXT}"
+    assert made.decode(ids) == f"Two and two? Four.{END_OF_TEXT}"

@@ -1,0 +1,126 @@
+"""Blocks hold every token once, whatever the packing, and documents stay apart where that is asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.data.packing import (
+    IGNORED,
+    Blocks,
+    Collator,
+    PackedDataset,
+    Tokens,
+    TokenWriter,
+    best_fit_decreasing,
+    one_each,
+    wrapped,
+)
+
+
+def corpus(lengths: list[int]) -> Tokens:
+    """Tokens that are all different, so that each can be found again."""
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return Tokens(np.arange(starts[-1], dtype=np.uint32), starts, None)
+
+
+def learnt(tokens: Tokens, blocks: Blocks, document_mask: bool = False) -> Counter[int]:
+    seen: Counter[int] = Counter()
+    for item in PackedDataset(tokens, blocks, document_mask):
+        kept = item["labels"] != IGNORED
+        assert torch.equal(item["labels"][kept], item["input_ids"][kept] + 1), "a label is the token that follows"
+        seen.update(item["labels"][kept].tolist())
+    return seen
+
+
+DOCUMENTS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(DOCUMENTS, st.integers(2, 16))
+def test_wrapped_blocks_predict_every_token_once_but_the_first_and_a_counted_rest(
+    lengths: list[int], size: int
+) -> None:
+    tokens = corpus(lengths)
+    blocks, rest = wrapped(tokens.starts, size, keep_tail=False)
+    total = sum(lengths)
+    assert learnt(tokens, blocks) == Counter(range(1, total - rest))
+    assert rest < size
+    assert set(blocks.lengths.tolist()) <= {size}, "no padding"
+    whole, none = wrapped(tokens.starts, size, keep_tail=True)
+    assert none == 0
+    assert learnt(tokens, whole) == Counter(range(1, total))
+
+
+@settings(max_examples=60, deadline=None)
+@given(DOCUMENTS, st.integers(2, 16))
+def test_whole_documents_predict_every_token_once_but_the_first_of_each(lengths: list[int], size: int) -> None:
+    tokens = corpus(lengths)
+    wanted = Counter(set(range(sum(lengths))) - set(tokens.starts[:-1].tolist()))
+    for blocks in (one_each(tokens.starts, size), best_fit_decreasing(tokens.starts, size)):
+        assert learnt(tokens, blocks) == wanted
+        assert blocks.lengths.max() <= size
+        assert learnt(tokens, blocks, document_mask=True) == wanted
+
+
+@settings(max_examples=60, deadline=None)
+@given(DOCUMENTS, st.integers(2, 16))
+def test_wrapped_with_a_document_mask_predicts_no_first_token(lengths: list[int], size: int) -> None:
+    tokens = corpus(lengths)
+    blocks, _ = wrapped(tokens.starts, size, keep_tail=True)
+    assert learnt(tokens, blocks, document_mask=True) == Counter(
+        set(range(sum(lengths))) - set(tokens.starts[:-1].tolist())
+    )
+    for item in PackedDataset(tokens, blocks, True):
+        begins = np.isin(item["input_ids"].numpy(), tokens.starts)
+        begins[0] = True
+        assert (item["position_ids"].numpy() == 0).tolist() == begins.tolist()
+
+
+def test_best_fit_puts_documents_where_they_fill_a_block_best() -> None:
+    tokens = corpus([6, 3, 5, 2, 4])
+    blocks = best_fit_decreasing(tokens.starts, 10)
+    made = [sorted(blocks.sizes[a:b].tolist()) for a, b in zip(blocks.offsets[:-1], blocks.offsets[1:], strict=True)]
+    assert made == [[4, 6], [2, 3, 5]]
+
+
+def test_best_fit_pads_little_on_a_real_spread_of_lengths() -> None:
+    lengths = np.random.default_rng(0).lognormal(5.0, 0.9, 4000).astype(int) + 1
+    blocks = best_fit_decreasing(corpus(lengths.tolist()).starts, 1024)
+    assert 1 - blocks.lengths.mean() / 1024 < 0.03
+    alone = one_each(corpus(lengths.tolist()).starts, 1024)
+    assert 1 - alone.lengths.mean() / 1024 > 0.5, "the same documents one a block"
+
+
+@pytest.mark.parametrize(("vocabulary", "kind"), [(65, np.uint16), (70_000, np.uint32)])
+def test_tokens_come_back_from_disk_with_what_is_learnt(vocabulary: int, kind: type, tmp_path: Path) -> None:
+    writer = TokenWriter(tmp_path, vocabulary)
+    for part, mask in (([1, 2], [False, True]), ([3], [True])):
+        writer.add(part, mask)
+    writer.end_document()
+    writer.add([vocabulary - 1, 5], [False, True])
+    writer.end_document()
+    writer.close()
+    tokens = Tokens.open(tmp_path)
+    assert tokens.ids.dtype == kind
+    assert tokens.ids.tolist() == [1, 2, 3, vocabulary - 1, 5]
+    assert tokens.starts.tolist() == [0, 3, 5]
+    (first, second) = PackedDataset(tokens, one_each(tokens.starts, 8), False)
+    assert first["labels"].tolist() == [2, 3, IGNORED]
+    assert second["labels"].tolist() == [5, IGNORED]
+    (block,) = PackedDataset(tokens, wrapped(tokens.starts, 4, False)[0], False)
+    assert block["labels"].tolist() == [2, 3, IGNORED, 5], "a token that is not learnt is no label"
+
+
+def test_short_blocks_are_padded_and_masked() -> None:
+    tokens = corpus([5, 3])
+    batch = Collator(99)([*PackedDataset(tokens, one_each(tokens.starts, 8), False)])
+    assert batch["input_ids"].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 99, 99]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert batch["labels"].tolist()[1] == [6, 7, IGNORED, IGNORED, IGNORED]
