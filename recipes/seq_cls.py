@@ -18,7 +18,7 @@ from finetune.data.tables import DataArguments, PreparationArguments
 from finetune.models.classifier import ModelArguments, build_classifier, find_source
 from finetune.training.arguments import RunArguments
 from finetune.training.launch import run
-from finetune.training.loss import loss_for, settle_loss_scaling
+from finetune.training.loss import ClassArguments, loss_for, settle_loss_scaling
 from finetune.training.metrics import check_metric, metrics_for
 from finetune.training.output_dir import check_same_model, open_output_dir
 from finetune.training.report import headline, write_predictions, write_report
@@ -45,9 +45,9 @@ SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "warmup_steps": 0.1}
 
 def main() -> None:
     # Start: parse, check, settle the machine. What is wrong with the request is said here or in the next two chapters.
-    groups = (ModelArguments, DataArguments, PreparationArguments, RunArguments)
+    groups = (ModelArguments, DataArguments, PreparationArguments, ClassArguments, RunArguments)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
-    model_args, data_args, preparation, run_args = session.arguments
+    model_args, data_args, preparation, class_args, run_args = session.arguments
     training, folder = session.training, Path(session.training.output_dir)
 
     # Data: the model's tokenizer, or one trained on the text. One rank prepares, the others wait.
@@ -71,7 +71,7 @@ def main() -> None:
 
     # Model: built after TrainingArguments, for ZeRO-3 shards it while it is built.
     counts = [data.account.label_counts.get(name, 0) for name in data.labels.names]
-    weights = run_args.class_weights if training.do_train else "none"
+    weights = class_args.class_weights if training.do_train else "none"
     loss = loss_for(weights, training.label_smoothing_factor, data.labels.task, counts)
     model = build_classifier(model_args, source, data.labels, data.tokenizer, will_train=training.do_train)
     settle_loss_scaling(model, label_is_float=data.labels.task == "regression")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,6 @@ import pytest
 from conftest import REPO, TINY, flags, free_port
 
 README = (REPO / "README.md").read_text()
-PLACES = ("reviews.csv", "train.csv", "test.csv", "train.tsv", "dev.tsv", "test.tsv")
 # What the tests themselves are started by; the whole gate, .ci/run, begins with it.
 INSTALLS = re.compile(r"install\.sh|pytest|ruff")
 
@@ -31,7 +31,7 @@ def to_run() -> list[str]:
 
 def test_the_readme_has_commands_for_every_launcher() -> None:
     found = to_run()
-    assert len(found) >= 7
+    assert len(found) >= 11
     assert {command.split()[0] for command in found} >= {"python", "deepspeed", "torchrun", "accelerate", "finetune"}
 
 
@@ -52,25 +52,53 @@ def run(command: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", to_run())
-def test_a_command_of_the_readme_works(command: str, minilm: Path, tmp_path: Path) -> None:
-    for name in PLACES:
+def write_files(folder: Path) -> None:
+    """Small files under the names that the README gives."""
+    for name in ("reviews.csv", "train.csv", "test.csv", "train.tsv", "dev.tsv", "test.tsv"):
         separator = "\t" if name.endswith("tsv") else ","
         rows = [f"row number {i} of many{separator}{'good' if i % 2 else 'bad'}\n" for i in range(60)]
-        (tmp_path / name).write_text(f"text{separator}label\n" + "".join(rows))
-        command = re.sub(rf"(?<=\s){re.escape(name)}", str(tmp_path / name), command)
-    command = command.replace("path/to/model", str(minilm))
-    if "recipes/seq_cls.py" in command:
-        short: dict[str, Any] = {**TINY, "max_steps": 2, "output_dir": tmp_path / "run"}
-        command = f"{command} {' '.join(flags(short))}"
+        (folder / name).write_text(f"text{separator}label\n" + "".join(rows))
+    (folder / "input.txt").write_text("A line of text to learn by heart.\n" * 100)
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": f"text number {i} " * 20}) + "\n" for i in range(40))
+    )
+    turns = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "Yes."}]
+    (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
+
+
+@pytest.fixture(scope="module")
+def causal_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from finetune.data.tokenizer import train_text_tokenizer
+    from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = train_text_tokenizer("byte", [], 0, 1024, with_end=True)
+    config = GPTLiteConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, max_position_embeddings=1024)
+    GPTLiteForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", to_run())
+def test_a_command_of_the_readme_works(command: str, minilm: Path, causal_model: Path, tmp_path: Path) -> None:
+    write_files(tmp_path)
+    for path in tmp_path.iterdir():
+        command = re.sub(rf"(?<=\s){re.escape(path.name)}", str(path), command)
+    is_run = re.search(r"recipes/(\w+)\.py", command)
+    if is_run:
+        causal = is_run[1] == "causal_lm"
+        command = command.replace("path/to/model", str(causal_model if causal else minilm))
+        short: dict[str, Any] = {"sample_tokens": 4, "bf16": False} if causal else TINY
+        command = f"{command} {' '.join(flags({**short, 'max_steps': 2, 'output_dir': tmp_path / 'run'}))}"
         port = free_port()
         command = command.replace("deepspeed --num_gpus", f"deepspeed --master_port {port} --num_gpus")
         command = command.replace("torchrun --", f"torchrun --master_port {port} --")
     done = run(command)
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}"
-    if "recipes/seq_cls.py" in command:
-        assert (tmp_path / "run" / "model.safetensors").is_file()
+    if is_run:
+        assert list((tmp_path / "run").glob("*model.safetensors"))
+    if is_run and not causal:
         (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
         code = block.replace("runs/seq_cls", str(tmp_path / "run"))
         used = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -18,6 +18,7 @@ from transformers import (
 from finetune.data.columns import Labels
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError
+from finetune.models.source import from_pretrained, positions_of, refuse_without_weights
 
 
 @dataclass
@@ -81,16 +82,16 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
         raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(SIZES)}.")
     config = tokenizer = None
     if arguments.model_name_or_path:
-        config = _from_pretrained(AutoConfig, "model_name_or_path", arguments.model_name_or_path, arguments)
-        _refuse_without_weights(arguments.model_name_or_path)
+        config = from_pretrained(AutoConfig, "model_name_or_path", arguments.model_name_or_path, arguments)
+        refuse_without_weights(arguments.model_name_or_path)
     if arguments.tokenizer_name or arguments.model_name_or_path:
         flag = "tokenizer_name" if arguments.tokenizer_name else "model_name_or_path"
-        tokenizer = _from_pretrained(AutoTokenizer, flag, getattr(arguments, flag), arguments)
+        tokenizer = from_pretrained(AutoTokenizer, flag, getattr(arguments, flag), arguments)
         if not getattr(tokenizer, "is_fast", False):
             raise RequestError(f"--{flag} {getattr(arguments, flag)}: has no tokenizer.json. Convert it to a fast one.")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # GPT-2's and Llama's have none; the attention mask hides it
-    positions = DEFAULT_POSITIONS if config is None else _positions(config)
+    positions = DEFAULT_POSITIONS if config is None else positions_of(config)
     default = min(positions, LARGEST_DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", 10**9))
     length = default if max_seq_length is None else max_seq_length
     if length > positions:
@@ -172,43 +173,3 @@ def _scratch_config(arguments: ModelArguments, tokenizer: Any, label_config: dic
         pad_token_id=tokenizer.pad_token_id,
         **label_config,
     )
-
-
-def _positions(config: Any) -> int:
-    """How many tokens the model can read; RoBERTa's family keeps two positions for itself (padding_idx + 1)."""
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    reserved = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "longformer") else 0
-    return int(positions) - reserved if positions else 10**9
-
-
-def _from_pretrained(auto: Any, flag: str, name: str, arguments: ModelArguments) -> Any:
-    place = Path(name).expanduser()
-    looks_local = place.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not place.is_dir():
-        raise RequestError(f"--{flag} {name}: there is no such folder. Give one that holds config.json, or a hub id.")
-    if looks_local and auto is AutoConfig and not (place / "config.json").is_file():
-        there = ", ".join(sorted(p.name for p in place.iterdir())[:8]) or "nothing"
-        raise RequestError(f"--{flag} {name}: the folder has no config.json; it holds {there}.")
-    try:
-        return auto.from_pretrained(
-            str(place) if looks_local else name,
-            revision=arguments.model_revision,
-            trust_remote_code=arguments.trust_remote_code,
-            local_files_only=not looks_local and not hub_is_reachable(),
-        )
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        tried = "the folder" if looks_local else "the local cache and the hub"
-        raise RequestError(
-            f"--{flag} {name}: cannot be loaded; tried {tried} ({reason}). Offline? Give a folder with config.json, "
-            "model.safetensors and tokenizer.json, or leave the flag out to train a small model from scratch."
-        ) from error
-
-
-def _refuse_without_weights(name: str) -> None:
-    place = Path(name).expanduser()
-    if place.is_dir() and not any(place.glob("*.safetensors*")):
-        there = ", ".join(sorted(p.name for p in place.iterdir())[:8])
-        old = any(place.glob("pytorch_model*.bin"))
-        mend = "Convert the .bin to safetensors." if old else "Give the folder of a trained model."
-        raise RequestError(f"--model_name_or_path {name}: the folder has no *.safetensors; it holds {there}. {mend}")

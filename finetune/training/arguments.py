@@ -36,7 +36,6 @@ class RunArguments:
     nvme_path: str | None = field(default=None, metadata={"help": "folder on a fast disk for NVMe offload"})
     resume: str | None = field(default=None, metadata={"help": "'auto', or the checkpoint folder to go on from"})
     overwrite_output_dir: bool = field(default=False, metadata={"help": "delete the run that output_dir holds"})
-    class_weights: str = field(default="none", metadata={"help": "'balanced': every class counts alike in the loss"})
     early_stopping_patience: int | None = field(default=None, metadata={"help": "evaluations without improvement"})
     group_by_length: bool = field(default=True, metadata={"help": "batches of like length, so that little is padding"})
 

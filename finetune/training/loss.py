@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ import torch
 from finetune.errors import RequestError
 
 PROBE_ROWS, PROBE_TOKENS = 2, 4
+
+
+@dataclass
+class ClassArguments:
+    """How classes count."""
+
+    class_weights: str = field(default="none", metadata={"help": "'balanced': every class counts alike in the loss"})
 
 
 def honours_num_items_in_batch(model: Any, label_is_float: bool = False, label_per_token: bool = False) -> bool | None:

@@ -28,6 +28,22 @@ def check_metric(name: str | None, labels: Labels) -> None:
         raise RequestError(f"--metric_for_best_model {name}: a {labels.task} has {', '.join(there)}.")
 
 
+LANGUAGE = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
+
+
+def check_language_arguments(training: Any) -> None:
+    """Raises RequestError for flags of the Trainer that a language model's run does not honour."""
+    if training.label_smoothing_factor:
+        raise RequestError(
+            "--label_smoothing_factor: the Trainer's smoothing shifts labels that are shifted here. Drop it."
+        )
+    if training.do_predict:
+        raise RequestError("--do_predict: a language model writes samples instead (--sample_prompt). Drop it.")
+    name = training.metric_for_best_model
+    if name is not None and name.removeprefix("eval_") not in LANGUAGE:
+        raise RequestError(f"--metric_for_best_model {name}: a language model has {', '.join(LANGUAGE)}.")
+
+
 def metrics_for(labels: Labels) -> Metrics:
     """A `compute_metrics` for the Trainer.
 
@@ -57,6 +73,24 @@ def regression_metrics(evaluated: Any) -> dict[str, float]:
     mse = float(mean_squared_error(truth, predicted))
     flat = predicted.std() == 0 or truth.std() == 0  # no correlation with a constant
     return {"loss": mse, "mse": mse, "pearson": 0.0 if flat else float(np.corrcoef(truth, predicted)[0, 1])}
+
+
+def language_metrics(tokens_per_byte: float, tokens_per_character: float) -> Metrics:
+    """A `compute_metrics` over the rows' figures (N, 3): loss in nats, right guesses, tokens (models.chunked_loss)."""
+
+    def metrics(evaluated: Any) -> dict[str, float]:
+        nats, right, count = _logits(evaluated.predictions).sum(axis=0)
+        loss = nats / count
+        bits = loss / math.log(2)
+        return {
+            "loss": float(loss),
+            "perplexity": float(math.exp(min(loss, 700))),
+            "bits_per_byte": float(bits * tokens_per_byte),
+            "bits_per_character": float(bits * tokens_per_character),
+            "token_accuracy": float(right / count),
+        }
+
+    return metrics
 
 
 def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:

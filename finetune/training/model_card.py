@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from finetune.training.run_folder import write_text
+
 # Autoescape is for HTML; Markdown cells are made safe by `cell` below, and front matter by JSON, which YAML contains.
 TEMPLATE = """---
 library_name: transformers
-pipeline_tag: text-classification
-{%- if base_model %}
-base_model: {{ base_model | json }}
+pipeline_tag: {{ card.pipeline_tag }}
+{%- if card.base_model %}
+base_model: {{ card.base_model | json }}
 {%- endif %}
 tags: [finetune, deepspeed]
 ---
-# {{ title | cell }}
+# {{ (card.task ~ " on " ~ card.source) | cell }}
 
-{{ task }} with {{ model | cell }}, trained by `{{ recipe }}` of the finetune toolkit.
+{{ card.task }} with {{ card.model | cell }}, trained by `{{ card.recipe }}` of the finetune toolkit.
 
 ## Results
 
@@ -28,28 +32,24 @@ tags: [finetune, deepspeed]
 {% for name, value in metrics -%}
 | {{ name }} | {{ value }} |
 {% endfor %}
-{%- for picture, alt in pictures %}
+{%- for picture, alt in card.pictures %}
 ![{{ alt }}]({{ picture }})
 {% endfor %}
 ## Data
 
-{{ source | cell }}
+{{ card.source | cell }}
 
-| split | rows | left out | cut to {{ max_seq_length }} tokens |
-|---|---|---|---|
-{% for split, rows, skipped, truncated in splits -%}
-| {{ split }} | {{ rows }} | {{ skipped }} | {{ truncated }} |
+| {{ card.table[0] | join(" | ") }} |
+|{{ "---|" * card.table[0] | length }}
+{% for row in card.table[1:] -%}
+| {{ row | map("cell") | join(" | ") }} |
 {% endfor %}
-Text column{{ "s" if text_columns | length > 1 }}: {{ text_columns | join(", ") | cell }}.
-{%- if labels %} Labels: {{ labels }}.{% endif %}
+{% for fact in card.facts %}{{ fact | cell }} {% endfor %}
 
 ## Use
 
 ```python
-from transformers import pipeline
-
-classify = pipeline("text-classification", "path/to/this/folder")
-print(classify("Some text."))
+{{ card.use }}
 ```
 
 ## Make it again
@@ -63,37 +63,45 @@ print(classify("Some text."))
 """
 
 
-def model_card(
-    *,
-    account: Any,
-    metrics: dict[str, Any],
-    environment: dict[str, Any],
-    recipe: str,
-    task: str,
-    model: str,
-    base_model: str | None,
-    pictures: Sequence[tuple[str, str]],
-) -> str:
+@dataclass(frozen=True)
+class Card:
+    """What a recipe has to say of its model. `table` counts the data's splits, its first row being the header; `use` is
+    Python that opens the folder."""
+
+    task: str
+    pipeline_tag: str
+    model: str
+    base_model: str | None
+    recipe: str
+    source: str
+    table: Sequence[Sequence[Any]]
+    facts: Sequence[str]
+    pictures: Sequence[tuple[str, str]]
+    use: str
+
+
+def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any]) -> str:
     """Markdown with the hub's front matter. Names and paths from data are escaped."""
     engine = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     engine.filters |= {"cell": _cell, "json": json.dumps}
-    shown = [(name, _number(value)) for name, value in metrics.items() if isinstance(value, int | float)]
     return engine.from_string(TEMPLATE).render(
-        base_model=base_model,
-        title=f"{task} on {account.source}",
-        task=task,
-        model=model,
-        recipe=recipe,
-        metrics=shown,
-        pictures=pictures,
-        source=account.source,
-        splits=[(s, n, account.skipped.get(s, 0), account.truncated.get(s, 0)) for s, n in account.rows.items()],
-        max_seq_length=account.max_seq_length,
-        text_columns=account.columns.text,
-        labels=", ".join(f"{_cell(name)} ({count:,})" for name, count in list(account.label_counts.items())[:50]),
+        card=card,
+        metrics=[(name, _number(value)) for name, value in metrics.items() if isinstance(value, int | float)],
         command=environment["command"].replace("`", "'"),
         versions=", ".join(f"{name} {version}" for name, version in environment["packages"].items()),
     )
+
+
+def write_card(folder: Path, card: Card) -> None:
+    """README.md of a run folder, with the results and the environment that the run left there."""
+    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    write_text(folder / "README.md", model_card(card, results_of(folder), environment))
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    """What the Trainer gathered in all_results.json; nothing where it did not."""
+    path = folder / "all_results.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def _cell(text: Any) -> str:

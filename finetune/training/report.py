@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,19 +13,32 @@ import numpy as np
 from finetune.data.columns import Labels
 from finetune.errors import RunError
 from finetune.training.metrics import confusion, log_softmax
-from finetune.training.model_card import model_card
+from finetune.training.model_card import Card, results_of, write_card
 from finetune.training.plots import plot_confusion, plot_training
-from finetune.training.run_folder import read_metrics, write_text
+from finetune.training.run_folder import read_metrics
 
 SHOWN_AT_THE_END = (
     "eval_accuracy",
     "eval_f1_macro",
     "eval_pearson",
     "eval_loss",
+    "eval_bits_per_byte",
     "predict_accuracy",
     "predict_pearson",
     "real_tokens_per_second",
 )
+SHOWN_LABELS = 50
+
+USE_CLASSIFIER = """from transformers import pipeline
+
+classify = pipeline("text-classification", "path/to/this/folder")
+"""
+
+USE_LANGUAGE_MODEL = """import finetune.models.gptlite  # makes GPT-lite known to transformers; other models do without
+from transformers import pipeline
+
+write = pipeline("text-generation", "path/to/this/folder")
+print(write("The ", max_new_tokens=100)[0]["generated_text"])"""
 
 
 def write_predictions(
@@ -54,31 +66,81 @@ def write_predictions(
 
 def write_report(folder: Path, data: Any, evaluated: Any | None, source: Any) -> None:
     """`training_curve.png`, `confusion_matrix.png` and README.md, from what the run wrote and its last evaluation."""
-    pictures = []
-    if (folder / "metrics.jsonl").is_file():
-        metric = "eval_pearson" if data.labels.task == "regression" else "eval_accuracy"
-        plot_training(read_metrics(folder), folder / "training_curve.png", metric)
-        pictures.append(("training_curve.png", "Loss and metric over steps"))
+    metric = "eval_pearson" if data.labels.task == "regression" else "eval_accuracy"
+    pictures = _training_curve(folder, metric)
     if evaluated is not None and data.labels.names:
         counts = confusion(evaluated.predictions, evaluated.label_ids, len(data.labels.names))
         plot_confusion(counts, data.labels.names, folder / "confusion_matrix.png")
         pictures.append(("confusion_matrix.png", "True against predicted labels of the validation split"))
-    card = model_card(
-        account=data.account,
-        metrics=_results(folder),
-        environment=json.loads((folder / "environment.json").read_text(encoding="utf-8")),
-        recipe="recipes/seq_cls.py",
+    account = data.account
+    facts = [f"Text: {', '.join(account.columns.text)}."]
+    if account.label_counts:
+        counted = list(account.label_counts.items())[:SHOWN_LABELS]
+        facts.append("Labels: " + ", ".join(f"{name} ({count:,})" for name, count in counted) + ".")
+    card = Card(
         task=f"text {data.labels.task}",
+        pipeline_tag="text-classification",
         model=source.description,
         base_model=source.hub_id,
+        recipe="recipes/seq_cls.py",
+        source=account.source,
+        table=[
+            ("split", "rows", "left out", f"cut to {account.max_seq_length} tokens"),
+            *(
+                (name, n, account.skipped.get(name, 0), account.truncated.get(name, 0))
+                for name, n in account.rows.items()
+            ),
+        ],
+        facts=facts,
         pictures=pictures,
+        use=USE_CLASSIFIER + _call(len(account.columns.text) == 2, not data.labels.names),
     )
-    write_text(folder / "README.md", card)
+    write_card(folder, card)
+
+
+def write_language_report(folder: Path, data: Any, source: Any) -> None:
+    """`training_curve.png` and README.md of a language model."""
+    account = data.account
+    facts = [
+        f"Blocks of {account.block_size} tokens, packing {account.packing}, {account.padding_share:.1%} padding, "
+        f"{account.left_over} tokens at the end of the training text left over.",
+    ]
+    card = Card(
+        task="language modelling",
+        pipeline_tag="text-generation",
+        model=source.description,
+        base_model=source.hub_id,
+        recipe="recipes/causal_lm.py",
+        source=account.source,
+        table=[
+            ("split", "documents", "tokens", "characters", "blocks"),
+            *(
+                (name, f"{n:,}", f"{account.tokens[name]:,}", f"{account.characters[name]:,}", account.blocks[name])
+                for name, n in account.documents.items()
+            ),
+        ],
+        facts=facts,
+        pictures=_training_curve(folder, "eval_bits_per_byte"),
+        use=USE_LANGUAGE_MODEL,
+    )
+    write_card(folder, card)
+
+
+def _call(is_pair: bool, is_regression: bool) -> str:
+    text = '{"text": "One text.", "text_pair": "Another."}' if is_pair else '"Some text."'
+    return f"print(classify({text}{', function_to_apply=' + repr('none') if is_regression else ''}))"
+
+
+def _training_curve(folder: Path, metric: str) -> list[tuple[str, str]]:
+    if not (folder / "metrics.jsonl").is_file():
+        return []
+    plot_training(read_metrics(folder), folder / "training_curve.png", metric)
+    return [("training_curve.png", "Loss and metric over steps")]
 
 
 def headline(folder: Path) -> str:
     """The last line of a run: where it is, and how well it did. Raises RunError where training has diverged."""
-    results = _results(folder)
+    results = results_of(folder)
     steps = [row for row in read_metrics(folder) if "grad_norm" in row] if "train_loss" in results else []
     # A norm that is not finite is null in metrics.jsonl.
     if not math.isfinite(results.get("eval_loss") or 0.0) or (steps and steps[-1]["grad_norm"] is None):
@@ -87,8 +149,3 @@ def headline(folder: Path) -> str:
         )
     shown = ", ".join(f"{name} {results[name]:.4g}" for name in SHOWN_AT_THE_END if name in results)
     return f"done: {folder} ({shown})"
-
-
-def _results(folder: Path) -> dict[str, Any]:
-    path = folder / "all_results.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}

@@ -11,8 +11,9 @@ from finetune.data.tables import DataArguments
 from finetune.errors import RequestError
 from finetune.training.arguments import Request, RunArguments
 from finetune.training.launch import Launch, read_launch
+from finetune.training.loss import ClassArguments
 
-GROUPS = (DataArguments, RunArguments)
+GROUPS = (DataArguments, ClassArguments, RunArguments)
 
 
 def request(*argv: str, **defaults: Any) -> Request:

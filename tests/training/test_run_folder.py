@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import yaml
 
-from finetune.data.classification import Account
-from finetune.data.columns import Columns, Labels
+from finetune.data.columns import Labels
 from finetune.errors import RunError
 from finetune.training.launch import Launch
-from finetune.training.model_card import model_card
+from finetune.training.model_card import Card, model_card
 from finetune.training.plots import plot_confusion, plot_training
 from finetune.training.report import write_predictions
 from finetune.training.run_folder import command_line, explained_disk_errors, read_metrics, write_records
@@ -79,18 +78,20 @@ def test_a_full_disk_is_told_from_other_errors(error: Exception, tmp_path: Path)
 
 def test_the_model_card_survives_hostile_names() -> None:
     hostile = "a|b</td><script>alert(1)</script>\n# title"
-    account = Account(hostile, Columns((hostile,), "label"), {"train": 3}, {}, {}, {hostile: 3}, 64)
     environment = {"command": "python x ```\n# y", "packages": {"torch": "2.13"}}
-    card = model_card(
-        account=account,
-        metrics={"eval_accuracy": 0.5, "peaks": [1, 2]},
-        environment=environment,
-        recipe="r.py",
+    card = Card(
         task="text classification",
-        model="m",
+        pipeline_tag="text-classification",
+        model=hostile,
         base_model=None,
+        recipe="r.py",
+        source=hostile,
+        table=[("split", "rows"), ("train", hostile)],
+        facts=[hostile],
         pictures=[],
+        use="print()",
     )
+    card = model_card(card, {"eval_accuracy": 0.5, "peaks": [1, 2]}, environment)
     front, body = card.split("---\n")[1:3]
     assert yaml.safe_load(front)["pipeline_tag"] == "text-classification"
     assert "<script" not in body.replace("\\<script", "")

@@ -1,0 +1,100 @@
+"""LoRA: a few trained weights beside frozen ones (Hu et al., arXiv 2106.09685), by peft."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from finetune.errors import RequestError
+
+MERGED_FOLDER = "merged"  # in the run folder
+MAX_SHOWN = 20
+
+
+@dataclass
+class AdapterArguments:
+    """Train an adapter in place of the whole model."""
+
+    use_peft: bool = field(default=False, metadata={"help": "train LoRA adapters; the model's own weights stay"})
+    lora_r: int = field(default=16, metadata={"help": "rank of the adapters"})
+    lora_alpha: int = field(default=32, metadata={"help": "their scale is lora_alpha / lora_r"})
+    lora_dropout: float = field(default=0.0, metadata={"help": "on their input"})
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "names of linear layers; default: all but the head"}
+    )
+    merge_adapter: bool = field(default=False, metadata={"help": f"also write the full model, to {MERGED_FOLDER}/"})
+    load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: frozen weights in 4 bits (bitsandbytes, GPU)"})
+
+
+def check_adapter(arguments: AdapterArguments, pretrained: str | None) -> None:
+    """Raises RequestError for what cannot be, before weights are loaded."""
+    if not arguments.use_peft:
+        asked = "load_in_4bit" if arguments.load_in_4bit else "merge_adapter" if arguments.merge_adapter else None
+        if asked:
+            raise RequestError(f"--{asked} is for adapters. Add --use_peft True, or drop it.")
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise RequestError("--use_peft needs peft, which is not installed. pip install peft.")
+    if pretrained is None:
+        raise RequestError(
+            "--use_peft adapts a trained model, and one from scratch has nothing to keep. Give --model_name_or_path."
+        )
+    if arguments.lora_r < 1:
+        raise RequestError(f"--lora_r is {arguments.lora_r}, but an adapter has a rank of 1 or more.")
+    if arguments.load_in_4bit and not (importlib.util.find_spec("bitsandbytes") and torch.cuda.is_available()):
+        raise RequestError(
+            "--load_in_4bit needs a GPU and bitsandbytes (pip install bitsandbytes), and one of them is not here. "
+            "Leave it out for plain LoRA."
+        )
+
+
+def add_adapter(model: Any, arguments: AdapterArguments) -> Any:
+    """`model` with LoRA on its linear layers, which alone are trained. Raises RequestError where no layer matches."""
+    from peft import LoraConfig, get_peft_model
+
+    linear = Counter(name.rsplit(".", 1)[-1] for name, module in model.named_modules() if _is_linear(module))
+    wanted = arguments.lora_target_modules
+    missing = [name for name in wanted or () if not any(_matches(n, name) for n, m in model.named_modules())]
+    if missing:
+        there = ", ".join(f"{name} ({count})" for name, count in linear.most_common(MAX_SHOWN))
+        raise RequestError(f"--lora_target_modules {missing[0]}: no layer has this name. The model has: {there}.")
+    config = LoraConfig(
+        r=arguments.lora_r,
+        lora_alpha=arguments.lora_alpha,
+        lora_dropout=arguments.lora_dropout,
+        target_modules=wanted or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    if model.supports_gradient_checkpointing:
+        model.enable_input_require_grads()  # frozen embeddings would leave a checkpointed block without a gradient
+    return get_peft_model(model, config)
+
+
+def write_merged(folder: Path, source: Any) -> Path:
+    """The full model with the adapter of `folder` in its weights, from disk, so that no ZeRO stage matters. In fp32.
+
+    One rank alone calls it, at the end: from here on models are no longer sharded as they are built.
+    """
+    from peft import PeftModel
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    base = AutoModelForCausalLM.from_pretrained(source.pretrained, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+    merged.save_pretrained(str(folder / MERGED_FOLDER))
+    return folder / MERGED_FOLDER
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's
+
+
+def _matches(full: str, wanted: str) -> bool:
+    return full == wanted or full.endswith(f".{wanted}")

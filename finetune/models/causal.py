@@ -1,0 +1,144 @@
+"""Causal language models: a GPT-lite from scratch at a size that suits the machine, or any pretrained one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from finetune.data.hub import hub_is_reachable
+from finetune.errors import RequestError
+from finetune.models.gptlite import SIZES, GPTLiteConfig, GPTLiteForCausalLM
+from finetune.models.source import from_pretrained, positions_of, refuse_without_weights
+
+
+@dataclass
+class CausalModelArguments:
+    """Which model. Without a name, a GPT-lite of `model_size` is trained from scratch."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "hub id or folder of any causal LM"})
+    model_revision: str = field(default="main", metadata={"help": "branch, tag or commit on the hub"})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "hub id or folder; default: the model's"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "run Python code that comes with the model"})
+    model_size: str = field(default="tiny", metadata={"help": f"from scratch: {', '.join(SIZES)}"})
+    config_overrides: str | None = field(
+        default=None, metadata={"help": "from scratch: e.g. num_hidden_layers=4,hidden_size=128,dropout=0.1"}
+    )
+    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2, ..."})
+    loss_chunk_tokens: int | None = field(
+        default=None, metadata={"help": "logits of so many tokens at once; 0 for all; default: by the vocabulary"}
+    )
+
+
+@dataclass(frozen=True)
+class CausalSource:
+    """A model before its weights. `tokenizer` is None where one is to be made from the text."""
+
+    config: Any
+    tokenizer: Any | None
+    block_size: int
+    pretrained: str | None
+    description: str
+    hub_id: str | None  # for the model card; None for a folder or a model from scratch
+
+
+MOST_DEFAULT_TOKENS = 1024  # of a block; a model that could read more is asked for it by --block_size
+
+
+def find_causal_source(arguments: CausalModelArguments, block_size: int | None) -> CausalSource:
+    """Look at the model's config and tokenizer, not its weights. Raises RequestError where one cannot be had."""
+    name = arguments.model_name_or_path
+    tokenizer = None
+    if name:
+        config = from_pretrained(AutoConfig, "model_name_or_path", name, arguments)
+        refuse_without_weights(name)
+    else:
+        config = scratch_config(arguments)
+    if arguments.tokenizer_name or name:
+        flag = "tokenizer_name" if arguments.tokenizer_name else "model_name_or_path"
+        tokenizer = from_pretrained(AutoTokenizer, flag, getattr(arguments, flag), arguments)
+    most = positions_of(config)
+    length = block_size or min(most, MOST_DEFAULT_TOKENS)
+    if length > most:
+        raise RequestError(
+            f"--block_size is {length}, but the model has {most} positions. Give at most those"
+            + ("." if name else ", or more by --config_overrides max_position_embeddings=" + str(length) + ".")
+        )
+    if length < 2:
+        raise RequestError(f"--block_size is {length}: there is nothing to predict. Give 2 or more.")
+    what = name or f"GPT-lite from scratch, size {arguments.model_size}"
+    hub_id = name if name and not Path(name).expanduser().exists() else None
+    return CausalSource(config, tokenizer, length, name, what, hub_id)
+
+
+def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig:
+    """The config of a size, with what --config_overrides says. Raises RequestError for what a GPT-lite has not."""
+    if arguments.model_size not in SIZES:
+        raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(SIZES)}.")
+    config = GPTLiteConfig(**SIZES[arguments.model_size])
+    for part in filter(None, (arguments.config_overrides or "").split(",")):
+        name, _, value = (word.strip() for word in part.partition("="))
+        old = getattr(config, name, None) if name in GPTLiteConfig.__annotations__ else None
+        if name not in GPTLiteConfig.__annotations__ or name == "vocab_size":
+            known = ", ".join(n for n in GPTLiteConfig.__annotations__ if n != "vocab_size")
+            raise RequestError(f"--config_overrides {part}: a GPT-lite has no such setting to choose. It has: {known}.")
+        try:
+            setattr(config, name, _as_kind_of(old, value))
+        except ValueError as error:
+            raise RequestError(f"--config_overrides {part}: {error}") from error
+    if config.hidden_size % config.num_attention_heads:
+        raise RequestError(
+            f"hidden_size {config.hidden_size} cannot be shared by {config.num_attention_heads} heads: "
+            "it must be a multiple of num_attention_heads. Change one by --config_overrides."
+        )
+    return config
+
+
+def _as_kind_of(old: Any, text: str) -> Any:
+    if isinstance(old, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{text!r} is neither true nor false.")
+        return text.lower() == "true"
+    if isinstance(old, str):
+        return text
+    number = float(text)
+    return int(number) if number.is_integer() and not (isinstance(old, float)) else number
+
+
+def build_causal_lm(
+    arguments: CausalModelArguments, source: CausalSource, tokenizer: Any, load_in_4bit: bool = False
+) -> Any:
+    """The model. Build it after `TrainingArguments`: ZeRO-3 shards then. Raises RequestError where the tokenizer has
+    more tokens than a pretrained model embeds."""
+    if source.pretrained is None:
+        config = source.config
+        config.vocab_size = len(tokenizer)
+        config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+        if arguments.attn_implementation:
+            config._attn_implementation = arguments.attn_implementation
+        return GPTLiteForCausalLM(config)
+    if len(tokenizer) > source.config.vocab_size:
+        raise RequestError(
+            f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {source.config.vocab_size:,}. "
+            "Use the model's own tokenizer."
+        )
+    chosen: dict[str, Any] = {}
+    if arguments.attn_implementation:
+        chosen["attn_implementation"] = arguments.attn_implementation
+    if load_in_4bit:
+        chosen["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+    return AutoModelForCausalLM.from_pretrained(
+        source.pretrained,
+        config=source.config,
+        revision=arguments.model_revision,
+        trust_remote_code=arguments.trust_remote_code,
+        local_files_only=source.hub_id is not None and not hub_is_reachable(),
+        dtype=torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
+        **chosen,
+    )

@@ -1,0 +1,54 @@
+"""Open what a model folder or hub id holds, with errors that say where and how to mend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from finetune.data.hub import hub_is_reachable
+from finetune.errors import RequestError
+
+
+def positions_of(config: Any) -> int:
+    """How many tokens the model can read; RoBERTa's family keeps two positions for itself (padding_idx + 1)."""
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    reserved = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "longformer") else 0
+    return int(positions) - reserved if positions else 10**9
+
+
+def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
+    """What `auto` (AutoConfig, AutoTokenizer) makes of a folder or hub id; `arguments` tell revision and trust. Raises
+    RequestError, naming `flag`."""
+    place = Path(name).expanduser()
+    looks_local = place.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not place.is_dir():
+        raise RequestError(f"--{flag} {name}: there is no such folder. Give one that holds config.json, or a hub id.")
+    if looks_local and auto is AutoConfig and not (place / "config.json").is_file():
+        there = ", ".join(sorted(p.name for p in place.iterdir())[:8]) or "nothing"
+        raise RequestError(f"--{flag} {name}: the folder has no config.json; it holds {there}.")
+    try:
+        return auto.from_pretrained(
+            str(place) if looks_local else name,
+            revision=arguments.model_revision,
+            trust_remote_code=arguments.trust_remote_code,
+            local_files_only=not looks_local and not hub_is_reachable(),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        tried = "the folder" if looks_local else "the local cache and the hub"
+        raise RequestError(
+            f"--{flag} {name}: cannot be loaded; tried {tried} ({reason}). Offline? Give a folder with config.json, "
+            "model.safetensors and tokenizer.json, or leave the flag out to train a small model from scratch."
+        ) from error
+
+
+def refuse_without_weights(name: str) -> None:
+    """Raises RequestError for a folder that holds no safetensors."""
+    place = Path(name).expanduser()
+    if place.is_dir() and not any(place.glob("*.safetensors*")):
+        there = ", ".join(sorted(p.name for p in place.iterdir())[:8])
+        old = any(place.glob("pytorch_model*.bin"))
+        mend = "Convert the .bin to safetensors." if old else "Give the folder of a trained model."
+        raise RequestError(f"--model_name_or_path {name}: the folder has no *.safetensors; it holds {there}. {mend}")

@@ -1,0 +1,197 @@
+"""The language-model recipe by real launches: the same loss everywhere, to the token; a folder that writes text."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPO, Finished, launch
+
+RECIPE = "recipes/causal_lm.py"
+TINY = {
+    "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,max_position_embeddings=64",
+    "max_steps": 6,
+    "logging_steps": 1,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "bf16": False,
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+    "sample_tokens": 8,
+    "max_train_samples": 200,
+}
+GLOBAL_BATCH = 8
+
+
+def train(launcher: str, folder: Path, values: dict[str, Any], ranks: int = 1, check: bool = True) -> Finished:
+    return launch(launcher, folder, {**TINY, **values}, ranks=ranks, recipe=RECIPE, check=check)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Documents of 2 to 60 words, one a row of the batch: micro-batches have very different numbers of tokens."""
+    path = tmp_path_factory.mktemp("uneven") / "a.jsonl"
+    generator = random.Random(0)
+    words = "the cat sat on a mat and saw two birds in tall grass".split()
+    rows = [" ".join(generator.choices(words, k=generator.choice([2, 3, 5, 12]))) for _ in range(240)]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return {"train_file": path, "packing": "none", "group_by_length": False}
+
+
+@pytest.fixture(scope="module")
+def one_process(uneven: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("truth") / "run"
+    return train("python", folder, {**uneven, "per_device_train_batch_size": GLOBAL_BATCH})
+
+
+def assert_same(run: Finished, truth: Finished) -> None:
+    assert len(run.steps) == len(truth.steps) == TINY["max_steps"]
+    assert run.column("loss") == pytest.approx(truth.column("loss"), rel=1e-3)
+    assert run.column("grad_norm") == pytest.approx(truth.column("grad_norm"), rel=1e-3)
+    for name in ("eval_loss", "eval_bits_per_byte", "eval_token_accuracy"):
+        assert run.json("eval_results.json")[name] == pytest.approx(truth.json("eval_results.json")[name], rel=1e-3)
+
+
+def test_two_ranks_with_accumulation_take_the_mean_over_all_tokens(
+    uneven: dict[str, Any], one_process: Finished, tmp_path: Path
+) -> None:
+    values = {**uneven, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    run = train("deepspeed", tmp_path / "run", values, ranks=2)
+    assert_same(run, one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["none", "zero0", "zero1", "zero2", "zero3", "zero2_offload"])
+@pytest.mark.parametrize("chunk", [0, 16], ids=["plain", "chunked"])
+def test_loss_and_gradients_are_the_same_everywhere(
+    config: str, chunk: int, uneven: dict[str, Any], one_process: Finished, tmp_path: Path
+) -> None:
+    values = {**uneven, "deepspeed": config, "loss_chunk_tokens": chunk, "per_device_train_batch_size": 4}
+    assert_same(train("torchrun", tmp_path / "run", values, ranks=2), one_process)
+    if config in ("none", "zero3"):
+        values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        assert_same(train("torchrun", tmp_path / "accumulated", values, ranks=2), one_process)
+
+
+def test_a_run_folder_writes_text_and_two_runs_are_alike(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, pipeline
+
+    run = train("python", tmp_path / "run", {"eval_strategy": "steps", "eval_steps": 3})
+    write = pipeline("text-generation", str(run.folder), device="cpu", trust_remote_code=True)
+    made = write("The ", max_new_tokens=10)[0]["generated_text"]
+    assert made.startswith("The ")
+    assert len(made) == 14
+    wanted = (
+        "README.md all_results.json config.json metrics.jsonl model.safetensors recipe.yaml samples.md tokenizer.json"
+    )
+    assert set(wanted.split()) <= {path.name for path in run.folder.iterdir()}
+    assert (run.folder / "samples.md").read_text().count("## Step") == 2
+    again = train("python", tmp_path / "again", {"eval_strategy": "steps", "eval_steps": 3})
+    assert again.column("loss") == run.column("loss")
+    assert AutoModelForCausalLM.from_pretrained(run.folder).config.model_type == "gptlite"
+
+
+def test_one_batch_is_learnt_by_heart(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\n" * 2)
+    values = {"train_file": path, "block_size": 32, "max_steps": 150, "per_device_train_batch_size": 4}
+    run = train("python", tmp_path / "run", {**values, "validation_split_percentage": 20, "sample_tokens": 0})
+    assert run.steps[-1]["loss"] < 0.05
+
+
+def test_a_pretrained_model_goes_on_and_a_long_block_is_refused(tmp_path: Path) -> None:
+    first = train("python", tmp_path / "first", {})
+    values = {"model_name_or_path": first.folder, "max_steps": 2, "packing": "bfd", "document_mask": True}
+    second = train("python", tmp_path / "second", values)
+    assert second.steps[0]["loss"] < first.steps[0]["loss"]
+    refused = train("python", tmp_path / "third", {**values, "block_size": 100}, check=False)
+    assert refused.status == 2
+    assert "--block_size is 100, but the model has 64 positions" in refused.errors[0]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train("python", tmp_path_factory.mktemp("base") / "run", {}).folder
+
+
+LORA = {"use_peft": True, "lora_r": 4, "learning_rate": 1e-2, "merge_adapter": True}
+
+
+@pytest.fixture(scope="module")
+def adapted(base: Path, uneven: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    values = {**uneven, **LORA, "model_name_or_path": base, "tokenizer_name": base}
+    folder = tmp_path_factory.mktemp("adapted") / "run"
+    return train("python", folder, {**values, "per_device_train_batch_size": GLOBAL_BATCH})
+
+
+def test_an_adapter_is_saved_alone_and_merged_as_it_is(base: Path, adapted: Finished) -> None:
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import finetune.models.gptlite  # noqa: F401  (makes it known to the Auto classes)
+
+    assert (adapted.folder / "adapter_model.safetensors").stat().st_size < (base / "model.safetensors").stat().st_size
+    assert not (adapted.folder / "model.safetensors").exists()
+    ids = AutoTokenizer.from_pretrained(adapted.folder)("the cat sat", return_tensors="pt").input_ids
+    with torch.no_grad():
+        before = AutoModelForCausalLM.from_pretrained(base).eval()(ids).logits
+        beside = AutoPeftModelForCausalLM.from_pretrained(adapted.folder).eval()(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(adapted.folder / "merged").eval()(ids).logits
+    assert torch.allclose(beside, merged, atol=1e-4)
+    assert not torch.allclose(before, merged, atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["none", "zero1", "zero2", "zero3", "zero3_offload"])
+def test_adapters_train_alike_everywhere(
+    config: str, base: Path, adapted: Finished, uneven: dict[str, Any], tmp_path: Path
+) -> None:
+    values = {**uneven, **LORA, "model_name_or_path": base, "tokenizer_name": base, "deepspeed": config}
+    values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "loss_chunk_tokens": 16}
+    run = train("torchrun", tmp_path / "run", values, ranks=2)
+    assert_same(run, adapted)
+    assert (run.folder / "merged" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lora_target_modules": ["q_proj"]}, r"q_proj: no layer has this name\. The model has: .*qkv \(2\)"),
+        ({"load_in_4bit": True}, "needs a GPU and bitsandbytes"),
+        ({"model_name_or_path": None}, "adapts a trained model"),
+    ],
+    ids=["no such layer", "4 bits on a CPU", "from scratch"],
+)
+def test_adapters_that_cannot_be_are_refused(values: dict[str, Any], message: str, base: Path, tmp_path: Path) -> None:
+    asked = {**LORA, "model_name_or_path": base, **values}
+    run = train("python", tmp_path / "run", {k: v for k, v in asked.items() if v is not None}, check=False)
+    assert run.status == 2
+    assert re.search(message, run.errors[0])
+    assert not run.folder.exists()
+
+
+def shipped_yamls() -> list[Path]:
+    return sorted(path for path in (REPO / "recipes" / "configs").glob("*.yaml") if "seq_cls" not in path.name)
+
+
+def test_there_are_shipped_yamls() -> None:
+    assert len(shipped_yamls()) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", shipped_yamls(), ids=lambda path: path.stem)
+def test_every_shipped_yaml_runs(path: Path, base: Path, uneven: dict[str, Any], tmp_path: Path) -> None:
+    """Shortened, and narrowed where the model is a large one; all else is as the file says."""
+    values: dict[str, Any] = {"config": path, "max_steps": 2, "logging_steps": 1, "train_file": uneven["train_file"]}
+    values |= {"sample_tokens": 4, "max_train_samples": 40, "max_eval_samples": 4, "output_dir": tmp_path / "run"}
+    if "FOLDER" in path.read_text():
+        values |= {"model_name_or_path": base, "block_size": 64}
+    elif "model_size" in path.read_text():
+        values |= {"config_overrides": "hidden_size=24,num_hidden_layers=2", "block_size": 32, "bpe_vocab_size": 300}
+    run = launch("python", tmp_path / "run", values, recipe=RECIPE)
+    assert len(run.steps) == 2
