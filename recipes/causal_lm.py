@@ -82,7 +82,8 @@ def main() -> None:
     check_same_model(session.checkpoint, model)
 
     # Trainer
-    callbacks = [MetricsFile(), Samples(sample_args, folder, training.seed)]
+    samples = Samples(sample_args, folder, training.seed)
+    callbacks = [MetricsFile(), samples]
     if run_args.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(run_args.early_stopping_patience))
     trainer = FinetuneTrainer(
@@ -120,6 +121,8 @@ def main() -> None:
             if adapter_args.merge_adapter and training.do_train:
                 session.say(f"merged: {write_merged(folder, source)}")
             write_language_report(folder, data, source)
+            if samples.last:
+                session.say("sample:", samples.last)
             session.say(headline(folder))
 
 

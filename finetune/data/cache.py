@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from finetune.errors import RunError, disk_is_full
 
+OF_NO_EFFECT = ("preprocessing_num_workers", "data_timeout_seconds")  # flags that change nothing of what is prepared
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 30.0
 
@@ -49,6 +50,14 @@ def file_state(path: str | None) -> tuple[str, int, int] | None:
     except OSError:
         return str(place), -1, -1
     return str(place), state.st_size, state.st_mtime_ns
+
+
+def file_states(dataset_name: str | None, *files: str | None) -> list[tuple[str, int, int] | None]:
+    """The state of each file that data come from, those of a data set in a local folder included."""
+    place = Path(dataset_name or "").expanduser()
+    is_folder = dataset_name is not None and place.is_dir()
+    local = sorted(str(file) for file in place.rglob("*") if file.is_file()) if is_folder else []
+    return [file_state(file) for file in (*files, *local)]
 
 
 def prepare_once(

@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from finetune.data.cache import cache_home, cache_key, file_state, prepare_once
+from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.chat import completion, conversation
 from finetune.data.documents import CHAT, TEXT, Corpus, open_corpus
 from finetune.data.packing import Collator, PackedDataset, Tokens, TokenWriter, best_fit_decreasing, one_each, wrapped
-from finetune.data.tokenizer import TEXT_TOKENIZERS, train_text_tokenizer
+from finetune.data.tokenizer import TEXT_TOKENIZERS, identity, train_text_tokenizer
 from finetune.errors import RequestError
 
 FORMAT = 1  # raise it when what is cached changes
@@ -138,15 +138,13 @@ class _Job:
 
     def key(self) -> str:
         arguments = self.arguments
-        of_no_effect = ("preprocessing_num_workers", "data_timeout_seconds")
         return cache_key(
             FORMAT,
             platform.python_version(),  # the built-in text is Python's own
-            {name: value for name, value in asdict(arguments).items() if name not in of_no_effect},
+            {name: value for name, value in asdict(arguments).items() if name not in OF_NO_EFFECT},
             asdict(self.blocks),
-            [file_state(file) for file in (arguments.train_file, arguments.validation_file)],
-            None if self.tokenizer is None else [type(self.tokenizer).__name__, self.tokenizer.chat_template],
-            None if self.tokenizer is None else self.tokenizer.backend_tokenizer.to_str(),
+            file_states(arguments.dataset_name, arguments.train_file, arguments.validation_file),
+            None if self.tokenizer is None else [*identity(self.tokenizer), self.tokenizer.chat_template],
             self.block_size,
             self.seed,
         )

@@ -15,7 +15,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorWithPadding
 
-from finetune.data.cache import cache_home, cache_key, file_state, prepare_once
+from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.columns import Columns, Labels
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
 from finetune.data.tables import (
@@ -28,7 +28,7 @@ from finetune.data.tables import (
     clean_tables,
     load_tables,
 )
-from finetune.data.tokenizer import train_wordpiece
+from finetune.data.tokenizer import identity, train_wordpiece
 from finetune.errors import RequestError
 
 MANY_NUMBERS = 20  # more labels than these, all of them integers, may be amounts
@@ -136,18 +136,13 @@ class _Preparation:
     def key(self) -> str:
         """The name of the cache folder: it changes with every flag, file and version that changes the data."""
         arguments = self.arguments
-        place = Path(arguments.dataset_name or "").expanduser()
-        is_folder = arguments.dataset_name is not None and place.is_dir()
-        local = sorted(str(file) for file in place.rglob("*") if file.is_file()) if is_folder else []
-        files = [arguments.train_file, arguments.validation_file, arguments.test_file, *local]
-        of_no_effect = ("preprocessing_num_workers", "data_timeout_seconds")
         return cache_key(
             FORMAT,
             platform.python_version(),  # the built-in text is Python's own
             asdict(arguments),
-            {name: value for name, value in asdict(self.preparation).items() if name not in of_no_effect},
-            [file_state(file) for file in files],
-            None if self.tokenizer is None else _identity(self.tokenizer),
+            {name: value for name, value in asdict(self.preparation).items() if name not in OF_NO_EFFECT},
+            file_states(arguments.dataset_name, arguments.train_file, arguments.validation_file, arguments.test_file),
+            None if self.tokenizer is None else identity(self.tokenizer),
             self.max_seq_length,
             self.vocab_size,
             self.seed,
@@ -178,12 +173,6 @@ class _Preparation:
             rows, skipped = {"train": found.rows, **rows}, {"train": found.skipped, **skipped}
         account = Account(source, clean.columns, rows, skipped, truncated, counts, self.max_seq_length, found)
         save(folder, tokenized, clean.labels, account, tokenizer)
-
-
-def _identity(tokenizer: Any) -> list[Any]:
-    """All of a tokenizer that shows in what it makes: one tokenizer.json serves classes of different inputs."""
-    kind = [type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.padding_side, tokenizer.truncation_side]
-    return [*kind, tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()]
 
 
 def _texts(clean: CleanTables) -> Iterator[str]:

@@ -22,6 +22,12 @@ PREFIX = "##"  # before a piece that goes on with a word
 ALPHABET_CHARACTERS = 1_000  # the commonest; a rarer character makes its word unknown
 
 
+def identity(tokenizer: Any) -> list[Any]:
+    """All of a tokenizer that shows in what it makes: one tokenizer.json serves classes of different inputs."""
+    kind = [type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.padding_side, tokenizer.truncation_side]
+    return [*kind, tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()]
+
+
 def train_wordpiece(texts: Iterable[str], vocab_size: int, max_length: int) -> Any:
     """A lower-casing WordPiece tokenizer as BERT's, with a vocabulary of at most `vocab_size`.
 

@@ -23,9 +23,12 @@ REGRESSION = ("loss", "mse", "pearson")
 
 def check_metric(name: str | None, labels: Labels) -> None:
     """Raises RequestError for a --metric_for_best_model that no evaluation will give."""
-    there = REGRESSION if labels.task == "regression" else CLASSIFICATION
+    _refuse_other_than(REGRESSION if labels.task == "regression" else CLASSIFICATION, name, labels.task)
+
+
+def _refuse_other_than(there: tuple[str, ...], name: str | None, kind: str) -> None:
     if name is not None and name.removeprefix("eval_") not in there:
-        raise RequestError(f"--metric_for_best_model {name}: a {labels.task} has {', '.join(there)}.")
+        raise RequestError(f"--metric_for_best_model {name}: a {kind} has {', '.join(there)}.")
 
 
 LANGUAGE = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
@@ -39,9 +42,7 @@ def check_language_arguments(training: Any) -> None:
         )
     if training.do_predict:
         raise RequestError("--do_predict: a language model writes samples instead (--sample_prompt). Drop it.")
-    name = training.metric_for_best_model
-    if name is not None and name.removeprefix("eval_") not in LANGUAGE:
-        raise RequestError(f"--metric_for_best_model {name}: a language model has {', '.join(LANGUAGE)}.")
+    _refuse_other_than(LANGUAGE, training.metric_for_best_model, "language model")
 
 
 def metrics_for(labels: Labels) -> Metrics:

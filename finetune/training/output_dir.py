@@ -22,6 +22,7 @@ INPUTS = (
     "validation_file",
     "test_file",
     "config",
+    "deepspeed",
 )
 
 
@@ -54,7 +55,7 @@ def check_output_dir(request: Request) -> None:
             f"--output_dir {folder}: holds {', '.join(sorted(entries)[:3])} but no {RUN_RECORD}, so it is no run of "
             "ours and is not deleted. Empty it by hand, or give another folder."
         )
-    for name in (*INPUTS, "deepspeed"):
+    for name in INPUTS:
         given = Path(str(request.values.get(name) or "")).expanduser()
         if request.values.get(name) and given.exists() and given.resolve().is_relative_to(folder.resolve()):
             raise RequestError(

@@ -1,4 +1,4 @@
-"""What the model writes: a seeded sample at each evaluation, into the run folder and, on one rank, to the screen."""
+"""What the model writes: a seeded sample at each evaluation, into the run folder; the recipe prints the last."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ class FinetuneTrainer(Trainer):
         return sampler
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """None where --max_steps have been had: a run that is resumed at its end would take a step more (transformers
-        5.23, Trainer._run_epoch looks at the number of steps after each of them)."""
+        """No batches where --max_steps have been had: a run that is resumed at its end would take a step more
+        (transformers 5.23, Trainer._run_epoch looks at the number of steps after each of them)."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return [], None

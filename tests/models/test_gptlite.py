@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM, from_gpt2
+from finetune.models.gpt2_weights import from_gpt2
+from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.training.loss import honours_num_items_in_batch
 
 SHAPE = {"vocab_size": 61, "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4}
