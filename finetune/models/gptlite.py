@@ -222,8 +222,8 @@ class GPTLiteModel(GPTLitePreTrainedModel):
         x = self.embeddings.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        if position_ids is None:
-            position_ids = torch.arange(past, past + x.shape[1], device=x.device).unsqueeze(0)
+        # The mask is asked for with the positions that were given: with none it is known to be plain, and attention
+        # runs its causal kernel without a mask, also in a compiled graph and without waiting for the device.
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=x,
@@ -232,9 +232,10 @@ class GPTLiteModel(GPTLitePreTrainedModel):
             position_ids=position_ids,
         )
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(
-                config=self.config
-            )  # after the mask, which takes no packed rows with a cache
+            # After the mask, which takes no packed rows with a cache.
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            position_ids = torch.arange(past, past + x.shape[1], device=x.device).unsqueeze(0)
         x = self.embeddings(x, position_ids)
         for block in self.blocks:
             x = block(x, mask, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
