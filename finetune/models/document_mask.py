@@ -1,0 +1,54 @@
+"""Do the documents of a block see one another? The model is asked, for a mask that is not honoured is not missed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from finetune.errors import RequestError
+
+DOCUMENT_TOKENS = 3
+
+
+def check_document_mask(model: Any) -> None:
+    """Raises RequestError where positions that start again do not part documents in this model.
+
+    transformers builds the mask from `position_ids` (masking_utils.py, find_packed_sequence_indices), for models that
+    let it build their masks; others, and layers that are no attention, mix the documents without a word.
+    """
+    if model.config._attn_implementation not in ("eager", "sdpa"):
+        return  # flash and flex attention take positions as they are, and run on no CPU
+    try:
+        apart = documents_are_apart(model)
+    except Exception as error:  # whatever a config says to being shortened
+        raise RequestError(
+            f"--document_mask: whether {type(model).__name__} keeps the documents of a block apart could not be found "
+            f"out ({str(error).splitlines()[0][:200]}). Drop it, or use --packing none."
+        ) from error
+    if not apart:
+        raise RequestError(
+            f"--document_mask: {type(model).__name__} lets the documents of a block see one another all the same. Drop "
+            "it, or use --packing none."
+        )
+
+
+def documents_are_apart(model: Any) -> bool:
+    """True if a document's logits in a block are those that it has alone, in a small copy of `model`: a layer of each
+    type that its config names, with weights drawn anew, on the CPU."""
+    config = copy.deepcopy(model.config)
+    types = list(dict.fromkeys(getattr(config, "layer_types", None) or ["attention"]))
+    config.num_hidden_layers = len(types)
+    if getattr(config, "layer_types", None):
+        config.layer_types = types
+    config.vocab_size = 2 * DOCUMENT_TOKENS
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    config.use_cache = False
+    ids = torch.arange(2 * DOCUMENT_TOKENS)[None]
+    positions = torch.arange(DOCUMENT_TOKENS).repeat(2)[None]
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        twin = type(model)(config).eval()
+        packed = twin(input_ids=ids, position_ids=positions).logits[:, DOCUMENT_TOKENS:]
+        alone = twin(input_ids=ids[:, DOCUMENT_TOKENS:], position_ids=positions[:, DOCUMENT_TOKENS:]).logits
+    return bool(torch.allclose(packed, alone, atol=1e-4))
