@@ -12,14 +12,17 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
-from finetune.data.chat import completion, conversation
+from finetune.data.chat import DEFAULT_TEMPLATE
 from finetune.data.documents import CHAT, TEXT, Corpus, open_corpus
-from finetune.data.packing import Collator, PackedDataset, Tokens, TokenWriter, best_fit_decreasing, one_each, wrapped
+from finetune.data.encoding import Encoder, write_tokens
+from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_fit_decreasing, one_each, wrapped
+from finetune.data.token_stream import TokenStream
 from finetune.data.tokenizer import TEXT_TOKENIZERS, identity, train_text_tokenizer
 from finetune.errors import RequestError
 
-FORMAT = 1  # raise it when what is cached changes
+FORMAT = 2  # raise it when what is cached changes
 PACKINGS = ("wrapped", "bfd", "none")
+TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary on
 
 
 @dataclass
@@ -32,6 +35,7 @@ class CorpusArguments:
     validation_file: str | None = field(default=None, metadata={"help": "likewise; default: a part of train"})
     text_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
     validation_split_percentage: float = field(default=10.0, metadata={"help": "of train, held out"})
+    streaming: bool = field(default=False, metadata={"help": "read training text on the way, and keep nothing of it"})
     max_train_samples: int | None = field(default=None, metadata={"help": "the first so many documents"})
     max_eval_samples: int | None = field(default=None, metadata={"help": "likewise for validation"})
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "processes that tokenize"})
@@ -82,15 +86,16 @@ class CorpusAccount:
         """One line for the log: what is used, and which flags change it."""
         more = "; --train_file takes your own" if self.source.startswith("built-in") else ""
         counts = ", ".join(f"{count:,} {split}" for split, count in self.tokens.items())
+        counts = counts if "train" in self.tokens else f"streamed; {counts}"
         rest = f", {self.left_over} left over" if self.left_over else ""
         return f"data: {self.source} ({counts} tokens{rest}; blocks of {self.block_size}, {self.packing}{more})"
 
 
 @dataclass(frozen=True)
 class CorpusData:
-    """Splits `train` and `validation` as blocks, with all that belongs to them."""
+    """Splits `train` and `validation` as blocks, with all that belongs to them. `train` may be a stream."""
 
-    splits: dict[str, PackedDataset]
+    splits: dict[str, PackedDataset | TokenStream]
     account: CorpusAccount
     tokenizer: Any
 
@@ -99,6 +104,12 @@ class CorpusData:
         """Stacks blocks; the shorter ones are padded."""
         pad = self.tokenizer.pad_token_id
         return Collator(pad if pad is not None else self.tokenizer.eos_token_id or 0)
+
+    @property
+    def lengths(self) -> Any:
+        """Tokens in each training block, to group by; None where all blocks have one length, or nobody knows."""
+        train = self.splits["train"]
+        return train.lengths if isinstance(train, PackedDataset) and self.account.packing == "none" else None
 
 
 def prepare_corpus(
@@ -119,6 +130,11 @@ def prepare_corpus(
     for name, given, known in (("packing", blocks.packing, PACKINGS), ("tokenizer", blocks.tokenizer, TEXT_TOKENIZERS)):
         if given not in known:
             raise RequestError(f"--{name} {given}: give one of {', '.join(known)}.")
+    if arguments.streaming and tokenizer is None and blocks.tokenizer == "char":
+        raise RequestError(
+            "--streaming with a character tokenizer: later text may have characters that the first lacks. Add "
+            "--tokenizer byte or bpe."
+        )
     job = _Job(arguments, blocks, tokenizer, block_size, seed)
     folder = cache_home() / "causal_lm" / job.key()
     timeout = arguments.data_timeout_seconds
@@ -150,20 +166,14 @@ class _Job:
         )
 
     def make(self, folder: Path) -> None:
-        """Read, tokenize, and write tokens and what was counted."""
-        corpus = open_corpus(self.arguments, self.arguments.validation_split_percentage, self.seed)
-        tables = {
-            split: table if most is None else table.select(range(min(most, len(table))))
-            for split, table, most in (
-                ("train", corpus.train, self.arguments.max_train_samples),
-                ("validation", corpus.validation, self.arguments.max_eval_samples),
-            )
-        }
-        tokenizer = self.tokenizer or self._train_tokenizer(corpus, tables["train"])
-        if self.tokenizer is None and self.blocks.tokenizer == "char":
-            _refuse_unknown_characters(tokenizer, tables["validation"])
+        """Read, tokenize, and write tokens and what was counted. A stream's training text is left where it is."""
+        corpus = open_corpus(self.arguments, self.seed)
+        tokenizer = self.tokenizer or self._train_tokenizer(corpus)
         account: dict[str, Any] = {"source": corpus.source, "kind": corpus.kind}
         workers = self.arguments.preprocessing_num_workers or os.cpu_count() or 1
+        tables = {"validation": corpus.validation}
+        if not self.arguments.streaming:
+            tables = {"train": corpus.train, **tables}
         for split, table in tables.items():
             (folder / split).mkdir()
             counts = write_tokens(folder / split, table, corpus.kind, tokenizer, workers)
@@ -172,119 +182,59 @@ class _Job:
         tokenizer.save_pretrained(str(folder / "tokenizer"))
         (folder / "account.json").write_text(json.dumps(account, indent=1))
 
-    def _train_tokenizer(self, corpus: Corpus, train: Any) -> Any:
+    def _train_tokenizer(self, corpus: Corpus) -> Any:
         if corpus.kind != TEXT:
             raise RequestError(f"the data has {corpus.kind}, which wants a model's own tokenizer. Give one.")
-        single = "ends" in train.column_names and sum(train["ends"]) <= 1
+        train = corpus.train
+        if self.arguments.streaming:
+            texts, single = (row["text"] for row in train.take(TOKENIZER_DOCUMENTS)), False
+        else:
+            texts, single = train["text"], "ends" in train.column_names and sum(train["ends"]) <= 1
         kind, size = self.blocks.tokenizer, self.blocks.bpe_vocab_size
-        return train_text_tokenizer(kind, train["text"], size, self.block_size, with_end=not single)
+        return train_text_tokenizer(kind, texts, size, self.block_size, with_end=not single)
 
     def load(self, folder: Path) -> CorpusData:
         """Blocks are cut anew each time: it is quick, and the tokens stay on the disk."""
         found = json.loads((folder / "account.json").read_text())
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
-        splits, left_over = {}, 0
-        for split in ("train", "validation"):
-            tokens = Tokens.open(folder / split)
+        if found["kind"] == CHAT and not tokenizer.chat_template:
+            tokenizer.chat_template = DEFAULT_TEMPLATE  # saved with the model, which has learnt by it
+        held_out = Tokens.open(folder / "validation")
+        splits: dict[str, Any] = {"validation": self._blocks(held_out, keep_tail=True)}
+        left_over, padding = 0, 0.0
+        if self.arguments.streaming:
+            splits["train"] = self._stream(tokenizer, found["kind"])
+        else:
+            train = self._blocks(Tokens.open(folder / "train"), keep_tail=False)
+            if not len(train):
+                raise RequestError(
+                    f"the training text has {found['tokens']['train']:,} tokens, less than one block of "
+                    f"{self.block_size} and the token after it. Give more text, or a smaller --block_size."
+                )
+            splits["train"] = train
             if self.blocks.packing == "wrapped":
-                cut, rest = wrapped(tokens.starts, self.block_size, keep_tail=split == "validation")
-                left_over += rest
+                left_over = found["tokens"]["train"] - 1 - int(train.lengths.sum())
             elif self.blocks.packing == "bfd":
-                cut = best_fit_decreasing(tokens.starts, self.block_size)
-            else:
-                cut = one_each(tokens.starts, self.block_size)
-            splits[split] = PackedDataset(tokens, cut, self.blocks.document_mask)
-        if not len(splits["train"]):
-            raise RequestError(
-                f"the training text has {found['tokens']['train']:,} tokens, less than one block of {self.block_size} "
-                "and the token after it. Give more text, or a smaller --block_size."
-            )
-        lengths = splits["train"].lengths
+                padding = 1 - float(train.lengths.mean()) / int(train.lengths.max())
         account = CorpusAccount(
             **found,
-            blocks={split: len(blocks) for split, blocks in splits.items()},
+            blocks={name: len(split) for name, split in splits.items() if isinstance(split, PackedDataset)},
             left_over=left_over,
-            padding_share=0.0 if self.blocks.packing == "none" else 1 - float(lengths.mean()) / int(lengths.max()),
+            padding_share=padding,
             block_size=self.block_size,
             packing=self.blocks.packing,
         )
         return CorpusData(splits, account, tokenizer)
 
+    def _blocks(self, tokens: Tokens, keep_tail: bool) -> PackedDataset:
+        return PackedDataset(tokens, self._cut(tokens.starts, keep_tail), self.blocks.document_mask)
 
-def write_tokens(folder: Path, table: Any, kind: str, tokenizer: Any, workers: int) -> dict[str, int]:
-    """Tokenize a table into `folder`, on all cores and never whole in memory; what it counted, by name."""
-    ends = tokenizer.eos_token_id is not None
-    encoder = _TextEncoder(tokenizer) if kind == TEXT else _TurnEncoder(tokenizer, kind)
-    encoded = table.map(
-        encoder,
-        batched=True,
-        batch_size=8,
-        with_indices=True,
-        num_proc=workers if workers > 1 and len(table) > 8 * workers else None,
-        remove_columns=[name for name in table.column_names if name != "ends"],
-        desc="tokenizing",
-    )
-    writer = TokenWriter(folder, len(tokenizer))
-    counts = {"characters": 0, "bytes": 0, "learnt": 0}
-    for row in encoded.with_format("numpy"):
-        writer.add(row["ids"], row.get("learnt"))
-        counts["learnt"] += int(row["learnt"].sum()) if "learnt" in row else len(row["ids"])
-        if row.get("ends", True):
-            if ends and kind == TEXT:
-                writer.add([tokenizer.eos_token_id])
-            writer.end_document()
-        for name in ("characters", "bytes"):
-            counts[name] += int(row[name])
-    writer.close()
-    return {**counts, "documents": len(writer.starts) - 1, "tokens": writer.written}
+    def _cut(self, starts: Any, keep_tail: bool = False) -> Blocks:
+        if self.blocks.packing == "wrapped":
+            return wrapped(starts, self.block_size, keep_tail)[0]
+        return (best_fit_decreasing if self.blocks.packing == "bfd" else one_each)(starts, self.block_size)
 
-
-class _TextEncoder:
-    """Plain text to ids, without special tokens; a class, for processes that tokenize must be handed it."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def __call__(self, rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-        texts = rows["text"]
-        return {
-            "ids": self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"],
-            "characters": [len(text) for text in texts],
-            "bytes": [len(text.encode()) for text in texts],
-        }
-
-
-class _TurnEncoder:
-    """Conversations, or prompts with completions, to ids and which of them are learnt."""
-
-    def __init__(self, tokenizer: Any, kind: str) -> None:
-        self.tokenizer, self.kind = tokenizer, kind
-
-    def __call__(self, rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-        if self.kind == CHAT:
-            made = [conversation(self.tokenizer, m, n + 1) for m, n in zip(rows["messages"], numbers, strict=True)]
-        else:
-            made = [completion(self.tokenizer, p, c) for p, c in zip(rows["prompt"], rows["completion"], strict=True)]
-        learnt_texts = [
-            self.tokenizer.decode([i for i, used in zip(ids, learnt, strict=True) if used]) for ids, learnt in made
-        ]
-        return {
-            "ids": [ids for ids, _ in made],
-            "learnt": [learnt for _, learnt in made],
-            "characters": [len(text) for text in learnt_texts],
-            "bytes": [len(text.encode()) for text in learnt_texts],
-        }
-
-
-def _refuse_unknown_characters(tokenizer: Any, table: Any) -> None:
-    """A character tokenizer has no token for a character that the training text lacks."""
-    known = set(tokenizer.get_vocab())
-    for number, text in enumerate(table["text"], 1):
-        for place, character in enumerate(text):
-            if character not in known:
-                near = text[max(0, place - 20) : place + 20]
-                raise RequestError(
-                    f"the validation text has {character!r} (U+{ord(character):04X}), which the training text lacks, "
-                    f"at character {place + 1:,} of document {number} ({near!r}). A character tokenizer has no token "
-                    "for it: use --tokenizer byte or bpe, or mend the text."
-                )
+    def _stream(self, tokenizer: Any, kind: str) -> TokenStream:
+        documents = open_corpus(self.arguments, self.seed).train
+        carries, mask = self.blocks.packing == "wrapped", self.blocks.document_mask
+        return TokenStream(documents, Encoder(tokenizer, kind), self._cut, carries, mask, self.seed)

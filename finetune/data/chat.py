@@ -6,9 +6,11 @@ from typing import Any
 
 from finetune.errors import RequestError
 
-# Used where a tokenizer brings no template of its own: ChatML, with the marks in words so that no token must be added.
+# Used where a tokenizer brings no template of its own: marks in words, so that no token must be added, and the end of
+# text after each of the assistant's turns, so that the model learns to stop.
 DEFAULT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + '\\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 

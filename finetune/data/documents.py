@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from finetune.data.builtin import manual_topics
 from finetune.data.columns import TEXT_NAMES
 from finetune.data.files import open_file, open_hub
+from finetune.data.streaming import is_drawn
 from finetune.errors import RequestError
 
-PIECE_CHARACTERS = 1 << 20  # a text file is read and tokenized in pieces of about this size, cut at line ends
+PIECE_CHARACTERS = 1 << 14  # a text file is read and tokenized in pieces of about this size, cut at line ends
+HELD_OUT_DOCUMENTS = 1_000  # of a stream, where --max_eval_samples does not say
 TEXT_FILES = (".txt", ".text", ".md")
 
 TEXT, CHAT, COMPLETION = "text", "messages", "completion"
@@ -24,69 +26,87 @@ TEXT, CHAT, COMPLETION = "text", "messages", "completion"
 @dataclass(frozen=True)
 class Corpus:
     """Rows of one kind: `text` (with `ends`, false where a document goes on in the next row), `messages`, or
-    `prompt` and `completion`. `source` says where they come from."""
+    `prompt` and `completion`. `source` says where they come from. `train` of a stream is an IterableDataset."""
 
     kind: str
-    train: Dataset
+    train: Any
     validation: Dataset
     source: str
 
 
-def open_corpus(arguments: Any, percentage: float, seed: int) -> Corpus:
+def open_corpus(arguments: Any, seed: int) -> Corpus:
     """The training and the held-out documents. Raises RequestError."""
     if arguments.dataset_name and arguments.train_file:
         raise RequestError("--dataset_name and --train_file are both given. Keep one.")
+    if arguments.streaming and not (arguments.dataset_name or arguments.train_file):
+        raise RequestError("--streaming needs something to stream: give --train_file or --dataset_name.")
     if arguments.dataset_name:
-        train = open_hub(arguments.dataset_name, arguments.dataset_config_name, "train")
-        held_out = open_hub(arguments.dataset_name, arguments.dataset_config_name, "validation")
+        name, config = arguments.dataset_name, arguments.dataset_config_name
+        train = open_hub(name, config, "train", arguments.streaming)
+        held_out = open_hub(name, config, "validation", arguments.streaming)
         if train is None:
-            raise RequestError(f"--dataset_name {arguments.dataset_name}: has no train split.")
-        source = " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
+            raise RequestError(f"--dataset_name {name}: has no train split.")
+        source = " ".join(filter(None, (name, config)))
     elif arguments.train_file:
-        train = _open("train_file", arguments.train_file)
+        train = _open("train_file", arguments.train_file, arguments.streaming)
         held_out = _open("validation_file", arguments.validation_file) if arguments.validation_file else None
         source = Path(arguments.train_file).name
     else:
         train, held_out = Dataset.from_dict({"text": manual_topics()}), None
         source = "built-in reference manual of Python"
     kind, train = _settle(train, arguments.text_column_name, "the training data")
-    if held_out is None:
-        train, held_out = _hold_out(kind, train, percentage, seed)
-    else:
+    most, percentage = arguments.max_eval_samples, arguments.validation_split_percentage
+    if held_out is not None:
         other, held_out = _settle(held_out, arguments.text_column_name, "the validation data")
         if other != kind:
             raise RequestError(f"the training data has {kind}, but the validation data has {other}. Give both alike.")
+        if isinstance(held_out, IterableDataset):
+            held_out = Dataset.from_list(list(held_out.take(most or HELD_OUT_DOCUMENTS)))
+    else:
+        _check_percentage(percentage)
+        if arguments.streaming:
+            train, held_out = _draw_from_stream(train, percentage, most or HELD_OUT_DOCUMENTS, seed)
+        else:
+            train, held_out = _hold_out(train, percentage, seed)
+    if arguments.max_train_samples and arguments.streaming:
+        train = train.take(arguments.max_train_samples)
+    elif arguments.max_train_samples:
+        train = train.select(range(min(arguments.max_train_samples, len(train))))
+    if most:
+        held_out = held_out.select(range(min(most, len(held_out))))
     return Corpus(kind, train, held_out, source)
 
 
-def _open(flag: str, name: str) -> Dataset:
+def _open(flag: str, name: str, streaming: bool = False) -> Any:
     path = Path(name).expanduser()
     if path.suffix.lower() not in TEXT_FILES:
-        return open_file(flag, name)
+        return open_file(flag, name, streaming)
     if not path.is_file():
         raise RequestError(f"--{flag} {name}: there is no such file. Check the path.")
     if path.stat().st_size == 0:
         raise RequestError(f"--{flag} {name}: the file is empty.")
-    return Dataset.from_generator(_pieces_of, gen_kwargs={"path": str(path), "state": path.stat().st_mtime_ns})
+    kind = IterableDataset if streaming else Dataset
+    return kind.from_generator(_pieces_of, gen_kwargs={"path": str(path), "state": path.stat().st_mtime_ns})
 
 
 def _pieces_of(path: str, state: int) -> Iterator[dict[str, Any]]:
     """One text file as one document, in pieces. `state` is there for the library's cache, which keeps what it made."""
     with open(path, encoding="utf-8", newline="") as file:
-        piece = "".join(_lines_of(file))
+        piece = _read_piece(file)
         while piece:
-            following = "".join(_lines_of(file))
+            following = _read_piece(file)
             yield {"text": piece, "ends": not following}
             piece = following
 
 
-def _lines_of(file: Any) -> list[str]:
-    return list(file.readlines(PIECE_CHARACTERS))
+def _read_piece(file: Any) -> str:
+    """Up to a line end, unless the line is a very long one."""
+    return str(file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS))
 
 
-def _settle(table: Dataset, column: str | None, where: str) -> tuple[str, Dataset]:
-    """What kind of documents a table holds, and the columns that matter."""
-    names = table.column_names
+def _settle(table: Any, column: str | None, where: str) -> tuple[str, Any]:
+    """What kind of documents a table or stream holds, and the columns that matter."""
+    names = table.column_names or list(next(iter(table)))  # a stream may have to be looked into
     if column is None and "messages" in names:
         return CHAT, table.select_columns(["messages"])
     if column is None and {"prompt", "completion"} <= set(names):
@@ -106,7 +126,7 @@ def _settle(table: Dataset, column: str | None, where: str) -> tuple[str, Datase
     if "ends" in names:
         return TEXT, table
     table = table.filter(_has_words, input_columns="text", batched=True)
-    if not len(table):
+    if isinstance(table, Dataset) and not len(table):
         raise RequestError(f"{where}: every document is empty. Check the file.")
     return TEXT, table
 
@@ -115,10 +135,34 @@ def _has_words(texts: list[str | None]) -> list[bool]:
     return [bool(text and text.strip()) for text in texts]
 
 
-def _hold_out(kind: str, table: Dataset, percentage: float, seed: int) -> tuple[Dataset, Dataset]:
-    """A seeded choice of documents; of a single text, its end."""
+def _check_percentage(percentage: float) -> None:
     if not 0 < percentage < 100:
         raise RequestError(f"--validation_split_percentage is {percentage}, but it must lie between 0 and 100.")
+
+
+def _draw_from_stream(stream: Any, percentage: float, most: int, seed: int) -> tuple[Any, Dataset]:
+    """A seeded hash of their number draws documents, until there are `most` or the stream ends; the others train."""
+    if "ends" in next(iter(stream)):
+        raise RequestError("--streaming: of a single text nothing is held out. Add --validation_file.")
+    drawn: list[dict[str, Any]] = []
+    last = -1
+    for number, row in enumerate(stream):
+        if is_drawn(number, seed, percentage / 100):
+            drawn.append(row)
+            last = number
+        if len(drawn) == most:
+            break
+    if not drawn:
+        raise RequestError("the stream has too few documents to hold any out. Add --validation_file, or documents.")
+
+    def is_for_training(row: dict[str, Any], number: int) -> bool:
+        return number > last or not is_drawn(number, seed, percentage / 100)
+
+    return stream.filter(is_for_training, with_indices=True), Dataset.from_list(drawn)
+
+
+def _hold_out(table: Dataset, percentage: float, seed: int) -> tuple[Dataset, Dataset]:
+    """A seeded choice of documents; of a single text, its end."""
     if "ends" in table.column_names:
         return _cut_text(table, percentage)
     if len(table) < 2:
@@ -130,7 +174,7 @@ def _hold_out(kind: str, table: Dataset, percentage: float, seed: int) -> tuple[
 
 def _cut_text(table: Dataset, percentage: float) -> tuple[Dataset, Dataset]:
     """The last so many per cent of the characters are held out, as nanoGPT does (data/shakespeare_char/prepare.py)."""
-    sizes = np.cumsum([len(text) for text in table["text"]])
+    sizes = np.cumsum([len(text) for text in table["text"]])  # read row by row, never held
     cut = int(sizes[-1] * (1 - percentage / 100))
     row = int(np.searchsorted(sizes, cut, side="right"))
     inside = cut - (int(sizes[row - 1]) if row else 0)

@@ -19,34 +19,40 @@ from torch.utils.data import Dataset
 IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
+def dtype_of(vocab_size: int) -> str:
+    """The smallest of numpy's types that holds every token id."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
 class TokenWriter:
     """Writes documents to a folder as they come: `tokens.bin`, `documents.npy` with where each begins, and
     `learnt.bin`, a byte a token, where some tokens are not to be learnt."""
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
-        self.folder = folder
-        self.dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self.folder, self.dtype = folder, dtype
         self.starts, self.written = [0], 0
         self.tokens = (folder / "tokens.bin").open("wb")
         self.learnt: Any = None
 
-    def add(self, ids: npt.ArrayLike, learnt: npt.ArrayLike | None = None) -> None:
-        """More of the current document. `learnt`, a truth value a token, is given for all documents or for none."""
+    def add(
+        self, ids: npt.ArrayLike, lengths: npt.ArrayLike, ends: npt.ArrayLike, learnt: npt.ArrayLike | None = None
+    ) -> None:
+        """Rows one after the other in `ids` (N,), of `lengths` (rows,); a document ends with each row that `ends`
+        (rows,), and goes on in the next row otherwise. `learnt` (N,) is given for all documents or for none."""
         array = np.asarray(ids, dtype=self.dtype)
         self.tokens.write(array.tobytes())
+        borders = self.written + np.cumsum(np.asarray(lengths, dtype=np.int64))
+        self.starts += borders[np.asarray(ends, dtype=bool)].tolist()
         self.written += len(array)
         if learnt is not None:
             self.learnt = self.learnt or (self.folder / "learnt.bin").open("wb")
             self.learnt.write(np.asarray(learnt, dtype=np.bool_).tobytes())
 
-    def end_document(self) -> None:
-        self.starts.append(self.written)
-
     def close(self) -> None:
         for file in filter(None, (self.tokens, self.learnt)):
             file.close()
         np.save(self.folder / "documents.npy", np.asarray(self.starts, dtype=np.int64))
-        (self.folder / "dtype").write_text(np.dtype(self.dtype).name)
+        (self.folder / "dtype").write_text(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -162,8 +168,14 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens, blocks = self.tokens, self.blocks
+        first, last = int(blocks.offsets[index]), int(blocks.offsets[index + 1])
+        if last == first + 1 and blocks.goes_on[first] and tokens.learnt is None and not self.document_mask:
+            # Wrapped text, the common case: one read.
+            start = int(blocks.starts[first])
+            run = torch.from_numpy(tokens.ids[start : start + int(blocks.sizes[first]) + 1].astype(np.int64))
+            return {"input_ids": run[:-1], "labels": run[1:], "shift_labels": run[1:]}
         inputs, labels, positions = [], [], []
-        for piece in range(blocks.offsets[index], blocks.offsets[index + 1]):
+        for piece in range(first, last):
             start, size = int(blocks.starts[piece]), int(blocks.sizes[piece])
             follows = int(blocks.goes_on[piece])
             inputs.append(tokens.ids[start : start + size].astype(np.int64))
@@ -201,7 +213,10 @@ class Collator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        longest = max(len(row["input_ids"]) for row in rows)
+        sizes = [len(row["input_ids"]) for row in rows]
+        longest = max(sizes)
+        if min(sizes) == longest:
+            return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         batch = {}
         fill = {"input_ids": self.pad_token_id, "labels": IGNORED, "shift_labels": IGNORED, "position_ids": 0}
         for name in rows[0]:
@@ -209,7 +224,6 @@ class Collator:
                 torch.nn.functional.pad(row[name], (0, longest - len(row[name])), value=fill[name]) for row in rows
             ]
             batch[name] = torch.stack(padded)
-        if "position_ids" not in batch and any(len(row["input_ids"]) < longest for row in rows):
-            sizes = torch.tensor([len(row["input_ids"]) for row in rows])
-            batch["attention_mask"] = (torch.arange(longest)[None] < sizes[:, None]).long()
+        if "position_ids" not in batch:
+            batch["attention_mask"] = (torch.arange(longest)[None] < torch.tensor(sizes)[:, None]).long()
         return batch

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
+LISTED = 10_000  # indices that are Python's integers at one time
 MEGABATCH = 50  # global batches that are sorted together: enough for little padding, little enough to stay random
 
 
@@ -42,7 +43,8 @@ class GlobalBatchSampler(Sampler[int]):
         order: npt.NDArray[np.int64] = np.resize(random.permutation(self.size), len(self))
         if self.lengths is not None:
             order = self._group(order, random)
-        return iter(order.tolist())
+        for some in np.array_split(order, -(-len(order) // LISTED)):  # a list of all would take 40 bytes an index
+            yield from some.tolist()
 
     def _group(self, order: npt.NDArray[np.int64], random: np.random.Generator) -> npt.NDArray[np.int64]:
         assert self.lengths is not None

@@ -84,7 +84,7 @@ def survey(
             continue
         label = names[row[columns.label]] if names else row[columns.label]
         everything[label] += 1
-        if held_out < most_held_out and _is_drawn(number, seed, fraction):
+        if held_out < most_held_out and is_drawn(number, seed, fraction):
             held_out += 1
             last = number
         elif rows < most:
@@ -111,12 +111,13 @@ def _is_bad(row: dict[str, Any], columns: Columns) -> bool:
     return any(is_empty(row[str(name)]) for name in (*columns.text, columns.label))
 
 
-def _is_drawn(number: int, seed: int, fraction: float) -> bool:
+def is_drawn(number: int, seed: int, fraction: float) -> bool:
+    """Whether row `number` of a stream is held out: a seeded hash, which needs no pass over the rows."""
     return zlib.crc32(f"{seed} {number}".encode()) < fraction * 2**32
 
 
 def _is_held_out(number: int, seed: int, found: Survey) -> bool:
-    return number <= found.last_held_out and _is_drawn(number, seed, found.fraction)
+    return number <= found.last_held_out and is_drawn(number, seed, found.fraction)
 
 
 def held_out_rows(arguments: DataArguments, found: Survey, seed: int) -> Dataset:

@@ -28,6 +28,16 @@ def identity(tokenizer: Any) -> list[Any]:
     return [*kind, tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()]
 
 
+def letters_of(tokenizer: Any) -> frozenset[str] | None:
+    """The characters that a character tokenizer knows; None for a tokenizer of another kind, which knows them all or
+    has a token for the unknown."""
+    special = set(tokenizer.all_special_tokens)
+    letters = frozenset(token for token in tokenizer.get_vocab() if token not in special)
+    one_each = bool(letters) and all(len(letter) == 1 for letter in letters)
+    by_bytes = one_each and set(letters) == set(pre_tokenizers.ByteLevel.alphabet())
+    return letters if one_each and not by_bytes and tokenizer.unk_token_id is None else None
+
+
 def train_wordpiece(texts: Iterable[str], vocab_size: int, max_length: int) -> Any:
     """A lower-casing WordPiece tokenizer as BERT's, with a vocabulary of at most `vocab_size`.
 
@@ -103,7 +113,7 @@ def train_text_tokenizer(kind: str, texts: Iterable[str], vocab_size: int, max_l
         )
         tokenizer.train_from_iterator(texts, trainer)
     else:
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet() if kind == "byte" else set().union(*map(set, texts)))
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet() if kind == "byte" else _characters_of(texts))
         tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
         if kind == "byte":
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -116,3 +126,10 @@ def train_text_tokenizer(kind: str, texts: Iterable[str], vocab_size: int, max_l
         clean_up_tokenization_spaces=False,
         **end,
     )
+
+
+def _characters_of(texts: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    for text in texts:
+        found.update(text)
+    return found

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from finetune.data.encoding import refuse_unknown_characters
+from finetune.data.tokenizer import letters_of
+
 SAMPLES_FILE = "samples.md"
 
 
@@ -19,6 +22,13 @@ class SampleArguments:
     sample_prompt: str = field(default="\n", metadata={"help": "how the sample begins"})
     sample_tokens: int = field(default=200, metadata={"help": "its length; 0 for none"})
     sample_temperature: float = field(default=0.8, metadata={"help": "0 for the likeliest token each time"})
+
+
+def check_sample_prompt(tokenizer: Any, arguments: SampleArguments) -> None:
+    """Raises RequestError for a --sample_prompt that the tokenizer would leave out in part. The default is not the
+    user's, and gives way to another beginning."""
+    if arguments.sample_prompt != SampleArguments().sample_prompt:
+        refuse_unknown_characters(letters_of(tokenizer), arguments.sample_prompt, "--sample_prompt")
 
 
 class Samples(TrainerCallback):

@@ -39,7 +39,12 @@ def learnt_text(made: Any, ids: list[int], learnt: list[bool]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("template", "wanted"), [(MARKED, "Four.Seven."), (UNMARKED, "Four.Seven."), (None, "Four.\nSeven.\n")]
+    ("template", "wanted"),
+    [
+        (MARKED, "Four.Seven."),
+        (UNMARKED, "Four.Seven."),
+        (None, f"Four.{END_OF_TEXT}\nSeven.{END_OF_TEXT}\n"),
+    ],
 )
 def test_the_assistants_turns_alone_are_learnt(template: str | None, wanted: str) -> None:
     made = tokenizer(template)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data import documents
+from finetune.data import documents, token_stream
 from finetune.data.causal_lm import BlockArguments, CorpusArguments, prepare_corpus
 from finetune.data.packing import IGNORED
 from finetune.data.tokenizer import train_text_tokenizer
@@ -84,8 +85,10 @@ def test_conversations_are_learnt_in_part(tmp_path: Path) -> None:
     tokenizer = train_text_tokenizer("byte", [], 0, 64, with_end=True)
     data = prepared(tokenizer, block_size=64, blocks={"packing": "none"}, train_file=str(path))
     labels = data.splits["train"][0]["labels"]
-    assert tokenizer.decode(labels[labels != IGNORED].tolist()) == "Yes.\n"
-    assert data.account.learnt["train"] == 3 * len("Yes.\n")
+    assert tokenizer.decode(labels[labels != IGNORED].tolist()) == f"Yes.{tokenizer.eos_token}\n", "it learns to stop"
+    assert data.account.learnt["train"] == 3 * len("Yes.!\n")
+    assert data.account.characters["train"] == 3 * len("Yes.\n")
+    assert data.tokenizer.chat_template, "and the template that it has learnt by is saved with it"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_conversations_are_learnt_in_part(tmp_path: Path) -> None:
     [
         ("a" * 30, {}, "has 27 tokens, less than one block of 64"),
         ("", {}, "is empty"),
-        ("abc" * 60 + "\u00e9" * 20, {}, r"'é' \(U\+00E9\), which the training text lacks"),
+        ("abc" * 60 + "\u00e9" * 20, {}, r"document 1 has 'é' \(U\+00E9\) at character 1 .*no token"),
         ("abc" * 60, {"packing": "tight"}, "--packing tight: give one of wrapped, bfd, none"),
         ("abc" * 60, {"tokenizer": "word"}, "--tokenizer word: give one of char, byte, bpe"),
     ],
@@ -104,6 +107,92 @@ def test_bad_corpora_are_refused(content: str, blocks: dict[str, Any], message: 
     path.write_text(content)
     with pytest.raises(RequestError, match=message):
         prepared(block_size=64, blocks=blocks, train_file=str(path))
+
+
+def test_a_models_own_character_tokenizer_meets_no_unknown_character(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)) + '{"text": "row \u00e9"}\n' * 9
+    )
+    letters = train_text_tokenizer("char", ["row 0123456789"], 0, 64, with_end=True)
+    with pytest.raises(RequestError, match=r"document \d+ has 'é' \(U\+00E9\) at character 5 \('row é'\)"):
+        prepared(letters, train_file=str(path))
+    letters = train_text_tokenizer("byte", [], 0, 64, with_end=True)
+    assert prepared(letters, train_file=str(path)).account.documents["train"] == 26
+
+
+def stream(folder: Path, **flags: Any) -> Any:
+    path = folder / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {i} " * (i % 7 + 1)}) + "\n" for i in range(400)))
+    return prepared(
+        train_file=str(path), **{"streaming": True, "blocks": {"tokenizer": "byte"}, "max_eval_samples": 20, **flags}
+    )
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "bfd", "none"])
+def test_a_stream_gives_the_documents_that_are_not_held_out_once_an_epoch(
+    packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_stream, "WINDOW_TOKENS", 1500)  # so that there are many windows
+    data = stream(tmp_path, blocks={"tokenizer": "byte", "packing": packing}, block_size=64)
+    train = data.splits["train"]
+    epochs = []
+    for epoch in range(2):
+        train.set_epoch(epoch)
+        epochs.append([item["input_ids"].tolist() for item in train])
+    assert epochs[0] != epochs[1], "each epoch is shuffled anew"
+    train.set_epoch(0)
+    assert [item["input_ids"].tolist() for item in train] == epochs[0], "and can be had again"
+    held_out = set(text_of(data, "validation").split(data.tokenizer.eos_token)[:-1])
+    assert len(held_out) == 20
+    learnt: Counter[int] = Counter()
+    for item in train:
+        learnt.update(item["labels"][item["labels"] != IGNORED].tolist())
+    wanted: Counter[int] = Counter()
+    for i in range(400):
+        text = f"document {i} " * (i % 7 + 1)
+        if text not in held_out:
+            ids = [*data.tokenizer(text).input_ids, data.tokenizer.eos_token_id]
+            wanted.update(ids if packing == "wrapped" else ids[1:])
+    missing = wanted - learnt
+    if packing == "wrapped":  # but for the first token, and what fills no block at the end
+        assert missing.total() <= 64
+        assert {len(ids) for ids in epochs[0]} == {64}
+    else:
+        assert not missing
+    assert not learnt - wanted
+
+
+def test_a_streams_epoch_is_whole_global_batches(tmp_path: Path) -> None:
+    train = stream(tmp_path).splits["train"]
+    alone = len(list(train))
+    train.global_batch_size = 7
+    blocks = [item["input_ids"].tolist() for item in train]
+    assert len(blocks) == -(-alone // 7) * 7
+    assert blocks[alone:] == blocks[: len(blocks) - alone]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"blocks": {"tokenizer": "char"}}, "--streaming with a character tokenizer"),
+        ({"train_file": None}, "needs something to stream"),
+        ({"train_file": "text"}, "of a single text nothing is held out"),
+        ({"validation_split_percentage": 1e-9}, "too few documents to hold any out"),
+    ],
+    ids=["characters", "nothing", "one text", "too few"],
+)
+def test_streams_that_cannot_be_are_refused(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
+    if flags.get("train_file") == "text":
+        (tmp_path / "a.txt").write_text("some text\n" * 50)
+        flags = {**flags, "train_file": str(tmp_path / "a.txt")}
+    base = {"streaming": True, "blocks": {"tokenizer": "byte"}}
+    if "train_file" not in flags:
+        path = tmp_path / "a.jsonl"
+        path.write_text('{"text": "a few words"}\n' * 30)
+        base["train_file"] = str(path)
+    with pytest.raises(RequestError, match=message):
+        prepared(**{**base, **flags})
 
 
 def test_a_table_without_text_lists_its_columns(tmp_path: Path) -> None:

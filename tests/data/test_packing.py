@@ -19,6 +19,7 @@ from finetune.data.packing import (
     Tokens,
     TokenWriter,
     best_fit_decreasing,
+    dtype_of,
     one_each,
     wrapped,
 )
@@ -100,12 +101,9 @@ def test_best_fit_pads_little_on_a_real_spread_of_lengths() -> None:
 
 @pytest.mark.parametrize(("vocabulary", "kind"), [(65, np.uint16), (70_000, np.uint32)])
 def test_tokens_come_back_from_disk_with_what_is_learnt(vocabulary: int, kind: type, tmp_path: Path) -> None:
-    writer = TokenWriter(tmp_path, vocabulary)
-    for part, mask in (([1, 2], [False, True]), ([3], [True])):
-        writer.add(part, mask)
-    writer.end_document()
-    writer.add([vocabulary - 1, 5], [False, True])
-    writer.end_document()
+    writer = TokenWriter(tmp_path, dtype_of(vocabulary))
+    writer.add([1, 2, 3], [2, 1], [False, True], [False, True, True])
+    writer.add([vocabulary - 1, 5], [2], [True], [False, True])
     writer.close()
     tokens = Tokens.open(tmp_path)
     assert tokens.ids.dtype == kind

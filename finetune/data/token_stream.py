@@ -1,0 +1,100 @@
+"""Language modelling on a stream: documents are read, tokenized and packed on the way to the model, and never kept.
+
+Every rank reads and tokenizes the whole stream and takes its own rows of each step, so that a step holds the same
+blocks at any number of ranks. `--dataloader_num_workers 1` does that beside the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from finetune.data.encoding import BATCH_ROWS, Encoder
+from finetune.data.packing import Blocks, PackedDataset, Tokens
+from finetune.errors import RunError
+
+WINDOW_TOKENS = 1 << 20  # so many tokens, at least, are packed and shuffled together
+SHUFFLE_BUFFER_DOCUMENTS = 10_000
+
+
+class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
+    """Blocks as `PackedDataset` gives them, from `documents`, a `datasets.IterableDataset` of rows for `encoder`.
+
+    `cut` makes blocks of a window of documents, given where they start and end. With `carries` the end of a window that
+    fills no block begins the next one, as wrapped text wants it; otherwise a document that is cut by the window's end
+    goes on as one of its own. Documents are shuffled in a buffer and blocks in their window, in an order that the seed
+    and the epoch decide.
+    """
+
+    def __init__(
+        self, documents: Any, encoder: Encoder, cut: Callable[[Any], Blocks], carries: bool, mask: bool, seed: int
+    ) -> None:
+        self.documents = documents.shuffle(seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
+        self.encoder, self.cut, self.carries, self.mask, self.seed = encoder, cut, carries, mask, seed
+        self.epoch, self.global_batch_size = 0, 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by accelerate at the start of each epoch."""
+        self.epoch = epoch
+        self.documents.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """An epoch's blocks; the first are taken again to fill up its last global batch."""
+        first: list[dict[str, torch.Tensor]] = []
+        count = 0
+        for block in self._blocks():
+            if len(first) < self.global_batch_size:
+                first.append(block)
+            count += 1
+            yield block
+        if not count:
+            raise RunError("the stream has less text than one block. Give more, or a smaller --block_size.")
+        yield from islice(cycle(first), -count % self.global_batch_size)
+
+    def _blocks(self) -> Iterator[dict[str, torch.Tensor]]:
+        random = np.random.default_rng((self.seed, self.epoch))
+        for tokens in self._windows():
+            blocks = PackedDataset(tokens, self.cut(tokens.starts), self.mask)
+            for index in random.permutation(len(blocks)).tolist():
+                yield blocks[index]
+
+    def _windows(self) -> Iterator[Tokens]:
+        ids: list[Any] = []
+        learnt: list[Any] = []
+        starts, size = [0], 0
+        for rows in self.documents.iter(BATCH_ROWS):
+            texts = next(iter(rows.values()))
+            made = self.encoder(rows, list(range(len(texts))))
+            for row, ends in zip(made["ids"], made["ends"], strict=True):
+                ids.append(np.asarray(row, dtype=np.uint32))
+                size += len(row)
+                if ends:
+                    starts.append(size)
+            learnt += [np.asarray(row, dtype=np.bool_) for row in made.get("learnt", ())]
+            if size >= WINDOW_TOKENS:
+                window = _window(ids, starts, learnt)
+                yield window
+                rest = self._rest(window)
+                ids = [window.ids[rest:]]
+                learnt = [] if window.learnt is None else [window.learnt[rest:]]
+                size -= rest
+                starts = [0, *(start - rest for start in starts if start > rest)]
+        if size:
+            yield _window(ids, starts, learnt)
+
+    def _rest(self, window: Tokens) -> int:
+        """The first token that the next window begins with: the last one predicted is an input there."""
+        if not self.carries:
+            return len(window.ids)
+        return int(self.cut(window.starts).sizes.sum())
+
+
+def _window(ids: list[Any], starts: list[int], learnt: list[Any]) -> Tokens:
+    joined = np.concatenate(ids)
+    borders = starts if starts[-1] == len(joined) else [*starts, len(joined)]
+    return Tokens(joined, np.asarray(borders, dtype=np.int64), np.concatenate(learnt) if learnt else None)
