@@ -1,22 +1,25 @@
-"""recipes/causal_lm.py at nanoGPT's CPU setting, against a plain PyTorch loop over one model. Writes docs/results/.
+"""recipes/causal_lm.py as a whole: what it learns, what the Trainer costs, what a large corpus takes.
 
-    python benchmarks/causal_lm.py --text ../shared/data/tinyshakespeare/input.txt     # about five minutes
-    python benchmarks/causal_lm.py --text FILE --parts loss                            # one part alone
+    python benchmarks/causal_lm.py --text ../shared/data/tinyshakespeare/input.txt     # about fifteen minutes
+    python benchmarks/causal_lm.py --text FILE --parts speed                           # one part alone
 
-Parts: `loss` (the whole recipe run, its validation loss over the whole held-out text), `speed` (step times of recipe
-and loop, alternating), `cross_entropy` (time and peak memory of the chunked head at a vocabulary of 50,304).
+Writes docs/results/causal_lm.md. Parts: `loss` (nanoGPT's CPU setting, validation loss over the whole held-out text),
+`speed` (step times of the recipe and of plain PyTorch loops over the same model, by turns of 20 steps in one process,
+so that a noisy machine favours none), `corpus` (memory of a run on 1 GB of text: the given one again and again). The
+parts of a model are measured by causal_lm_parts.py, and what a GPU is needed for by causal_lm_gpu.py.
 """
 
 import argparse
 import json
 import os
 import platform
-import resource
+import runpy
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,170 +27,216 @@ REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
 CONFIG = "recipes/configs/gptlite_tinyshakespeare.yaml"
 PUBLISHED = {"nanoGPT's README": 1.88, "nanoGPT run on such a machine": 1.919}  # its README; shared FACTS.md
-STEPS, WARMUP = 120, 20
+TURN, TURNS, WARM_TURNS = 20, 30, 3  # steps of a turn; turns; turns that are not counted
+CORPUS_BYTES = 10**9
+ONLY_TRAIN = "--eval_strategy no --save_strategy no --do_eval False --sample_tokens 0".split()
 
 
-def recipe(text: str, folder: Path, *words: str) -> dict:
-    command = [sys.executable, "recipes/causal_lm.py", "--config", CONFIG, "--train_file", text]
-    command += ["--output_dir", str(folder), *words]
-    done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def recipe(text: str, folder: Path, *words: str) -> list[str]:
+    command = ["recipes/causal_lm.py", "--config", CONFIG, "--train_file", text, "--output_dir", str(folder)]
+    return [*command, *words]
+
+
+def run(command: list[str], **options: object) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
     if done.returncode:
         raise SystemExit(done.stdout[-3000:])
-    return json.loads((folder / "all_results.json").read_text())
+    return done.stdout
 
 
-def loss(options: argparse.Namespace, scratch: Path) -> dict:
-    """The validation loss of the shipped config, over the whole held-out text."""
+def loss(text: str, scratch: Path) -> dict:
+    """The validation loss of the shipped config in fp32, over the whole held-out text."""
     start = time.perf_counter()
-    words = ["--bf16", str(options.bf16)] if options.bf16 is not None else []
-    found = recipe(options.text, scratch / "loss", "--sample_tokens", "0", *words)
+    run(recipe(text, scratch / "loss", "--sample_tokens", "0", "--bf16", "False"))
+    found = json.loads((scratch / "loss" / "all_results.json").read_text())
     return {"eval_loss": found["eval_loss"], "seconds": time.perf_counter() - start}
 
 
-def speed(options: argparse.Namespace, scratch: Path) -> dict:
-    """Median step times in milliseconds of the recipe and of the loop, in fp32, alternating."""
-    found: dict[str, list[float]] = {"recipe": [], "plain loop": []}
-    for repeat in range(options.repeats):
-        words = ["--max_steps", str(STEPS), "--eval_strategy", "no", "--save_strategy", "no", "--do_eval", "False"]
-        words += ["--bf16", "False", "--logging_steps", "20", "--sample_tokens", "0", "--warmup_steps", "10"]
-        folder = scratch / f"speed{repeat}"
-        recipe(options.text, folder, *words)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        steps = [row["step_seconds"] * 1e3 for row in rows if row.get("step", 0) > WARMUP and "step_seconds" in row]
-        found["recipe"].append(statistics.median(steps))
-        loop = subprocess.run(
-            [sys.executable, __file__, "--text", options.text, "--loop"],
-            cwd=REPO,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found["plain loop"].append(float(loop.stdout.strip().splitlines()[-1]))
-        print({name: round(values[-1], 2) for name, values in found.items()}, flush=True)
-    return found
+def speed(text: str, scratch: Path) -> dict:
+    """Milliseconds a step, of each turn: of the recipe and of the loops; and medians of the recipe's parts."""
+    return json.loads(run([__file__, "--text", text, "--turns", str(scratch / "speed")]).splitlines()[-1])
 
 
-def plain_loop(text: str) -> None:
-    """What one would write without the Trainer: the same model, batches, optimizer and clipping. Prints the median."""
-    import numpy as np
-    import torch
+def turns(text: str, folder: str) -> None:
+    """The recipe, stopped every TURN steps for as many of each plain loop. Prints JSON."""
+    import transformers.trainer as upstream
+    from accelerate.optimizer import AcceleratedOptimizer
+    from transformers import TrainerCallback
 
-    from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+    from finetune.training.trainer import FinetuneTrainer
 
-    letters = Path(text).read_text()
-    vocabulary = {letter: i for i, letter in enumerate(sorted(set(letters)))}
-    ids = torch.from_numpy(np.array([vocabulary[letter] for letter in letters[: int(len(letters) * 0.9)]]))
-    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 128, "max_position_embeddings": 64}
-    model = GPTLiteForCausalLM(GPTLiteConfig(vocab_size=len(vocabulary), bias=False, **shape)).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.99), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    times = []
-    for step in range(STEPS):
+    parts: dict[str, list[float]] = defaultdict(list)
+    for owner, name, part in (
+        (FinetuneTrainer, "get_batch_samples", "data"),
+        (FinetuneTrainer, "training_step", "forward and backward"),
+        (FinetuneTrainer, "_clip_grad_norm", "clipping"),
+        (AcceleratedOptimizer, "step", "optimizer"),
+    ):
+        watch(owner, name, parts[part])
+    found: dict[str, list[float]] = defaultdict(list)
+    loops = {"plain loop": PlainLoop(text, fused=False), "plain loop, fused AdamW": PlainLoop(text, fused=True)}
+
+    class Turns(TrainerCallback):
+        def on_train_begin(self, *_: object, **__: object) -> None:
+            self.mark = time.perf_counter()
+
+        def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
+            if state.global_step % TURN:
+                return
+            found["recipe"].append((time.perf_counter() - self.mark) / TURN * 1e3)
+            for name, loop in loops.items():
+                found[name].append(loop.milliseconds_a_step())
+            self.mark = time.perf_counter()
+
+    upstream.DEFAULT_CALLBACKS.append(Turns)
+    words = [*ONLY_TRAIN, "--max_steps", str(TURN * TURNS), "--bf16", "False", "--warmup_steps", "10"]
+    sys.argv = recipe(text, Path(folder), *words)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    counted = {name: values[WARM_TURNS:] for name, values in found.items()}
+    medians = {name: statistics.median(values[WARM_TURNS * TURN :]) * 1e3 for name, values in parts.items()}
+    print(json.dumps({"turns": counted, "parts": medians, "loop parts": loops["plain loop"].medians()}))
+
+
+def watch(owner: type, name: str, seconds: list[float]) -> None:
+    inner = getattr(owner, name)
+
+    def outer(*args: object, **kwargs: object) -> object:
         start = time.perf_counter()
-        places = torch.randint(len(ids) - 65, (12,))
-        x = torch.stack([ids[p : p + 64] for p in places])
-        y = torch.stack([ids[p + 1 : p + 65] for p in places])
-        loss = model(input_ids=x, labels=y, shift_labels=y).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step >= WARMUP:
-            times.append((time.perf_counter() - start) * 1e3)
-    print(statistics.median(times))
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    setattr(owner, name, outer)
 
 
-def cross_entropy(options: argparse.Namespace, scratch: Path) -> dict:
-    """Forward and backward of head and loss, 2,048 tokens x 512 x 50,304 in fp32: seconds, and MiB of peak resident
-    memory above what the process had before, each in a process of its own."""
+class PlainLoop:
+    """What one would write without the Trainer: the same model, batches, clipping and schedule, in fp32."""
+
+    def __init__(self, text: str, fused: bool) -> None:
+        import torch
+
+        from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+
+        letters = Path(text).read_text()
+        numbers = {letter: i for i, letter in enumerate(sorted(set(letters)))}
+        self.ids = torch.tensor([numbers[letter] for letter in letters[: int(len(letters) * 0.9)]])
+        shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 128, "max_position_embeddings": 64}
+        self.model = GPTLiteForCausalLM(GPTLiteConfig(vocab_size=len(numbers), bias=False, **shape)).train()
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=4e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=fused)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 10))
+        self.parts: dict[str, list[float]] = defaultdict(list)
+
+    def milliseconds_a_step(self) -> float:
+        start = time.perf_counter()
+        for _ in range(TURN):
+            self.step()
+        return (time.perf_counter() - start) / TURN * 1e3
+
+    def step(self) -> None:
+        import torch
+
+        marks = [time.perf_counter()]
+        places = torch.randint(len(self.ids) - 65, (12,)).tolist()
+        x = torch.stack([self.ids[place : place + 64] for place in places])
+        y = torch.stack([self.ids[place + 1 : place + 65] for place in places])
+        marks.append(time.perf_counter())
+        self.model(input_ids=x, labels=y, shift_labels=y).loss.backward()
+        marks.append(time.perf_counter())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        marks.append(time.perf_counter())
+        self.optimizer.step()
+        marks.append(time.perf_counter())
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        for name, a, b in zip(("data", "forward and backward", "clipping", "optimizer"), marks, marks[1:], strict=True):
+            self.parts[name].append(b - a)
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(values[WARM_TURNS * TURN :]) * 1e3 for name, values in self.parts.items()}
+
+
+def corpus(text: str, scratch: Path) -> dict:
+    """Peak memory in MiB and seconds of two steps on the text and on CORPUS_BYTES of it, tokenizing included."""
+    large = scratch / "large.txt"
+    content = Path(text).read_bytes()
+    with large.open("wb") as file:
+        for _ in range(CORPUS_BYTES // len(content)):
+            file.write(content)
     found = {}
-    for name, chunk in (("plain", 0), ("chunked, 512", 512)):
-        done = subprocess.run(
-            [sys.executable, __file__, "--text", options.text, "--head", str(chunk)],
-            cwd=REPO,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise SystemExit(done.stderr[-2000:])
-        found[name] = json.loads(done.stdout.strip().splitlines()[-1])
+    for name, path in (("the text as it is", Path(text)), ("1 GB of it", large)):
+        caches = {"FINETUNE_CACHE": str(scratch / "finetune"), "HF_DATASETS_CACHE": str(scratch / "datasets")}
+        command = recipe(str(path), scratch / path.stem, *ONLY_TRAIN, "--max_steps", "2")
+        start, peak = time.perf_counter(), 0.0
+        process = subprocess.Popen([sys.executable, *command], cwd=REPO, env={**os.environ, **caches})
+        while process.poll() is None:
+            peak = max(peak, sum(map(anonymous_mib, family(process.pid))))
+            time.sleep(0.2)
+        if process.returncode:
+            raise SystemExit(process.returncode)
+        size = path.stat().st_size
+        found[name] = {"bytes": size, "peak_mib": peak, "seconds": time.perf_counter() - start}
         print(name, found[name], flush=True)
     return found
 
 
-def head(chunk: int) -> None:
-    import torch
-    from torch import nn
+def family(pid: int) -> list[int]:
+    """A process and all that it started."""
+    members = [pid]
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                members += family(int(child))
+    except OSError:
+        pass  # it has just ended
+    return members
 
-    from finetune.models.chunked_loss import LossHead
 
-    torch.manual_seed(0)
-    x, targets = torch.randn(1, 2048, 512, requires_grad=True), torch.randint(50_304, (1, 2048))
-    layer = LossHead(512, 50_304, bias=False) if chunk else nn.Linear(512, 50_304, bias=False)
-    layer.weight.grad = torch.zeros_like(layer.weight)  # both have it; it is not what is compared
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
-    if chunk:
-        layer.chunk_tokens, layer.targets = chunk, targets
-        loss = layer(x)
-    else:
-        loss = nn.functional.cross_entropy(layer(x).float().view(-1, 50_304), targets.view(-1))
-    loss.backward()
-    seconds = time.perf_counter() - start
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    print(json.dumps({"seconds": seconds, "peak_mib": peak, "loss": loss.item(), "gradient": x.grad.norm().item()}))
+def anonymous_mib(pid: int) -> float:
+    """Memory that is no file's (mapped files leave when room is needed), what is shared counted once: Pss_Anon."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon")) / 1024
 
 
 def render(results: dict) -> str:
     """The page in docs/results/, from the figures kept beside it."""
     lines = ["# recipes/causal_lm.py", "", results["machine"] + ". Made by"]
     lines += ["`python benchmarks/causal_lm.py --text ../shared/data/tinyshakespeare/input.txt`.", ""]
-    if "loss" in results:
-        found = results["loss"]
-        lines += ["## nanoGPT's character setting for a CPU: 2,000 steps of 12 x 64 characters", ""]
+    if found := results.get("loss"):
+        lines += ["## nanoGPT's character setting for a CPU: 2,000 steps of 12 x 64 characters, fp32", ""]
         lines += ["| run | validation loss |", "|---|---|"]
-        lines += [
-            f"| recipe, over the whole held-out text ({found['seconds']:.0f} s in all) | {found['eval_loss']:.4f} |"
-        ]
+        took = f"{found['seconds']:.0f} s in all"
+        lines += [f"| recipe, over the whole held-out text ({took}) | {found['eval_loss']:.4f} |"]
         lines += [f"| {name}, over random batches | {value} |" for name, value in PUBLISHED.items()]
-    if "speed" in results:
-        lines += ["", "## Step time against a plain loop over the same model (fp32, two threads)", ""]
-        lines += ["| run | ms, medians of each run |", "|---|---|"]
-        median = {}
-        for name, values in results["speed"].items():
-            median[name] = statistics.median(values)
-            lines.append(f"| {name} | {', '.join(f'{value:.1f}' for value in values)} |")
-        lines += [f"| ratio | {median['recipe'] / median['plain loop']:.3f} |"]
-    if "cross_entropy" in results:
-        lines += ["", "## Head and loss, 2,048 tokens x 512 x 50,304, fp32", ""]
-        lines += ["| head | seconds | peak MiB above the start | loss | gradient norm |", "|---|---|---|---|---|"]
-        for name, found in results["cross_entropy"].items():
-            figures = (
-                f"{found['seconds']:.2f} | {found['peak_mib']:.0f} | {found['loss']:.6f} | {found['gradient']:.8f}"
-            )
-            lines.append(f"| {name} | {figures} |")
+    if found := results.get("speed"):
+        lines += ["", f"## Step time, by turns of {TURN} steps in one process (fp32, two threads)", ""]
+        lines += ["| run | ms a step, median | 10% | 90% | recipe / it, median of the turns' ratios |"]
+        lines += ["|---|---|---|---|---|"]
+        ours = found["turns"]["recipe"]
+        for name, values in found["turns"].items():
+            tenths = statistics.quantiles(values, n=10)
+            ratio = statistics.median(a / b for a, b in zip(ours, values, strict=True))
+            shown = f"{statistics.median(values):.2f} | {tenths[0]:.2f} | {tenths[-1]:.2f}"
+            lines.append(f"| {name} | {shown} | {ratio:.3f} |")
+        lines += ["", "Where the time goes, medians in ms:", "", "| part | recipe | plain loop |", "|---|---|---|"]
+        rest = {}
+        for name, parts in (("recipe", found["parts"]), ("plain loop", found["loop parts"])):
+            rest[name] = statistics.median(found["turns"][name]) - sum(parts.values())
+        for part, value in found["parts"].items():
+            lines.append(f"| {part} | {value:.2f} | {found['loop parts'][part]:.2f} |")
+        lines.append(f"| all else | {rest['recipe']:.2f} | {rest['plain loop']:.2f} |")
+    if found := results.get("corpus"):
+        lines += ["", "## Memory for a large corpus (character tokens, tokenizing included, all processes)", ""]
+        lines += ["| corpus | MB | peak MiB that are no file's | seconds |", "|---|---|---|---|"]
+        for name, row in found.items():
+            lines.append(f"| {name} | {row['bytes'] / 1e6:,.0f} | {row['peak_mib']:,.0f} | {row['seconds']:.0f} |")
     return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", required=True, help="tinyshakespeare's input.txt")
-    parser.add_argument("--parts", nargs="*", default=["loss", "speed", "cross_entropy"])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--bf16", type=lambda word: word == "True", help="of the part loss; default: as the recipe chooses"
-    )
-    parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--head", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.text = str(Path(options.text).resolve())
-    if options.loop:
-        plain_loop(options.text)
-    elif options.head is not None:
-        head(options.head)
-    else:
-        measure(options)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -195,12 +244,25 @@ def measure(options: argparse.Namespace) -> None:
     results = json.loads(path.read_text()) if path.is_file() else {}
     with tempfile.TemporaryDirectory() as scratch:
         for part in options.parts:
-            results[part] = {"loss": loss, "speed": speed, "cross_entropy": cross_entropy}[part](options, Path(scratch))
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+            results[part] = {"loss": loss, "speed": speed, "corpus": corpus}[part](options.text, Path(scratch))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
     results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores; {versions}"
     path.write_text(json.dumps(results, indent=1) + "\n")
     path.with_suffix(".md").write_text(render(results))
     print(render(results))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", required=True, help="tinyshakespeare's input.txt")
+    parser.add_argument("--parts", nargs="*", default=["loss", "speed", "corpus"])
+    parser.add_argument("--turns", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.text = str(Path(options.text).resolve())
+    if options.turns:
+        turns(options.text, options.turns)
+    else:
+        measure(options)
 
 
 if __name__ == "__main__":

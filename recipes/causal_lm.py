@@ -17,6 +17,7 @@ from finetune.data.causal_lm import BlockArguments, CorpusArguments, prepare_cor
 from finetune.models.adapters import AdapterArguments, add_adapter, check_adapter, write_merged
 from finetune.models.causal import CausalModelArguments, build_causal_lm, find_causal_source
 from finetune.models.chunked_loss import choose_chunk_tokens, row_figures, use_chunked_loss
+from finetune.models.document_mask import check_document_mask
 from finetune.training.arguments import RunArguments
 from finetune.training.launch import run
 from finetune.training.loss import settle_loss_scaling
@@ -24,7 +25,7 @@ from finetune.training.metrics import check_language_arguments, language_metrics
 from finetune.training.output_dir import check_same_model, open_output_dir
 from finetune.training.report import headline, write_language_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
-from finetune.training.samples import SampleArguments, Samples
+from finetune.training.samples import SampleArguments, Samples, check_sample_prompt
 from finetune.training.start import start
 from finetune.training.trainer import FinetuneTrainer
 
@@ -40,10 +41,17 @@ DEFAULTS = {
     "save_total_limit": 2,
     "logging_steps": 10,
     "report_to": ["none"],
+    "logging_nan_inf_filter": False,  # a loss that is no number is to be seen; looking costs a GPU a stop every step
     "remove_unused_columns": False,  # labels come shifted, under a name that no model's signature has
 }
 # A model from scratch wants a higher rate and more rounds than a pretrained one.
-SCRATCH = {"learning_rate": 2e-3, "num_train_epochs": 3, "warmup_steps": 0.05, "lr_scheduler_type": "cosine"}
+SCRATCH = {
+    "learning_rate": 2e-3,
+    "num_train_epochs": 3,
+    "warmup_steps": 0.05,
+    "lr_scheduler_type": "cosine",
+    "ddp_find_unused_parameters": False,  # a GPT-lite uses all it has
+}
 
 
 def main() -> None:
@@ -52,11 +60,11 @@ def main() -> None:
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
     model_args, adapter_args, corpus_args, block_args, sample_args, run_args = session.arguments
     training, folder = session.training, Path(session.training.output_dir)
-    check_language_arguments(training)
+    check_language_arguments(training, corpus_args.streaming)
 
     # Data: the model's tokenizer, or one made from the text. One rank prepares, the others wait.
     source = find_causal_source(model_args, block_args.block_size)
-    check_adapter(adapter_args, source.pretrained)
+    check_adapter(adapter_args, source.pretrained, model_args.resize_embeddings, session.shards_weights)
     data = prepare_corpus(
         corpus_args,
         block_args,
@@ -66,6 +74,7 @@ def main() -> None:
         leads=session.launch.leads_its_node,
         reports=session.launch.leads_its_node or session.launch.local_rank == 1,
     )
+    check_sample_prompt(data.tokenizer, sample_args)
     session.say(data.account.headline(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model: built after TrainingArguments, for ZeRO-3 shards it while it is built.
@@ -75,6 +84,8 @@ def main() -> None:
         model.accepts_loss_kwargs = True  # see use_chunked_loss
     else:
         settle_loss_scaling(model, label_per_token=True)
+    if block_args.document_mask and session.launch.speaks:
+        check_document_mask(model)
     if adapter_args.use_peft:
         model = add_adapter(model, adapter_args)
     if chunk:
@@ -96,7 +107,7 @@ def main() -> None:
         compute_metrics=language_metrics(data.account.tokens_per_byte, data.account.tokens_per_character),
         preprocess_logits_for_metrics=row_figures,
         callbacks=callbacks,
-        lengths=data.splits["train"].lengths if run_args.group_by_length and block_args.packing == "none" else None,
+        lengths=data.lengths if run_args.group_by_length else None,
     )
 
     with explained_disk_errors(folder):

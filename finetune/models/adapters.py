@@ -30,11 +30,12 @@ class AdapterArguments:
         default=None, metadata={"help": "names of linear layers; default: all but the head"}
     )
     merge_adapter: bool = field(default=False, metadata={"help": f"also write the full model, to {MERGED_FOLDER}/"})
-    load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: frozen weights in 4 bits (bitsandbytes, GPU)"})
+    load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: frozen weights in 4 bits (bitsandbytes)"})
 
 
-def check_adapter(arguments: AdapterArguments, pretrained: str | None) -> None:
-    """Raises RequestError for what cannot be, before weights are loaded."""
+def check_adapter(arguments: AdapterArguments, pretrained: str | None, resizes: bool, shards: bool) -> None:
+    """Raises RequestError for what cannot be, before weights are loaded. `resizes` the embeddings; `shards` the frozen
+    weights themselves, as ZeRO-3 and FSDP do."""
     if not arguments.use_peft:
         asked = "load_in_4bit" if arguments.load_in_4bit else "merge_adapter" if arguments.merge_adapter else None
         if asked:
@@ -48,10 +49,20 @@ def check_adapter(arguments: AdapterArguments, pretrained: str | None) -> None:
         )
     if arguments.lora_r < 1:
         raise RequestError(f"--lora_r is {arguments.lora_r}, but an adapter has a rank of 1 or more.")
-    if arguments.load_in_4bit and not (importlib.util.find_spec("bitsandbytes") and torch.cuda.is_available()):
+    if resizes:
         raise RequestError(
-            "--load_in_4bit needs a GPU and bitsandbytes (pip install bitsandbytes), and one of them is not here. "
-            "Leave it out for plain LoRA."
+            "--resize_embeddings and --use_peft: an adapter leaves the embeddings as they are, so the new tokens would "
+            "never be learnt. Drop one of them."
+        )
+    if arguments.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+        raise RequestError(
+            "--load_in_4bit needs bitsandbytes, which is not installed. pip install bitsandbytes, or leave it out for "
+            "plain LoRA."
+        )
+    if arguments.load_in_4bit and shards:
+        raise RequestError(
+            "--load_in_4bit: packed 4-bit weights are not sharded here. Use zero2, zero1 or no DeepSpeed, or leave it "
+            "out for plain LoRA under ZeRO-3 or FSDP."
         )
 
 
@@ -72,8 +83,6 @@ def add_adapter(model: Any, arguments: AdapterArguments) -> Any:
         target_modules=wanted or "all-linear",
         task_type="CAUSAL_LM",
     )
-    if model.supports_gradient_checkpointing:
-        model.enable_input_require_grads()  # frozen embeddings would leave a checkpointed block without a gradient
     return get_peft_model(model, config)
 
 

@@ -28,6 +28,9 @@ class CausalModelArguments:
         default=None, metadata={"help": "from scratch: e.g. num_hidden_layers=4,hidden_size=128,dropout=0.1"}
     )
     attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2, ..."})
+    resize_embeddings: bool = field(
+        default=False, metadata={"help": "make room for a tokenizer that has more tokens than the model embeds"}
+    )
     loss_chunk_tokens: int | None = field(
         default=None, metadata={"help": "logits of so many tokens at once; 0 for all; default: by the vocabulary"}
     )
@@ -112,7 +115,7 @@ def build_causal_lm(
     arguments: CausalModelArguments, source: CausalSource, tokenizer: Any, load_in_4bit: bool = False
 ) -> Any:
     """The model. Build it after `TrainingArguments`: ZeRO-3 shards then. Raises RequestError where the tokenizer has
-    more tokens than a pretrained model embeds."""
+    more tokens than a pretrained model embeds, unless --resize_embeddings."""
     if source.pretrained is None:
         config = source.config
         config.vocab_size = len(tokenizer)
@@ -121,10 +124,11 @@ def build_causal_lm(
         if arguments.attn_implementation:
             config._attn_implementation = arguments.attn_implementation
         return GPTLiteForCausalLM(config)
-    if len(tokenizer) > source.config.vocab_size:
+    embedded = source.config.get_text_config().vocab_size
+    if len(tokenizer) > embedded and not arguments.resize_embeddings:
         raise RequestError(
-            f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {source.config.vocab_size:,}. "
-            "Use the model's own tokenizer."
+            f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {embedded:,}. Use the model's own "
+            "tokenizer, or add rows for the new tokens by --resize_embeddings True."
         )
     chosen: dict[str, Any] = {}
     if arguments.attn_implementation:
@@ -133,7 +137,7 @@ def build_causal_lm(
         chosen["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
         )
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         source.pretrained,
         config=source.config,
         revision=arguments.model_revision,
@@ -142,3 +146,16 @@ def build_causal_lm(
         dtype=torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
         **chosen,
     )
+    if len(tokenizer) > embedded:
+        model.resize_token_embeddings(len(tokenizer))
+    if load_in_4bit:
+        _keep_trainable_after_evaluation(model)
+    return model
+
+
+def _keep_trainable_after_evaluation(model: Any) -> None:
+    """On a CPU an evaluation packs 4-bit weights for a kernel without a backward, and they stay so: the next step fails
+    at a bias, or gets no gradient past the layer (bitsandbytes 0.50, autograd/_functions.py, matmul_4bit)."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False

@@ -16,9 +16,6 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from finetune.dsconfig.load import Loaded, find_config, load, wants_cpu_adam
-from finetune.dsconfig.read import read_config
-from finetune.dsconfig.rules import Run
 from finetune.errors import RequestError
 from finetune.training.launch import Launch
 
@@ -38,6 +35,10 @@ class RunArguments:
     overwrite_output_dir: bool = field(default=False, metadata={"help": "delete the run that output_dir holds"})
     early_stopping_patience: int | None = field(default=None, metadata={"help": "evaluations without improvement"})
     group_by_length: bool = field(default=True, metadata={"help": "batches of like length, so that little is padding"})
+    activation_checkpoint_interval: int | None = field(
+        default=None,
+        metadata={"help": "compute every k-th layer's activations again in the backward pass, to save memory; 1: all"},
+    )
 
 
 class Parser(HfArgumentParser):
@@ -195,8 +196,20 @@ def _check(values: dict[str, Any], given: dict[str, Any]) -> None:
         )
     if values.get("do_predict") and not (values.get("test_file") or values.get("dataset_name")):
         raise RequestError("--do_predict needs a test split. Give --test_file, or a --dataset_name that has one.")
+    if (interval := values.get("activation_checkpoint_interval")) is not None and interval < 1:
+        raise RequestError(f"--activation_checkpoint_interval is {interval}, but it must be 1 (every layer) or more.")
+    _check_optimizer(str(values.get("optim", "")))
     reports = values.get("report_to") or []
     _check_trackers([reports] if isinstance(reports, str) else reports)
+
+
+def _check_optimizer(name: str) -> None:
+    """An optimizer of a package that is missing would end the run once the model is loaded."""
+    package = "torchao" if name.startswith("adamw_torch_") and name.endswith("bit") else None
+    if package is None and ("8bit" in name or "bnb" in name or name.startswith("paged_")):
+        package = "bitsandbytes"
+    if package and importlib.util.find_spec(package) is None:
+        raise RequestError(f"--optim {name} needs {package}, which is not installed. pip install {package}.")
 
 
 def _check_trackers(reports: list[str]) -> None:
@@ -214,68 +227,3 @@ def _check_trackers(reports: list[str]) -> None:
                 "--report_to wandb, but nobody is logged in, and a run must not stop to ask. Run `wandb login`, or set "
                 "WANDB_API_KEY, or set WANDB_MODE=offline and `wandb sync` later."
             )
-
-
-def accelerate_uses_deepspeed() -> bool:
-    """True under `accelerate launch` with DeepSpeed in its config or flags."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-
-
-def deepspeed_config_of(request: Request) -> str | None:
-    """The DeepSpeed config of the run, a shipped name or a path, or None for a run without DeepSpeed.
-
-    --deepspeed or --deepspeed_config name a shipped config or a path; `none` switches it off. The deepspeed launcher
-    uses zero2 by default, plain python and torchrun nothing. Under `accelerate launch` the choice is in its own config.
-    """
-    launch = request.launch
-    asked = request.values.get("deepspeed") or request.values.get("deepspeed_config")
-    by_accelerate = accelerate_uses_deepspeed()
-    if by_accelerate and asked:
-        raise RequestError(
-            f"accelerate launch already sets DeepSpeed up, and --deepspeed {asked} asks for another config. Drop "
-            "--deepspeed (also from a YAML), or launch with `deepspeed` or `torchrun` instead."
-        )
-    if by_accelerate:
-        asked = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if not asked and launch.launcher == "deepspeed" and request.values.get("do_train"):
-        asked = "zero2"
-    if not asked or asked == "none":
-        return None
-    if not request.values.get("do_train"):
-        mend = "Launch without DeepSpeed" if by_accelerate else "Set --deepspeed none"
-        raise RequestError(f"DeepSpeed ({asked}) shards training, but --do_train is False. {mend}.")
-    return str(asked)
-
-
-def stated_precision(asked: str | None) -> dict[str, bool]:
-    """What a DeepSpeed config says of `bf16` and `fp16` in so many words; empty where it leaves them to the run."""
-    config = read_config(find_config(asked)) if asked else {}
-    sections = {name: config.get(name) for name in ("bf16", "fp16")}
-    found = {name: section.get("enabled") for name, section in sections.items() if isinstance(section, dict)}
-    return {name: value for name, value in found.items() if isinstance(value, bool)}
-
-
-def load_deepspeed(request: Request, asked: str, precision: dict[str, bool], has_cuda: bool) -> Loaded:
-    """Read and check the config for this run. Raises RequestError with all that is wrong with it."""
-    launch = request.launch
-    names = (
-        "per_device_train_batch_size gradient_accumulation_steps max_grad_norm learning_rate adam_beta1 adam_beta2 "
-        "adam_epsilon weight_decay lr_scheduler_type"
-    ).split()
-    arguments = {name: request.value(name) for name in names} | precision
-    run = Run(
-        world_size=launch.world_size,
-        ranks_per_node=launch.local_world_size,
-        has_cuda=has_cuda,
-        output_dir=request.values["output_dir"],
-        arguments=arguments,
-        nvme_path=request.values.get("nvme_path"),
-    )
-    loaded = load(asked, run)
-    optimizer = str(request.given.get("optim", "adamw"))
-    if wants_cpu_adam(loaded.config) and not optimizer.startswith("adamw"):
-        raise RequestError(
-            f"--optim {optimizer}: {loaded.name} offloads the optimizer, which is DeepSpeed's AdamW for the CPU then. "
-            "Drop --optim, or choose a config without offload."
-        )
-    return loaded

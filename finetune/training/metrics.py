@@ -34,8 +34,15 @@ def _refuse_other_than(there: tuple[str, ...], name: str | None, kind: str) -> N
 LANGUAGE = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
 
 
-def check_language_arguments(training: Any) -> None:
+def check_language_arguments(training: Any, streaming: bool) -> None:
     """Raises RequestError for flags of the Trainer that a language model's run does not honour."""
+    if streaming and training.do_train and training.max_steps < 1:
+        raise RequestError("--streaming: nobody knows where a stream ends. Say how long to train by --max_steps.")
+    if streaming and training.dataloader_num_workers > 1:
+        raise RequestError(
+            f"--dataloader_num_workers {training.dataloader_num_workers}: a stream is read by one process. Give 1 to "
+            "have it tokenized beside the training, or 0."
+        )
     if training.label_smoothing_factor:
         raise RequestError(
             "--label_smoothing_factor: the Trainer's smoothing shifts labels that are shifted here. Drop it."

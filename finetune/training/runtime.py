@@ -84,6 +84,21 @@ def _unlink_shared_buffer(launch: Launch) -> None:
     Path("/dev/shm", name).unlink(missing_ok=True)
 
 
+def prepare_fsdp(launch: Launch, timeout_seconds: float) -> None:
+    """Build Accelerate's process state for FSDP2 on CPU ranks; the Trainer must be told to use it, as above.
+
+    Accelerate takes CPU ranks for MULTI_CPU, and for these it leaves the FSDP plugin out without a word: the run is
+    then plain DDP (accelerate 1.15, state.py, AcceleratorState.__init__, the list of types that may become FSDP). A
+    state of one of those types, on the CPU and over gloo, shards for real. Let this go once MULTI_CPU is in that list.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    if launch.world_size > 1:
+        state.distributed_type = DistributedType.MULTI_GPU
+
+
 def refuse_stale_builds() -> None:
     """DeepSpeed compiles ops once: on a CPU for any run, on a GPU for offload. A process killed while it did leaves a
     lock for which torch waits without end and without a word (torch/utils/file_baton.py). Raises RequestError."""
@@ -109,10 +124,12 @@ def quiet_libraries(launch: Launch) -> None:
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
     level = logging.WARNING if launch.speaks else logging.ERROR
-    for name in ("transformers", "datasets", "accelerate", "DeepSpeed", "torch.distributed"):
+    for name in ("transformers", "datasets", "accelerate", "DeepSpeed", "torch.distributed", "bitsandbytes"):
         logging.getLogger(name).setLevel(level)
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # readers log what they raise, too
     # torch 2.13 renames its collectives, and tells so whoever calls DeepSpeed.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed\.")
+    # transformers 5.23 tells peft of names that go with version 6; the user can mend nothing.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecated and will be removed in v6")
     if not launch.speaks:
         warnings.simplefilter("ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
@@ -16,6 +17,7 @@ PEAK_FLOPS = {
     "B200": 2.25e15,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
@@ -26,7 +28,9 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-FLOPS_PER_PARAM_AND_TOKEN = 6  # 2 forward, 4 backward (Kaplan et al., arXiv 2001.08361, section 2.1)
+# 2 forward, 4 backward, for each parameter that a token is multiplied with; attention's own products are left out
+# (Kaplan et al., arXiv 2001.08361, section 2.1).
+FLOPS_PER_PARAM_AND_TOKEN = 6
 
 
 def peak_flops() -> float | None:
@@ -34,7 +38,7 @@ def peak_flops() -> float | None:
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def peak_memory_bytes() -> int:
@@ -53,13 +57,15 @@ class SpeedMeter(TrainerCallback):
     their sum is right.
     """
 
-    def __init__(self, non_embedding_parameters: int, world_size: int) -> None:
-        self.flops_per_token = FLOPS_PER_PARAM_AND_TOKEN * non_embedding_parameters
+    def __init__(self, multiplied_parameters: int, world_size: int) -> None:
+        self.flops_per_token = FLOPS_PER_PARAM_AND_TOKEN * multiplied_parameters
         self.world_size = world_size
         self.peak = peak_flops()
         self.total_step_seconds: list[float] = []
         self._total: Any = 0
-        self._window: Any = 0
+        self._rows = self._padded = 0
+        self._real: Any = 0  # a tensor where masks tell
+        self._device: Any = None
         self._window_seconds = 0.0
         self._window_steps = 0
         self._mark: float | None = None
@@ -68,9 +74,10 @@ class SpeedMeter(TrainerCallback):
         """Add a micro-batch of this rank: rows, real tokens, and tokens with padding. Nothing is synchronised."""
         ids = inputs["input_ids"]  # (B, T)
         mask = inputs.get("attention_mask")
-        real = mask.sum() if mask is not None else torch.tensor(ids.numel(), device=ids.device)
-        counted = torch.stack([torch.full_like(real, ids.shape[0]), real, torch.full_like(real, ids.numel())])
-        self._window = self._window + counted.double()
+        self._rows += ids.shape[0]
+        self._real = self._real + (ids.numel() if mask is None else mask.sum())
+        self._padded += ids.numel()
+        self._device = ids.device
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._mark is None:
@@ -95,11 +102,13 @@ class SpeedMeter(TrainerCallback):
         """Figures since the last call, over all ranks; `reduce` sums a tensor over them. Every rank must call it."""
         if not self._window_seconds:
             return {}
-        counted = reduce(self._window)
+        window = [float(self._rows), float(self._real), float(self._padded)]
+        counted = reduce(torch.tensor(window, dtype=torch.float64, device=self._device))
         figures = self._figures(counted, self._window_seconds)
         figures["step_seconds"] = self._window_seconds / self._window_steps
         self._window_steps = 0
-        self._total, self._window, self._window_seconds = self._total + counted, 0, 0.0
+        self._total, self._window_seconds = self._total + counted, 0.0
+        self._rows = self._real = self._padded = 0
         return figures
 
     def summary(self, reduce: Any) -> dict[str, float]:

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from transformers import set_seed
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from finetune.training import runtime
-from finetune.training.arguments import (
-    Request,
+from finetune.training.arguments import Request
+from finetune.training.engine import (
     accelerate_uses_deepspeed,
+    accelerate_uses_fsdp,
     deepspeed_config_of,
+    fsdp_of,
     load_deepspeed,
     stated_precision,
 )
@@ -33,6 +36,11 @@ class Session:
     request: Request
     checkpoint: str | None
     threads: int
+
+    @property
+    def shards_weights(self) -> bool:
+        """True under ZeRO-3 and FSDP."""
+        return is_deepspeed_zero3_enabled() or bool(self.training.fsdp) or accelerate_uses_fsdp()
 
     def say(self, *lines: str) -> None:
         """Print on one rank."""
@@ -61,6 +69,7 @@ def start(
     has_cuda = torch.cuda.is_available()
     if not has_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns on each rank when it finds out by itself
+    request.values["fsdp"] = fsdp_of(request)
     asked = deepspeed_config_of(request)
     if asked and not accelerate_uses_deepspeed():
         request.values["deepspeed"] = asked  # so that recipe.yaml repeats it
@@ -72,8 +81,11 @@ def start(
             runtime.refuse_stale_builds()
     threads = runtime.set_threads(launch, has_cuda)
     uses_deepspeed = deepspeed is not None or accelerate_uses_deepspeed()
+    fsdp_on_cpu = not has_cuda and bool(request.value("fsdp") or accelerate_uses_fsdp())
     if uses_deepspeed:
         runtime.prepare_deepspeed(launch, has_cuda, request.value("ddp_timeout"))
+    elif fsdp_on_cpu:
+        runtime.prepare_fsdp(launch, request.value("ddp_timeout"))
     settled: dict[str, Any] = {**precision, "deepspeed": deepspeed.config if deepspeed else None}
     if not request.values.get("do_eval"):
         settled["eval_strategy"] = "no"  # which would switch it on again
@@ -81,19 +93,36 @@ def start(
     settled["use_cpu"] = not has_cuda  # bf16 without a GPU is refused otherwise
     settled["disable_tqdm"] = request.given.get("disable_tqdm", not sys.stderr.isatty())  # a bar is for a terminal
     accelerator: dict[str, Any] = {}
-    if uses_deepspeed:
+    if has_cuda:
+        accelerator["non_blocking"] = True  # batches come from pinned memory; without this the host waits for each
+    if uses_deepspeed or fsdp_on_cpu:
         accelerator["use_configured_state"] = True
     if request.value("streaming"):
         # Dispatching from rank 0 joins the batches of all ranks, which are padded to different lengths (accelerate
         # 1.15, data_loader.py, DataLoaderDispatcher). Unused columns stay, for the text is tokenized by the collator.
         accelerator["dispatch_batches"] = False
         settled["remove_unused_columns"] = False
+    settled |= checkpointing(request)
     settled["accelerator_config"] = {**accelerator, **(request.values.get("accelerator_config") or {})}
     *arguments, training = request.build(**settled)
     set_seed(training.seed)
     session = Session(launch, tuple(arguments), training, request, checkpoint, threads)
     session.say(_headline(session, deepspeed.name if deepspeed else None), *(deepspeed.notes if deepspeed else ()))
     return session
+
+
+def checkpointing(request: Request) -> dict[str, Any]:
+    """The Trainer's `activation_checkpointing`, by this or its older name, or by --activation_checkpoint_interval."""
+    values = request.values
+    interval = values.get("activation_checkpoint_interval")
+    on = values.get("activation_checkpointing") or values.get("gradient_checkpointing") or interval
+    if not on:
+        return {}
+    kwargs = values.get("activation_checkpointing_kwargs") or values.get("gradient_checkpointing_kwargs") or {}
+    if interval:
+        kwargs = {**kwargs, "every_n_layers": interval}
+    older = {"gradient_checkpointing": None, "gradient_checkpointing_kwargs": None}  # which would warn
+    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs or None, **older}
 
 
 def choose_precision(request: Request, has_cuda: bool, stated: dict[str, bool]) -> dict[str, bool]:
@@ -110,13 +139,13 @@ def _headline(session: Session, deepspeed: str | None) -> str:
     training, launch = session.training, session.launch
     precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {session.threads} thread(s) a rank"
-    engine = (
-        f"DeepSpeed {deepspeed}"
-        if deepspeed
-        else "DeepSpeed by accelerate"
-        if training.deepspeed_plugin
-        else "no DeepSpeed"
+    engines = (
+        (deepspeed, f"DeepSpeed {deepspeed}"),
+        (training.deepspeed_plugin, "DeepSpeed by accelerate"),
+        (training.fsdp, "FSDP"),
+        (accelerate_uses_fsdp(), "FSDP by accelerate"),
     )
+    engine = next((name for used, name in engines if used), "no DeepSpeed")
     accumulation = training.gradient_accumulation_steps
     batch = f"{training.train_batch_size} x {accumulation} x {launch.world_size}"
     total = training.train_batch_size * accumulation * launch.world_size

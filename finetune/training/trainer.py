@@ -12,8 +12,10 @@ from transformers.trainer_utils import PredictionOutput
 
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.streaming import TextStream
+from finetune.data.token_stream import TokenStream
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
-from finetune.training.speed import SpeedMeter, peak_memory_bytes
+from finetune.training.engine import accelerate_uses_fsdp
+from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, SpeedMeter, peak_memory_bytes
 
 
 class FinetuneTrainer(Trainer):
@@ -21,11 +23,14 @@ class FinetuneTrainer(Trainer):
 
     def __init__(self, *args: Any, lengths: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        wants_fsdp = self.args.fsdp or accelerate_uses_fsdp()
+        assert self.is_fsdp_enabled or not wants_fsdp, "FSDP was asked for, and Accelerate would run DDP"
         self.lengths = lengths
         self.global_batch_size = self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        if isinstance(self.train_dataset, TextStream):
+        if isinstance(self.train_dataset, TextStream | TokenStream):
             self.train_dataset.global_batch_size = self.global_batch_size
-        self.speed = SpeedMeter(self._non_embedding_parameters(), self.args.world_size)
+        self.multiplied_parameters = self._multiplied_parameters()
+        self.speed = SpeedMeter(self.multiplied_parameters, self.args.world_size)
         self.add_callback(self.speed)
         plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
         config = plugin.deepspeed_config if plugin is not None else None
@@ -80,6 +85,10 @@ class FinetuneTrainer(Trainer):
         self.speed.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As the Trainer's, but the parameters are counted once, not before every step."""
+        return FLOPS_PER_PARAM_AND_TOKEN * int(inputs["input_ids"].numel()) * self.multiplied_parameters
+
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add the speed since the last log, and to the closing one that of the whole run. Called on every rank, as the
         sums over ranks need. `logs` is added to in place, for the Trainer returns the closing one from `train`."""
@@ -107,10 +116,11 @@ class FinetuneTrainer(Trainer):
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor.float(), reduction="sum").double().cpu()
 
-    def _non_embedding_parameters(self) -> int:
-        embedding = self.model.get_input_embeddings().weight
-        counts = [getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p is not embedding]
-        return sum(counts)
+    def _multiplied_parameters(self) -> int:
+        """Those that a token is multiplied with: all but the embeddings, unless they are tied to a head."""
+        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
+        looked_up = None if head is not None and head.weight is embedding else embedding
+        return sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p is not looked_up)
 
 
 class _Epochs(TrainerCallback):

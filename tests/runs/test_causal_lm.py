@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPO, Finished, launch
+import torch
+from conftest import REPO, Finished, free_port, launch, tool
 
 RECIPE = "recipes/causal_lm.py"
 TINY = {
@@ -64,17 +65,81 @@ def test_two_ranks_with_accumulation_take_the_mean_over_all_tokens(
     assert_same(run, one_process)
 
 
+def engine(name: str) -> dict[str, Any]:
+    return {"fsdp": True} if name == "fsdp" else {"deepspeed": name}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["none", "zero0", "zero1", "zero2", "zero3", "zero2_offload"])
+@pytest.mark.parametrize("config", ["none", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "fsdp"])
 @pytest.mark.parametrize("chunk", [0, 16], ids=["plain", "chunked"])
 def test_loss_and_gradients_are_the_same_everywhere(
     config: str, chunk: int, uneven: dict[str, Any], one_process: Finished, tmp_path: Path
 ) -> None:
-    values = {**uneven, "deepspeed": config, "loss_chunk_tokens": chunk, "per_device_train_batch_size": 4}
+    values = {**uneven, **engine(config), "loss_chunk_tokens": chunk, "per_device_train_batch_size": 4}
     assert_same(train("torchrun", tmp_path / "run", values, ranks=2), one_process)
-    if config in ("none", "zero3"):
+    if config in ("none", "zero3", "fsdp"):
         values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
         assert_same(train("torchrun", tmp_path / "accumulated", values, ranks=2), one_process)
+
+
+def test_fsdp_shards_by_accelerate_too_and_its_folder_opens(
+    uneven: dict[str, Any], one_process: Finished, tmp_path: Path
+) -> None:
+    """The Trainer asserts that it is FSDP indeed: Accelerate would train CPU ranks by DDP without a word."""
+    start = [tool("accelerate"), "launch", "--config_file", str(REPO / "recipes/launch/accelerate_fsdp.yaml")]
+    folder = tmp_path / "run"
+    values = {**TINY, **uneven, "per_device_train_batch_size": 4}
+    run = launch([*start, "--main_process_port", free_port()], folder, values, recipe=RECIPE)
+    assert "; FSDP by accelerate;" in run.output
+    assert_same(run, one_process)
+    assert_same_weights(run.folder, one_process.folder)
+
+
+def assert_same_weights(folder: Path, other: Path) -> None:
+    from safetensors.torch import load_file
+
+    found, wanted = (load_file(path / "model.safetensors") for path in (folder, other))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].shape == tensor.shape
+        assert torch.allclose(found[name], tensor, atol=1e-4), name
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "none"])
+def test_a_stream_is_dealt_out_alike(packing: str, uneven: dict[str, Any], tmp_path: Path) -> None:
+    values = {**uneven, "streaming": True, "tokenizer": "byte", "packing": packing, "max_eval_samples": 20}
+    values["max_train_samples"] = 20  # so that several epochs are had
+    truth = train("python", tmp_path / "truth", {**values, "per_device_train_batch_size": GLOBAL_BATCH})
+    values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1}
+    run = train("torchrun", tmp_path / "run", values, ranks=2)
+    assert_same(run, truth)
+
+
+def test_checkpointing_changes_no_gradient_not_even_with_dropout(uneven: dict[str, Any], tmp_path: Path) -> None:
+    values = {**uneven, "config_overrides": TINY["config_overrides"].replace("layers=2", "layers=4") + ",dropout=0.2"}
+    plain = train("python", tmp_path / "plain", values)
+    for name, flags in (
+        ("all", {"gradient_checkpointing": True}),
+        ("second", {"activation_checkpoint_interval": 2}),
+    ):
+        run = train("python", tmp_path / name, {**values, **flags})
+        assert run.column("loss") == plain.column("loss")
+        assert run.column("grad_norm") == pytest.approx(plain.column("grad_norm"), rel=1e-5)
+        assert "deprecated" not in run.output
+
+
+@pytest.mark.slow
+def test_a_compiled_model_and_an_8_bit_optimizer_learn_the_same(
+    uneven: dict[str, Any], one_process: Finished, tmp_path: Path
+) -> None:
+    values = {**uneven, "per_device_train_batch_size": GLOBAL_BATCH}
+    for chunk in (0, 16):
+        compiled = {**values, "torch_compile": True, "loss_chunk_tokens": chunk}
+        run = train("python", tmp_path / f"compiled{chunk}", compiled)
+        assert run.column("loss") == pytest.approx(one_process.column("loss"), rel=1e-3)
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes (extra dev) is not installed")
+    run = train("python", tmp_path / "8bit", {**values, "optim": "adamw_8bit"})
+    assert run.column("loss") == pytest.approx(one_process.column("loss"), rel=0.03)
 
 
 def test_a_run_folder_writes_text_and_two_runs_are_alike(tmp_path: Path) -> None:
@@ -129,7 +194,6 @@ def adapted(base: Path, uneven: dict[str, Any], tmp_path_factory: pytest.TempPat
 
 
 def test_an_adapter_is_saved_alone_and_merged_as_it_is(base: Path, adapted: Finished) -> None:
-    import torch
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -147,11 +211,11 @@ def test_an_adapter_is_saved_alone_and_merged_as_it_is(base: Path, adapted: Fini
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["none", "zero1", "zero2", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("config", ["none", "zero1", "zero2", "zero3", "zero3_offload", "fsdp"])
 def test_adapters_train_alike_everywhere(
     config: str, base: Path, adapted: Finished, uneven: dict[str, Any], tmp_path: Path
 ) -> None:
-    values = {**uneven, **LORA, "model_name_or_path": base, "tokenizer_name": base, "deepspeed": config}
+    values = {**uneven, **LORA, "model_name_or_path": base, "tokenizer_name": base, **engine(config)}
     values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "loss_chunk_tokens": 16}
     run = train("torchrun", tmp_path / "run", values, ranks=2)
     assert_same(run, adapted)
@@ -162,10 +226,10 @@ def test_adapters_train_alike_everywhere(
     ("values", "message"),
     [
         ({"lora_target_modules": ["q_proj"]}, r"q_proj: no layer has this name\. The model has: .*qkv \(2\)"),
-        ({"load_in_4bit": True}, "needs a GPU and bitsandbytes"),
+        ({"resize_embeddings": True}, "an adapter leaves the embeddings as they are"),
         ({"model_name_or_path": None}, "adapts a trained model"),
     ],
-    ids=["no such layer", "4 bits on a CPU", "from scratch"],
+    ids=["no such layer", "new tokens", "from scratch"],
 )
 def test_adapters_that_cannot_be_are_refused(values: dict[str, Any], message: str, base: Path, tmp_path: Path) -> None:
     asked = {**LORA, "model_name_or_path": base, **values}
@@ -173,6 +237,65 @@ def test_adapters_that_cannot_be_are_refused(values: dict[str, Any], message: st
     assert run.status == 2
     assert re.search(message, run.errors[0])
     assert not run.folder.exists()
+
+
+def test_adapters_train_beside_weights_of_4_bits_also_after_an_evaluation(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes (extra dev) is not installed")
+    wide = TINY["config_overrides"].replace("hidden_size=32", "hidden_size=64")  # its blocks are 64 weights
+    base = train("python", tmp_path / "base", {"config_overrides": wide, "max_steps": 30}).folder
+    values = {**LORA, "model_name_or_path": base, "eval_strategy": "steps", "eval_steps": 2}
+    plain = train("python", tmp_path / "plain", values)
+    small = train("python", tmp_path / "small", {**values, "load_in_4bit": True})
+    assert small.column("loss") == pytest.approx(plain.column("loss"), rel=0.02)
+    assert small.column("loss") != plain.column("loss")
+    assert (small.folder / "merged" / "model.safetensors").is_file()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def outgrown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer has three tokens more than it embeds."""
+    from finetune.data.tokenizer import train_text_tokenizer
+    from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+
+    tokenizer = train_text_tokenizer("byte", [], 0, 64, with_end=True)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    config = GPTLiteConfig(vocab_size=len(tokenizer), tie_word_embeddings=request.param, **sizes)
+    folder = tmp_path_factory.mktemp("outgrown")
+    GPTLiteForCausalLM(config).save_pretrained(folder)
+    tokenizer.add_tokens(["<|user|>", "<|tool|>", "<|end|>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_embeddings_grow_alike_under_zero3_and_tied_ones_come_back_whole(
+    outgrown: Path, uneven: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    import finetune.models.gptlite  # noqa: F401  (makes it known to the Auto classes)
+
+    values = {**uneven, "model_name_or_path": outgrown, "resize_embeddings": True, "save_strategy": "steps"}
+    truth = train("python", tmp_path / "truth", {**values, "per_device_train_batch_size": GLOBAL_BATCH})
+    run = train(
+        "torchrun", tmp_path / "run", {**values, "deepspeed": "zero3", "per_device_train_batch_size": 4}, ranks=2
+    )
+    assert_same(run, truth)
+    assert_same_weights(run.folder, truth.folder)
+    for folder in (run.folder, run.folder / "checkpoint-6"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert tied == model.config.tie_word_embeddings
+        assert model.get_input_embeddings().weight.shape == (260, 32)
+
+
+def test_a_tokenizer_that_outgrew_its_model_is_offered_room(
+    outgrown: Path, uneven: dict[str, Any], tmp_path: Path
+) -> None:
+    run = train("python", tmp_path / "run", {**uneven, "model_name_or_path": outgrown}, check=False)
+    assert run.status == 2
+    assert "260 tokens, but the model embeds 257" in run.errors[0]
+    assert "--resize_embeddings True" in run.errors[0]
 
 
 def shipped_yamls() -> list[Path]:

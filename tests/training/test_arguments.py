@@ -56,6 +56,8 @@ def test_the_local_rank_of_the_deepspeed_launcher_ends_here() -> None:
         pytest.param(["--class_weights", "heavy"], "none or balanced", id="unknown weights"),
         pytest.param(["--task", "ranking"], "classification or regression", id="unknown task"),
         pytest.param(["--per_device_train_batch_size", "0"], "must be 1 or more", id="empty batch"),
+        pytest.param(["--activation_checkpoint_interval", "0"], r"must be 1 \(every layer\)", id="no interval"),
+        pytest.param(["--optim", "adamw_torch_8bit"], "needs torchao, which is not installed", id="torchao is missing"),
         pytest.param(
             ["--gradient_accumulation_step", "2"], "Did you mean --gradient_accumulation_steps", id="misspelt"
         ),
@@ -74,10 +76,15 @@ def test_what_the_trainer_refuses_is_a_request_error() -> None:
 def test_argument_classes_stay_small() -> None:
     from dataclasses import fields
 
+    from finetune.data.causal_lm import BlockArguments, CorpusArguments
     from finetune.data.tables import PreparationArguments
+    from finetune.models.adapters import AdapterArguments
+    from finetune.models.causal import CausalModelArguments
     from finetune.models.classifier import ModelArguments
 
-    assert all(len(fields(group)) <= 12 for group in (*GROUPS, ModelArguments, PreparationArguments))
+    more = (ModelArguments, PreparationArguments)
+    language = (CausalModelArguments, AdapterArguments, CorpusArguments, BlockArguments)
+    assert all(len(fields(group)) <= 12 for group in (*GROUPS, *more, *language))
 
 
 LAUNCHES = [

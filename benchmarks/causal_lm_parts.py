@@ -1,0 +1,218 @@
+"""The parts of a language model's run that cost memory or time: head and loss, checkpointing, packing, document mask.
+
+    python benchmarks/causal_lm_parts.py --sst2 ../shared/data/sst2          # about five minutes on two CPU cores
+    python benchmarks/causal_lm_parts.py --parts cross_entropy               # one part alone
+
+Writes docs/results/causal_lm_parts.md. Memory is the growth of the largest resident set (`ru_maxrss`) of a process that
+measures one thing alone. On a GPU: causal_lm_gpu.py.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+OUT = REPO / "docs" / "results"
+REPEATS = 5
+TOKENS, WIDTH, VOCABULARY = 2048, 512, 50_304
+DEEP = {"num_hidden_layers": 12, "num_attention_heads": 6, "hidden_size": 384, "max_position_embeddings": 512}
+DEEP_BATCH, DEEP_STEPS = 4, 4
+
+
+def alone(*words: str) -> dict:
+    """What this file prints as its last line when it is run with `words`, in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, *words], cwd=REPO, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    print(*words, done.stdout.strip().splitlines()[-1], flush=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def cross_entropy() -> dict:
+    found: dict = {}
+    for _ in range(REPEATS):
+        for name, chunk in (("plain", 0), ("chunked, 512", 512)):
+            found.setdefault(name, []).append(alone("--head", str(chunk)))
+    return found
+
+
+def head(chunk: int) -> dict:
+    """Forward and backward of head and loss in fp32, once: seconds, and MiB above what the process had before."""
+    import torch
+    from torch import nn
+
+    from finetune.models.chunked_loss import LossHead
+
+    torch.manual_seed(0)
+    x, targets = torch.randn(1, TOKENS, WIDTH, requires_grad=True), torch.randint(VOCABULARY, (1, TOKENS))
+    layer = (LossHead if chunk else nn.Linear)(WIDTH, VOCABULARY, bias=False)
+    layer.weight.grad = torch.zeros_like(layer.weight)  # both have it; it is not what is compared
+    before, start = peak_mib(), time.perf_counter()
+    if chunk:
+        layer.chunk_tokens, layer.targets = chunk, targets
+        loss = layer(x)
+    else:
+        loss = nn.functional.cross_entropy(layer(x).float().view(-1, VOCABULARY), targets.view(-1))
+    loss.backward()
+    seconds = time.perf_counter() - start
+    norms = {"gradient": x.grad.norm().item(), "weight_gradient": layer.weight.grad.norm().item()}
+    return {"seconds": seconds, "peak_mib": peak_mib() - before, "loss": loss.item(), **norms}
+
+
+def checkpointing() -> dict:
+    found: dict = {}
+    for _ in range(REPEATS):
+        for name, interval in (("none", 0), ("every layer", 1), ("every 2nd layer", 2)):
+            found.setdefault(name, []).append(alone("--interval", str(interval)))
+    return found
+
+
+def deep(interval: int) -> dict:
+    """Training steps of 12 layers in fp32: MiB above weights, gradients and optimizer states, and seconds a step."""
+    import torch
+
+    from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+
+    torch.manual_seed(0)
+    model = GPTLiteForCausalLM(GPTLiteConfig(**DEEP, vocab_size=256)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = torch.randint(256, (DEEP_BATCH, DEEP["max_position_embeddings"]))
+    model(input_ids=ids[:1, :8], labels=ids[:1, :8]).loss.backward()
+    optimizer.step()  # gradients and states are there now
+    optimizer.zero_grad(set_to_none=False)
+    if interval:
+        model.activation_checkpointing_enable(every_n_layers=interval)
+    before, times = peak_mib(), []
+    for _ in range(DEEP_STEPS):
+        start = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        times.append(time.perf_counter() - start)
+    return {"seconds": statistics.median(times[1:]), "peak_mib": peak_mib() - before, "loss": loss.item()}
+
+
+def packing(sst2: str | None) -> dict:
+    """Padding in the training blocks, for texts of real lengths."""
+    from finetune.data.causal_lm import BlockArguments, CorpusArguments, prepare_corpus
+
+    found: dict = {}
+    sources = {"Python's manual, BPE": (None, 1024)}
+    if sst2:
+        sources["SST-2's sentences, BPE"] = (str(Path(sst2) / "train.tsv"), 128)
+    for name, (file, block_size) in sources.items():
+        for kind in ("wrapped", "bfd", "none"):
+            blocks = BlockArguments(tokenizer="bpe", packing=kind)
+            corpus = CorpusArguments(train_file=file, text_column_name="column_1" if file else None)
+            data = prepare_corpus(corpus, blocks, None, block_size=block_size, seed=0, leads=True, reports=True)
+            lengths = data.splits["train"].lengths
+            padding = 1 - float(lengths.sum()) / (len(lengths) * block_size)
+            row = {"documents": data.account.documents["train"], "blocks": len(lengths), "padding": padding}
+            found.setdefault(name, {})[f"{kind}, blocks of {block_size}"] = row
+    return found
+
+
+def document_mask() -> dict:
+    """Seconds a step, by turns, of one batch of blocks with several documents each: with and without the mask."""
+    import torch
+
+    from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+
+    torch.manual_seed(0)
+    length = DEEP["max_position_embeddings"]
+    model = GPTLiteForCausalLM(GPTLiteConfig(**{**DEEP, "num_hidden_layers": 6}, vocab_size=256)).train()
+    ids = torch.randint(256, (DEEP_BATCH, length))
+    places = torch.arange(length) % (length // 4)  # four documents a block
+    given = {"no mask": {}, "document mask": {"position_ids": places.expand(DEEP_BATCH, -1)}}
+    found: dict = {name: [] for name in given}
+    for turn in range(REPEATS * 4 + 1):
+        for name, more in given.items():
+            start = time.perf_counter()
+            model(input_ids=ids, labels=ids, **more).loss.backward()
+            if turn:
+                found[name].append(time.perf_counter() - start)
+    return found
+
+
+def render(results: dict) -> str:
+    """The page in docs/results/, from the figures kept beside it."""
+    lines = ["# Parts of a language model's run", "", results["machine"] + ". Made by"]
+    lines += ["`python benchmarks/causal_lm_parts.py --sst2 ../shared/data/sst2`. Medians of processes by turns.", ""]
+    titles = {
+        "cross_entropy": f"Head and loss, {TOKENS:,} tokens x {WIDTH} x {VOCABULARY:,}, fp32, forward and backward",
+        "checkpointing": f"Checkpointing, 12 layers x {DEEP['hidden_size']}, {DEEP_BATCH} x 512 tokens, fp32, a step",
+    }
+    for part, title in titles.items():
+        if part not in results:
+            continue
+        lines += [f"## {title}", "", "| | seconds | peak MiB above the start | time against the first | memory |"]
+        lines += ["|---|---|---|---|---|"]
+        rows = {name: [column(runs, key) for key in ("seconds", "peak_mib")] for name, runs in results[part].items()}
+        first = next(iter(rows.values()))
+        for name, (seconds, peak) in rows.items():
+            lines.append(f"| {name} | {seconds:.3f} | {peak:.0f} | {seconds / first[0]:.2f} | {peak / first[1]:.3f} |")
+        same = {name: runs[0] for name, runs in results[part].items()}
+        exact = [key for key in next(iter(same.values())) if key not in ("seconds", "peak_mib")]
+        lines += ["", "| | " + " | ".join(exact) + " |", "|---" * (len(exact) + 1) + "|"]
+        lines += [f"| {name} | " + " | ".join(f"{run[key]:.8g}" for key in exact) + " |" for name, run in same.items()]
+        lines += [""]
+    if found := results.get("packing"):
+        lines += ["## Padding in training blocks", "", "| text | packing | documents | blocks | padding |"]
+        lines += ["|---|---|---|---|---|"]
+        for text, kinds in found.items():
+            for kind, row in kinds.items():
+                lines.append(f"| {text} | {kind} | {row['documents']:,} | {row['blocks']:,} | {row['padding']:.2%} |")
+        lines += ["", "Without packing (`none`) a batch is padded to its longest row alone, so less than this.", ""]
+    if found := results.get("document_mask"):
+        plain, masked = (statistics.median(values) for values in found.values())
+        ratio = statistics.median(b / a for a, b in zip(*found.values(), strict=True))
+        lines += [f"## Document mask: 6 layers x {DEEP['hidden_size']}, {DEEP_BATCH} x 512 tokens, 4 documents a block"]
+        lines += ["", "| | seconds, forward and backward |", "|---|---|", f"| no mask | {plain:.3f} |"]
+        lines += [f"| document mask | {masked:.3f} |", f"| ratio, median of turns | {ratio:.3f} |"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def column(runs: list[dict], key: str) -> float:
+    return statistics.median(run[key] for run in runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sst2", help="folder with SST-2's train.tsv, for its lengths")
+    parts = {"cross_entropy": cross_entropy, "checkpointing": checkpointing, "document_mask": document_mask}
+    parser.add_argument("--parts", nargs="*", default=[*parts, "packing"])
+    parser.add_argument("--head", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--interval", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.head is not None:
+        print(json.dumps(head(options.head)))
+        return
+    if options.interval is not None:
+        print(json.dumps(deep(options.interval)))
+        return
+    path = OUT / "causal_lm_parts.json"
+    results = json.loads(path.read_text()) if path.is_file() else {}
+    for part in options.parts:
+        results[part] = packing(options.sst2) if part == "packing" else parts[part]()
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores; {versions}"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    path.with_suffix(".md").write_text(render(results))
+    print(render(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Which engine trains: DeepSpeed and with which config, FSDP, or neither. Flags, launcher and `accelerate` decide."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from finetune.dsconfig.load import Loaded, find_config, load, wants_cpu_adam
+from finetune.dsconfig.read import read_config
+from finetune.dsconfig.rules import Run
+from finetune.errors import RequestError
+from finetune.training.arguments import Request
+
+
+def accelerate_uses_deepspeed() -> bool:
+    """True under `accelerate launch` with DeepSpeed in its config or flags."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def accelerate_uses_fsdp() -> bool:
+    """True under `accelerate launch` with FSDP in its config or flags."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def fsdp_of(request: Request) -> Any:
+    """What --fsdp says: None, True, or words of the Trainer's older form. Raises RequestError where it cannot be."""
+    asked = request.values.get("fsdp")
+    if isinstance(asked, str) and asked.lower() in ("true", "false", "none", ""):
+        asked = asked.lower() == "true" or None
+    if asked and request.launch.world_size == 1:
+        raise RequestError(
+            "--fsdp shards over several ranks, and this is one. Drop it, or launch with `torchrun --nproc_per_node N`."
+        )
+    if (asked or accelerate_uses_fsdp()) and not request.values.get("do_train"):
+        raise RequestError("--fsdp shards training, but --do_train is False. Drop it.")
+    return asked
+
+
+def deepspeed_config_of(request: Request) -> str | None:
+    """The DeepSpeed config of the run, a shipped name or a path, or None for a run without DeepSpeed.
+
+    --deepspeed or --deepspeed_config name a shipped config or a path; `none` switches it off. The deepspeed launcher
+    uses zero2 by default, plain python and torchrun nothing. Under `accelerate launch` the choice is in its own config.
+    """
+    launch = request.launch
+    asked = request.values.get("deepspeed") or request.values.get("deepspeed_config")
+    by_accelerate = accelerate_uses_deepspeed()
+    if request.value("fsdp") and (by_accelerate or (asked and asked != "none")):
+        raise RequestError(f"--fsdp and DeepSpeed ({asked or 'by accelerate'}) both shard the model. Keep one.")
+    if request.value("fsdp"):
+        return None
+    if by_accelerate and asked:
+        raise RequestError(
+            f"accelerate launch already sets DeepSpeed up, and --deepspeed {asked} asks for another config. Drop "
+            "--deepspeed (also from a YAML), or launch with `deepspeed` or `torchrun` instead."
+        )
+    if by_accelerate:
+        asked = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if not asked and launch.launcher == "deepspeed" and request.values.get("do_train"):
+        asked = "zero2"
+    if not asked or asked == "none":
+        return None
+    if not request.values.get("do_train"):
+        mend = "Launch without DeepSpeed" if by_accelerate else "Set --deepspeed none"
+        raise RequestError(f"DeepSpeed ({asked}) shards training, but --do_train is False. {mend}.")
+    return str(asked)
+
+
+def stated_precision(asked: str | None) -> dict[str, bool]:
+    """What a DeepSpeed config says of `bf16` and `fp16` in so many words; empty where it leaves them to the run."""
+    config = read_config(find_config(asked)) if asked else {}
+    sections = {name: config.get(name) for name in ("bf16", "fp16")}
+    found = {name: section.get("enabled") for name, section in sections.items() if isinstance(section, dict)}
+    return {name: value for name, value in found.items() if isinstance(value, bool)}
+
+
+def load_deepspeed(request: Request, asked: str, precision: dict[str, bool], has_cuda: bool) -> Loaded:
+    """Read and check the config for this run. Raises RequestError with all that is wrong with it."""
+    launch = request.launch
+    names = (
+        "per_device_train_batch_size gradient_accumulation_steps max_grad_norm learning_rate adam_beta1 adam_beta2 "
+        "adam_epsilon weight_decay lr_scheduler_type"
+    ).split()
+    arguments = {name: request.value(name) for name in names} | precision
+    run = Run(
+        world_size=launch.world_size,
+        ranks_per_node=launch.local_world_size,
+        has_cuda=has_cuda,
+        output_dir=request.values["output_dir"],
+        arguments=arguments,
+        nvme_path=request.values.get("nvme_path"),
+    )
+    loaded = load(asked, run)
+    optimizer = str(request.given.get("optim", "adamw"))
+    if wants_cpu_adam(loaded.config) and not optimizer.startswith("adamw"):
+        raise RequestError(
+            f"--optim {optimizer}: {loaded.name} offloads the optimizer, which is DeepSpeed's AdamW for the CPU then. "
+            "Drop --optim, or choose a config without offload."
+        )
+    return loaded

@@ -1,0 +1,68 @@
+"""Who shards: the flags, the launcher and accelerate's environment settle it, and contradictions are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune.errors import RequestError
+from finetune.training.arguments import Request, RunArguments
+from finetune.training.engine import deepspeed_config_of, fsdp_of
+from finetune.training.launch import Launch
+
+TWO = {"world_size": 2, "local_world_size": 2}
+
+
+def request(*argv: str, launcher: str = "torchrun", **launch: Any) -> Request:
+    defaults = {"output_dir": "out", "do_train": True}
+    return Request((RunArguments,), defaults, argv, Launch(launcher=launcher, **{**TWO, **launch}), {})
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "launcher", "config"),
+    [
+        ([], "deepspeed", "zero2"),
+        ([], "torchrun", None),
+        (["--deepspeed", "zero3"], "torchrun", "zero3"),
+        (["--deepspeed_config", "a.json"], "torchrun", "a.json"),
+        (["--deepspeed", "none"], "deepspeed", None),
+        (["--fsdp", "True"], "deepspeed", None),
+        (["--fsdp", "True", "--deepspeed", "none"], "torchrun", None),
+    ],
+    ids=["default", "nothing", "name", "path", "switched off", "FSDP under its launcher", "FSDP alone"],
+)
+def test_the_config_is_the_one_asked_for_or_the_launchers(argv: list[str], launcher: str, config: str | None) -> None:
+    assert deepspeed_config_of(request(*argv, launcher=launcher)) == config
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("True", True), ("true", True), ("False", None), ("none", None), ("full_shard", "full_shard")],
+)
+def test_fsdp_is_a_switch_or_an_older_word(word: str, meant: Any) -> None:
+    assert fsdp_of(request("--fsdp", word)) == meant
+
+
+def test_two_that_shard_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"both shard the model\. Keep one"):
+        deepspeed_config_of(request("--fsdp", "True", "--deepspeed", "zero3"))
+
+
+def test_accelerate_with_deepspeed_and_fsdp_by_flag_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(RequestError, match="DeepSpeed \\(by accelerate\\) both shard"):
+        deepspeed_config_of(request("--fsdp", "True", launcher="accelerate"))
+
+
+def test_fsdp_needs_ranks_and_training() -> None:
+    with pytest.raises(RequestError, match=r"this is one\. Drop it, or launch with `torchrun"):
+        fsdp_of(request("--fsdp", "True", launcher="python", world_size=1))
+    with pytest.raises(RequestError, match="shards training, but --do_train is False"):
+        fsdp_of(request("--fsdp", "True", "--do_train", "False"))
