@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
@@ -152,7 +153,9 @@ class PlainLoop:
         marks.append(time.perf_counter())
         self.schedule.step()
         self.optimizer.zero_grad()
-        for name, a, b in zip(("data", "forward and backward", "clipping", "optimizer"), marks, marks[1:], strict=True):
+        for name, (a, b) in zip(
+            ("data", "forward and backward", "clipping", "optimizer"), pairwise(marks), strict=True
+        ):
             self.parts[name].append(b - a)
 
     def medians(self) -> dict[str, float]:

@@ -131,7 +131,7 @@ def main() -> None:
             write_ds_config(folder, trainer)
             if adapter_args.merge_adapter and training.do_train:
                 session.say(f"merged: {write_merged(folder, source)}")
-            write_language_report(folder, data, source)
+            write_language_report(folder, data, source, samples.last)
             if samples.last:
                 session.say("sample:", samples.last)
             session.say(headline(folder))

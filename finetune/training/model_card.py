@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,11 @@ tags: [finetune, deepspeed]
 | {{ row | map("cell") | join(" | ") }} |
 {% endfor %}
 {% for fact in card.facts %}{{ fact | cell }} {% endfor %}
+{% if card.sample %}
+## Sample
 
+{{ card.sample | fenced }}
+{% endif %}
 ## Use
 
 ```python
@@ -66,7 +71,7 @@ tags: [finetune, deepspeed]
 @dataclass(frozen=True)
 class Card:
     """What a recipe has to say of its model. `table` counts the data's splits, its first row being the header; `use` is
-    Python that opens the folder."""
+    Python that opens the folder; `sample` is text that the model wrote."""
 
     task: str
     pipeline_tag: str
@@ -78,12 +83,13 @@ class Card:
     facts: Sequence[str]
     pictures: Sequence[tuple[str, str]]
     use: str
+    sample: str = ""
 
 
 def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any]) -> str:
     """Markdown with the hub's front matter. Names and paths from data are escaped."""
     engine = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
-    engine.filters |= {"cell": _cell, "json": json.dumps}
+    engine.filters |= {"cell": _cell, "json": json.dumps, "fenced": fenced}
     return engine.from_string(TEMPLATE).render(
         card=card,
         metrics=[(name, _number(value)) for name, value in metrics.items() if isinstance(value, int | float)],
@@ -102,6 +108,13 @@ def results_of(folder: Path) -> dict[str, Any]:
     """What the Trainer gathered in all_results.json; nothing where it did not."""
     path = folder / "all_results.json"
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def fenced(text: str) -> str:
+    """A block of Markdown that shows `text` as it is, whatever fences it has itself."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}\n{text}\n{fence}"
 
 
 def _cell(text: Any) -> str:

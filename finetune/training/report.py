@@ -98,8 +98,8 @@ def write_report(folder: Path, data: Any, evaluated: Any | None, source: Any) ->
     write_card(folder, card)
 
 
-def write_language_report(folder: Path, data: Any, source: Any) -> None:
-    """`training_curve.png` and README.md of a language model."""
+def write_language_report(folder: Path, data: Any, source: Any, sample: str) -> None:
+    """`training_curve.png` and README.md of a language model, with what it wrote last."""
     account = data.account
     facts = [
         f"Blocks of {account.block_size} tokens, packing {account.packing}, {account.padding_share:.1%} padding, "
@@ -122,6 +122,7 @@ def write_language_report(folder: Path, data: Any, source: Any) -> None:
         facts=facts,
         pictures=_training_curve(folder, "eval_bits_per_byte"),
         use=USE_LANGUAGE_MODEL,
+        sample=sample,
     )
     write_card(folder, card)
 

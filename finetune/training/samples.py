@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from finetune.data.encoding import refuse_unknown_characters
 from finetune.data.tokenizer import letters_of
+from finetune.training.model_card import fenced
 
 SAMPLES_FILE = "samples.md"
 
@@ -45,7 +46,7 @@ class Samples(TrainerCallback):
         self.last = self._sample(kwargs["model"], kwargs["processing_class"], args.device)
         if state.is_world_process_zero:
             with (self.folder / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-                file.write(f"## Step {state.global_step}\n\n```\n{self.last}\n```\n\n")
+                file.write(f"## Step {state.global_step}\n\n{fenced(self.last)}\n\n")
 
     def _sample(self, model: Any, tokenizer: Any, device: torch.device) -> str:
         given = tokenizer(self.arguments.sample_prompt, return_tensors="pt", add_special_tokens=False).to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,24 @@ def test_a_stream_is_dealt_out_alike(packing: str, uneven: dict[str, Any], tmp_p
     assert_same(run, truth)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", [{"streaming": True, "tokenizer": "byte", "max_eval_samples": 20}, {"fsdp": True}], ids=["stream", "FSDP"]
+)
+def test_a_run_goes_on_inside_its_second_epoch_as_if_never_cut(
+    how: dict[str, Any], uneven: dict[str, Any], tmp_path: Path
+) -> None:
+    values = {**uneven, **how, "max_train_samples": 20, "save_strategy": "steps", "save_steps": 4}
+    values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    whole = train("torchrun", tmp_path / "run", values, ranks=2)
+    wanted = {name: whole.column(name) for name in ("loss", "grad_norm")}
+    shutil.rmtree(whole.folder / "checkpoint-6")
+    (whole.folder / "README.md").unlink()
+    again = train("torchrun", whole.folder, {**values, "resume": "auto"}, ranks=2)
+    for name, column in wanted.items():
+        assert again.column(name) == pytest.approx(column, rel=1e-5)
+
+
 def test_checkpointing_changes_no_gradient_not_even_with_dropout(uneven: dict[str, Any], tmp_path: Path) -> None:
     values = {**uneven, "config_overrides": TINY["config_overrides"].replace("layers=2", "layers=4") + ",dropout=0.2"}
     plain = train("python", tmp_path / "plain", values)
@@ -155,6 +174,7 @@ def test_a_run_folder_writes_text_and_two_runs_are_alike(tmp_path: Path) -> None
     )
     assert set(wanted.split()) <= {path.name for path in run.folder.iterdir()}
     assert (run.folder / "samples.md").read_text().count("## Step") == 2
+    assert "## Sample\n\n```" in (run.folder / "README.md").read_text()
     again = train("python", tmp_path / "again", {"eval_strategy": "steps", "eval_steps": 3})
     assert again.column("loss") == run.column("loss")
     assert AutoModelForCausalLM.from_pretrained(run.folder).config.model_type == "gptlite"
