@@ -7,7 +7,7 @@ blocks at any number of ranks. `--dataloader_num_workers 1` does that beside the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import cycle, islice
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     `cut` makes blocks of a window of documents, given where they start and end. With `carries` the end of a window that
     fills no block begins the next one, as wrapped text wants it; otherwise a document that is cut by the window's end
     goes on as one of its own. Documents are shuffled in a buffer and blocks in their window, in an order that the seed
-    and the epoch decide.
+    and the epoch decide. It never ends, but goes on with the next epoch: a Trainer that is resumed skips steps of what
+    it takes for one epoch, and finds its place only so (transformers 5.23, Trainer._run_epoch).
     """
 
     def __init__(
@@ -36,28 +37,20 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     ) -> None:
         self.documents = documents.shuffle(seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
         self.encoder, self.cut, self.carries, self.mask, self.seed = encoder, cut, carries, mask, seed
-        self.epoch, self.global_batch_size = 0, 1
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by accelerate at the start of each epoch."""
-        self.epoch = epoch
-        self.documents.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """An epoch's blocks; the first are taken again to fill up its last global batch."""
-        first: list[dict[str, torch.Tensor]] = []
-        count = 0
-        for block in self._blocks():
-            if len(first) < self.global_batch_size:
-                first.append(block)
-            count += 1
-            yield block
-        if not count:
-            raise RunError("the stream has less text than one block. Give more, or a smaller --block_size.")
-        yield from islice(cycle(first), -count % self.global_batch_size)
+        for epoch in count():
+            some = False
+            for block in self.blocks(epoch):
+                some = True
+                yield block
+            if not some:
+                raise RunError("the stream has less text than one block. Give more, or a smaller --block_size.")
 
-    def _blocks(self) -> Iterator[dict[str, torch.Tensor]]:
-        random = np.random.default_rng((self.seed, self.epoch))
+    def blocks(self, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
+        """What one epoch gives."""
+        self.documents.set_epoch(epoch)
+        random = np.random.default_rng((self.seed, epoch))
         for tokens in self._windows():
             blocks = PackedDataset(tokens, self.cut(tokens.starts), self.mask)
             for index in random.permutation(len(blocks)).tolist():

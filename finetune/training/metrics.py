@@ -37,7 +37,7 @@ LANGUAGE = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_
 def check_language_arguments(training: Any, streaming: bool) -> None:
     """Raises RequestError for flags of the Trainer that a language model's run does not honour."""
     if streaming and training.do_train and training.max_steps < 1:
-        raise RequestError("--streaming: nobody knows where a stream ends. Say how long to train by --max_steps.")
+        raise RequestError("--streaming: nobody knows how long a stream is. Say how long to train by --max_steps.")
     if streaming and training.dataloader_num_workers > 1:
         raise RequestError(
             f"--dataloader_num_workers {training.dataloader_num_workers}: a stream is read by one process. Give 1 to "

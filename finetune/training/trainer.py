@@ -12,7 +12,6 @@ from transformers.trainer_utils import PredictionOutput
 
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.streaming import TextStream
-from finetune.data.token_stream import TokenStream
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
 from finetune.training.engine import accelerate_uses_fsdp
 from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, SpeedMeter, peak_memory_bytes
@@ -27,7 +26,7 @@ class FinetuneTrainer(Trainer):
         assert self.is_fsdp_enabled or not wants_fsdp, "FSDP was asked for, and Accelerate would run DDP"
         self.lengths = lengths
         self.global_batch_size = self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        if isinstance(self.train_dataset, TextStream | TokenStream):
+        if isinstance(self.train_dataset, TextStream):
             self.train_dataset.global_batch_size = self.global_batch_size
         self.multiplied_parameters = self._multiplied_parameters()
         self.speed = SpeedMeter(self.multiplied_parameters, self.args.world_size)

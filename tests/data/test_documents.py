@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from finetune.data import documents, token_stream
 from finetune.data.causal_lm import BlockArguments, CorpusArguments, prepare_corpus
 from finetune.data.packing import IGNORED
 from finetune.data.tokenizer import train_text_tokenizer
-from finetune.errors import RequestError
+from finetune.errors import RequestError, RunError
 
 
 def prepared(tokenizer: Any = None, block_size: int = 16, blocks: dict[str, Any] | None = None, **flags: Any) -> Any:
@@ -138,15 +139,14 @@ def test_a_stream_gives_the_documents_that_are_not_held_out_once_an_epoch(
     train = data.splits["train"]
     epochs = []
     for epoch in range(2):
-        train.set_epoch(epoch)
-        epochs.append([item["input_ids"].tolist() for item in train])
+        epochs.append([item["input_ids"].tolist() for item in train.blocks(epoch)])
     assert epochs[0] != epochs[1], "each epoch is shuffled anew"
-    train.set_epoch(0)
-    assert [item["input_ids"].tolist() for item in train] == epochs[0], "and can be had again"
+    both = [item["input_ids"].tolist() for item in islice(train, len(epochs[0]) + len(epochs[1]))]
+    assert both == epochs[0] + epochs[1], "and they follow one another"
     held_out = set(text_of(data, "validation").split(data.tokenizer.eos_token)[:-1])
     assert len(held_out) == 20
     learnt: Counter[int] = Counter()
-    for item in train:
+    for item in train.blocks(0):
         learnt.update(item["labels"][item["labels"] != IGNORED].tolist())
     wanted: Counter[int] = Counter()
     for i in range(400):
@@ -163,13 +163,9 @@ def test_a_stream_gives_the_documents_that_are_not_held_out_once_an_epoch(
     assert not learnt - wanted
 
 
-def test_a_streams_epoch_is_whole_global_batches(tmp_path: Path) -> None:
-    train = stream(tmp_path).splits["train"]
-    alone = len(list(train))
-    train.global_batch_size = 7
-    blocks = [item["input_ids"].tolist() for item in train]
-    assert len(blocks) == -(-alone // 7) * 7
-    assert blocks[alone:] == blocks[: len(blocks) - alone]
+def test_a_stream_with_less_than_a_block_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="less text than one block"):
+        next(iter(stream(tmp_path, block_size=100_000).splits["train"]))
 
 
 @pytest.mark.parametrize(
