@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainerCallb
 from finetune.data.tokenizer import train_text_tokenizer
 from finetune.models.chunked_loss import CHUNK_TOKENS, LossHead, use_chunked_loss
 from finetune.models.gptlite import SIZES, GPTLiteConfig, GPTLiteForCausalLM
-from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, peak_flops, peak_memory_bytes
+from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, multiplied_parameters, peak_flops, peak_memory_bytes
 
 REPO = Path(__file__).resolve().parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -147,8 +147,7 @@ def step(forward, model, optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
 def speed(scale: Scale, model, seconds: float) -> dict:
     """Of the steps after the warm-up; FLOPs utilization by the recipe's definition (finetune/training/speed.py)."""
     tokens = (scale.steps - scale.warmup) * scale.batch * scale.block / seconds
-    embedding, peak = model.get_input_embeddings().weight, peak_flops()
-    flops = FLOPS_PER_PARAM_AND_TOKEN * sum(p.numel() for p in model.parameters() if p is not embedding)
+    peak, flops = peak_flops(), FLOPS_PER_PARAM_AND_TOKEN * multiplied_parameters(model)
     return {"tokens/s": tokens, "MFU": tokens * flops / peak if peak else None, "peak GiB": peak_memory_bytes() / 2**30}
 
 
@@ -252,7 +251,7 @@ ASKED = [  # part, figure, run, by which other run, bound
 TRIAL_NOTE = """**A TRIAL AT TOY SIZE. It shows that the script runs, and no figure here means anything.** On a CPU,
 memory is `ru_maxrss`, the largest resident set of the whole process, and not an allocator's peak."""
 NOTES = {
-    "training": "MFU: 6 FLOPs a token and parameter but for the token embedding, by the half-precision peak. GPT-2 has "
+    "training": "MFU: 6 FLOPs a token and parameter that it meets, by the half-precision peak. GPT-2 has "
     "its own dropout of 0.1, the recipe's model none. A GPU older than Ampere has no TF32.",
     "cross_entropy": "Forward and backward, TF32 off. Off by: the largest difference from a gradient of the plain head "
     "in fp32, by the largest gradient of its tensor.",

@@ -14,7 +14,7 @@ from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.streaming import TextStream
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
 from finetune.training.engine import accelerate_uses_fsdp
-from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, SpeedMeter, peak_memory_bytes
+from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, SpeedMeter, multiplied_parameters, peak_memory_bytes
 
 
 class FinetuneTrainer(Trainer):
@@ -28,7 +28,7 @@ class FinetuneTrainer(Trainer):
         self.global_batch_size = self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         if isinstance(self.train_dataset, TextStream):
             self.train_dataset.global_batch_size = self.global_batch_size
-        self.multiplied_parameters = self._multiplied_parameters()
+        self.multiplied_parameters = multiplied_parameters(self.model)
         self.speed = SpeedMeter(self.multiplied_parameters, self.args.world_size)
         self.add_callback(self.speed)
         plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
@@ -114,12 +114,6 @@ class FinetuneTrainer(Trainer):
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor.float(), reduction="sum").double().cpu()
-
-    def _multiplied_parameters(self) -> int:
-        """Those that a token is multiplied with: all but the embeddings, unless they are tied to a head."""
-        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
-        looked_up = None if head is not None and head.weight is embedding else embedding
-        return sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p is not looked_up)
 
 
 class _Epochs(TrainerCallback):

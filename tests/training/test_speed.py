@@ -1,0 +1,56 @@
+"""What is counted as work, and whose peak it is held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+from finetune.training.speed import SpeedMeter, multiplied_parameters, peak_flops
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_counted_once_and_an_embedding_that_is_only_looked_up_never(tied: bool) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    model = GPTLiteForCausalLM(GPTLiteConfig(**shape, max_position_embeddings=8, tie_word_embeddings=tied))
+    body = sum(p.numel() for p in model.transformer.parameters()) - 50 * 16
+    assert multiplied_parameters(model) == body + 50 * 16
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("Tesla T4", 65e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10G", None),
+    ],
+)
+def test_a_card_has_its_own_peak_or_none(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # the cards themselves cost money
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert peak_flops() == peak
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_real_tokens_are_those_that_the_mask_shows(masked: bool) -> None:
+    meter = SpeedMeter(10, 1)
+    for real in (3, 5):
+        inputs: dict[str, Any] = {"input_ids": torch.zeros(2, 4, dtype=torch.long)}
+        if masked:
+            inputs["attention_mask"] = (torch.arange(8) < real).view(2, 4).long()
+        meter.count(inputs)
+    meter._window_seconds, meter._window_steps = 2.0, 2
+    figures = meter.window(lambda counted: counted)
+    assert figures["samples_per_second"] == 2
+    assert figures["real_tokens_per_second"] == (4 if masked else 8)
+    assert figures["padding_share"] == (0.5 if masked else 0)
