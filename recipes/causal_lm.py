@@ -18,14 +18,15 @@ from finetune.models.adapters import AdapterArguments, add_adapter, check_adapte
 from finetune.models.causal import CausalModelArguments, build_causal_lm, find_causal_source
 from finetune.models.chunked_loss import choose_chunk_tokens, row_figures, use_chunked_loss
 from finetune.models.document_mask import check_document_mask
+from finetune.models.source import positions_of
 from finetune.training.arguments import RunArguments
 from finetune.training.launch import run
 from finetune.training.loss import settle_loss_scaling
-from finetune.training.metrics import check_language_arguments, language_metrics
+from finetune.training.metrics import language_metrics, settle_language_arguments
 from finetune.training.output_dir import check_same_model, open_output_dir
 from finetune.training.report import headline, write_language_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
-from finetune.training.samples import SampleArguments, Samples, check_sample_prompt
+from finetune.training.samples import SampleArguments, Samples, check_sample
 from finetune.training.start import start
 from finetune.training.trainer import FinetuneTrainer
 
@@ -60,7 +61,7 @@ def main() -> None:
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
     model_args, adapter_args, corpus_args, block_args, sample_args, run_args = session.arguments
     training, folder = session.training, Path(session.training.output_dir)
-    check_language_arguments(training, corpus_args.streaming)
+    settle_language_arguments(training, corpus_args, session.request.given)
 
     # Data: the model's tokenizer, or one made from the text. One rank prepares, the others wait.
     source = find_causal_source(model_args, block_args.block_size)
@@ -74,18 +75,19 @@ def main() -> None:
         leads=session.launch.leads_its_node,
         reports=session.launch.leads_its_node or session.launch.local_rank == 1,
     )
-    check_sample_prompt(data.tokenizer, sample_args)
+    check_sample(data.tokenizer, sample_args, positions_of(source.config))
     session.say(data.account.headline(), f"model: {source.description}; --model_name_or_path takes any other")
 
-    # Model: built after TrainingArguments, for ZeRO-3 shards it while it is built.
+    # Model: built after TrainingArguments, for ZeRO-3 shards pretrained weights while they are read. From scratch each
+    # rank draws them whole, so that they are the same under every stage.
     model = build_causal_lm(model_args, source, data.tokenizer, adapter_args.load_in_4bit)
-    chunk = choose_chunk_tokens(model_args.loss_chunk_tokens, model.config.vocab_size, training.device.type)
+    chunk = choose_chunk_tokens(model_args.loss_chunk_tokens, model, training.device.type)
     if chunk:
         model.accepts_loss_kwargs = True  # see use_chunked_loss
     else:
         settle_loss_scaling(model, label_per_token=True)
     if block_args.document_mask and session.launch.speaks:
-        check_document_mask(model)
+        check_document_mask(model, max(training.train_batch_size, training.eval_batch_size))
     if adapter_args.use_peft:
         model = add_adapter(model, adapter_args)
     if chunk:
@@ -130,7 +132,7 @@ def main() -> None:
         if session.launch.speaks:
             write_ds_config(folder, trainer)
             if adapter_args.merge_adapter and training.do_train:
-                session.say(f"merged: {write_merged(folder, source)}")
+                session.say(f"merged: {write_merged(folder, model_args, source, data.tokenizer)}")
             write_language_report(folder, data, source, samples.last)
             if samples.last:
                 session.say("sample:", samples.last)

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.chat import DEFAULT_TEMPLATE
-from finetune.data.documents import CHAT, TEXT, Corpus, open_corpus
+from finetune.data.documents import CHAT, ENDS, TEXT, Corpus, open_corpus
 from finetune.data.encoding import Encoder, write_tokens
 from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_fit_decreasing, one_each, wrapped
 from finetune.data.token_stream import TokenStream
@@ -22,6 +23,7 @@ from finetune.errors import RequestError
 
 FORMAT = 2  # raise it when what is cached changes
 PACKINGS = ("wrapped", "bfd", "none")
+LEAST_BPE_VOCABULARY = 257  # the bytes and the end of text
 TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary on
 
 
@@ -68,7 +70,7 @@ class CorpusAccount:
     learnt: dict[str, int]  # tokens: all, or of conversations those of the assistant
     blocks: dict[str, int]
     left_over: int  # tokens at the end of the training text that fill no block
-    padding_share: float  # of the training blocks
+    padding_share: float | None  # of the training blocks; None where it depends on which rows meet in a batch
     block_size: int
     packing: str
 
@@ -130,6 +132,14 @@ def prepare_corpus(
     for name, given, known in (("packing", blocks.packing, PACKINGS), ("tokenizer", blocks.tokenizer, TEXT_TOKENIZERS)):
         if given not in known:
             raise RequestError(f"--{name} {given}: give one of {', '.join(known)}.")
+    if tokenizer is not None and blocks.tokenizer != BlockArguments().tokenizer:
+        raise RequestError(
+            f"--tokenizer {blocks.tokenizer} is for models from scratch, and this one brings its own. Drop it."
+        )
+    if blocks.bpe_vocab_size < LEAST_BPE_VOCABULARY:
+        raise RequestError(
+            f"--bpe_vocab_size is {blocks.bpe_vocab_size}, but the bytes alone take {LEAST_BPE_VOCABULARY} tokens."
+        )
     if arguments.streaming and tokenizer is None and blocks.tokenizer == "char":
         raise RequestError(
             "--streaming with a character tokenizer: later text may have characters that the first lacks. Add "
@@ -158,10 +168,10 @@ class _Job:
             FORMAT,
             platform.python_version(),  # the built-in text is Python's own
             {name: value for name, value in asdict(arguments).items() if name not in OF_NO_EFFECT},
-            asdict(self.blocks),
+            # Blocks are cut when they are loaded; a tokenizer from scratch is made for their size.
+            None if self.tokenizer else [self.blocks.tokenizer, self.blocks.bpe_vocab_size, self.block_size],
             file_states(arguments.dataset_name, arguments.train_file, arguments.validation_file),
             None if self.tokenizer is None else [*identity(self.tokenizer), self.tokenizer.chat_template],
-            self.block_size,
             self.seed,
         )
 
@@ -177,6 +187,8 @@ class _Job:
         for split, table in tables.items():
             (folder / split).mkdir()
             counts = write_tokens(folder / split, table, corpus.kind, tokenizer, workers)
+            if not counts["learnt"]:
+                raise RequestError(_nothing_learnt(corpus, split))
             for name, count in counts.items():
                 account.setdefault(name, {})[split] = count
         tokenizer.save_pretrained(str(folder / "tokenizer"))
@@ -184,12 +196,19 @@ class _Job:
 
     def _train_tokenizer(self, corpus: Corpus) -> Any:
         if corpus.kind != TEXT:
-            raise RequestError(f"the data has {corpus.kind}, which wants a model's own tokenizer. Give one.")
+            raise RequestError(
+                f"the data has {corpus.kind}, which a tokenizer from scratch does not suit. Give a model's own by "
+                "--model_name_or_path or --tokenizer_name."
+            )
         train = corpus.train
+        texts: Any
         if self.arguments.streaming:
             texts, single = (row["text"] for row in train.take(TOKENIZER_DOCUMENTS)), False
         else:
-            texts, single = train["text"], "ends" in train.column_names and sum(train["ends"]) <= 1
+            # A text's characters are known whole, whichever part of it is held out.
+            whole = self.blocks.tokenizer == "char" and corpus.was_held_out
+            texts = chain(train["text"], corpus.validation["text"]) if whole else train["text"]
+            single = ENDS in train.column_names and sum(train[ENDS]) <= 1
         kind, size = self.blocks.tokenizer, self.blocks.bpe_vocab_size
         return train_text_tokenizer(kind, texts, size, self.block_size, with_end=not single)
 
@@ -201,8 +220,10 @@ class _Job:
             tokenizer.chat_template = DEFAULT_TEMPLATE  # saved with the model, which has learnt by it
         held_out = Tokens.open(folder / "validation")
         splits: dict[str, Any] = {"validation": self._blocks(held_out, keep_tail=True)}
-        left_over, padding = 0, 0.0
+        left_over = 0
+        padding: float | None = 0.0
         if self.arguments.streaming:
+            padding = None
             splits["train"] = self._stream(tokenizer, found["kind"])
         else:
             train = self._blocks(Tokens.open(folder / "train"), keep_tail=False)
@@ -213,9 +234,11 @@ class _Job:
                 )
             splits["train"] = train
             if self.blocks.packing == "wrapped":
-                left_over = found["tokens"]["train"] - 1 - int(train.lengths.sum())
+                left_over = (found["tokens"]["train"] - 1) % self.block_size
             elif self.blocks.packing == "bfd":
                 padding = 1 - float(train.lengths.mean()) / int(train.lengths.max())
+            else:
+                padding = None
         account = CorpusAccount(
             **found,
             blocks={name: len(split) for name, split in splits.items() if isinstance(split, PackedDataset)},
@@ -227,7 +250,7 @@ class _Job:
         return CorpusData(splits, account, tokenizer)
 
     def _blocks(self, tokens: Tokens, keep_tail: bool) -> PackedDataset:
-        return PackedDataset(tokens, self._cut(tokens.starts, keep_tail), self.blocks.document_mask)
+        return PackedDataset(tokens, self._cut(tokens.starts, keep_tail), self.blocks.document_mask).with_labels()
 
     def _cut(self, starts: Any, keep_tail: bool = False) -> Blocks:
         if self.blocks.packing == "wrapped":
@@ -238,3 +261,14 @@ class _Job:
         documents = open_corpus(self.arguments, self.seed).train
         carries, mask = self.blocks.packing == "wrapped", self.blocks.document_mask
         return TokenStream(documents, Encoder(tokenizer, kind), self._cut, carries, mask, self.seed)
+
+
+def _nothing_learnt(corpus: Corpus, split: str) -> str:
+    if corpus.kind != CHAT:
+        return f"the {split} data has nothing to learn: no text is left of it. Check the file."
+    table = corpus.train if split == "train" else corpus.validation
+    roles = sorted({str(turn.get("role")) for row in islice(table, 1000) for turn in row["messages"]})
+    return (
+        f"the {split} data has nothing to learn: the turns of role `assistant` are, and the roles here are "
+        f"{', '.join(roles)}. Rename the model's role to `assistant`."
+    )

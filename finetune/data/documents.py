@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +22,20 @@ PIECE_CHARACTERS = 1 << 14  # a text file is read and tokenized in pieces of abo
 HELD_OUT_DOCUMENTS = 1_000  # of a stream, where --max_eval_samples does not say
 TEXT_FILES = (".txt", ".text", ".md")
 
+ENDS = "__ends__"  # a column of our own: false where a document goes on in the next row
 TEXT, CHAT, COMPLETION = "text", "messages", "completion"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Rows of one kind: `text` (with `ends`, false where a document goes on in the next row), `messages`, or
+    """Rows of one kind: `text` (with `__ends__`, false where a document goes on in the next row), `messages`, or
     `prompt` and `completion`. `source` says where they come from. `train` of a stream is an IterableDataset."""
 
     kind: str
     train: Any
     validation: Dataset
     source: str
+    was_held_out: bool  # `validation` is a part of the same text
 
 
 def open_corpus(arguments: Any, seed: int) -> Corpus:
@@ -40,21 +44,29 @@ def open_corpus(arguments: Any, seed: int) -> Corpus:
         raise RequestError("--dataset_name and --train_file are both given. Keep one.")
     if arguments.streaming and not (arguments.dataset_name or arguments.train_file):
         raise RequestError("--streaming needs something to stream: give --train_file or --dataset_name.")
+    for name in ("max_train_samples", "max_eval_samples"):
+        if (most := getattr(arguments, name)) is not None and most < 1:
+            raise RequestError(f"--{name} is {most}, but it must be 1 or more.")
+    given = _open("validation_file", arguments.validation_file) if arguments.validation_file else None
     if arguments.dataset_name:
         name, config = arguments.dataset_name, arguments.dataset_config_name
         train = open_hub(name, config, "train", arguments.streaming)
-        held_out = open_hub(name, config, "validation", arguments.streaming)
+        held_out = open_hub(name, config, "validation", arguments.streaming) if given is None else given
         if train is None:
             raise RequestError(f"--dataset_name {name}: has no train split.")
         source = " ".join(filter(None, (name, config)))
     elif arguments.train_file:
         train = _open("train_file", arguments.train_file, arguments.streaming)
-        held_out = _open("validation_file", arguments.validation_file) if arguments.validation_file else None
+        held_out = given
         source = Path(arguments.train_file).name
+    elif given is not None:
+        train = held_out = given  # to evaluate alone
+        source = Path(arguments.validation_file).name
     else:
         train, held_out = Dataset.from_dict({"text": manual_topics()}), None
         source = "built-in reference manual of Python"
     kind, train = _settle(train, arguments.text_column_name, "the training data")
+    was_held_out = held_out is None
     most, percentage = arguments.max_eval_samples, arguments.validation_split_percentage
     if held_out is not None:
         other, held_out = _settle(held_out, arguments.text_column_name, "the validation data")
@@ -74,7 +86,7 @@ def open_corpus(arguments: Any, seed: int) -> Corpus:
         train = train.select(range(min(arguments.max_train_samples, len(train))))
     if most:
         held_out = held_out.select(range(min(most, len(held_out))))
-    return Corpus(kind, train, held_out, source)
+    return Corpus(kind, train, held_out, source, was_held_out)
 
 
 def _open(flag: str, name: str, streaming: bool = False) -> Any:
@@ -85,17 +97,23 @@ def _open(flag: str, name: str, streaming: bool = False) -> Any:
         raise RequestError(f"--{flag} {name}: there is no such file. Check the path.")
     if path.stat().st_size == 0:
         raise RequestError(f"--{flag} {name}: the file is empty.")
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            while file.read(1 << 20):
+                pass
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--{flag} {name}: is not UTF-8 text ({error.reason}). Save it as UTF-8.") from error
     kind = IterableDataset if streaming else Dataset
     return kind.from_generator(_pieces_of, gen_kwargs={"path": str(path), "state": path.stat().st_mtime_ns})
 
 
 def _pieces_of(path: str, state: int) -> Iterator[dict[str, Any]]:
     """One text file as one document, in pieces. `state` is there for the library's cache, which keeps what it made."""
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         piece = _read_piece(file)
         while piece:
             following = _read_piece(file)
-            yield {"text": piece, "ends": not following}
+            yield {"text": piece, ENDS: not following}
             piece = following
 
 
@@ -121,9 +139,9 @@ def _settle(table: Any, column: str | None, where: str) -> tuple[str, Any]:
             f"{where}: no column with text found{said}; it has {', '.join(names)}. Name one by --text_column_name, or "
             "give `messages`, or `prompt` and `completion`."
         )
-    table = table.select_columns([found, *(["ends"] if "ends" in names else [])])
+    table = table.select_columns([found, *([ENDS] if ENDS in names else [])])
     table = table.rename_column(found, "text") if found != "text" else table
-    if "ends" in names:
+    if ENDS in names:
         return TEXT, table
     table = table.filter(_has_words, input_columns="text", batched=True)
     if isinstance(table, Dataset) and not len(table):
@@ -141,29 +159,29 @@ def _check_percentage(percentage: float) -> None:
 
 
 def _draw_from_stream(stream: Any, percentage: float, most: int, seed: int) -> tuple[Any, Dataset]:
-    """A seeded hash of their number draws documents, until there are `most` or the stream ends; the others train."""
-    if "ends" in next(iter(stream)):
+    """A seeded hash of what they say draws documents, until there are `most` or the stream ends; the others train."""
+    if ENDS in next(iter(stream)):
         raise RequestError("--streaming: of a single text nothing is held out. Add --validation_file.")
-    drawn: list[dict[str, Any]] = []
-    last = -1
-    for number, row in enumerate(stream):
+    drawn: dict[int, dict[str, Any]] = {}
+    for row in stream:
+        number = _number_of(row)
         if is_drawn(number, seed, percentage / 100):
-            drawn.append(row)
-            last = number
+            drawn[number] = row
         if len(drawn) == most:
             break
     if not drawn:
         raise RequestError("the stream has too few documents to hold any out. Add --validation_file, or documents.")
+    return stream.filter(lambda row: _number_of(row) not in drawn), Dataset.from_list(list(drawn.values()))
 
-    def is_for_training(row: dict[str, Any], number: int) -> bool:
-        return number > last or not is_drawn(number, seed, percentage / 100)
 
-    return stream.filter(is_for_training, with_indices=True), Dataset.from_list(drawn)
+def _number_of(row: dict[str, Any]) -> int:
+    """A number for what a row says: its place in the stream changes when files are shuffled."""
+    return zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode())
 
 
 def _hold_out(table: Dataset, percentage: float, seed: int) -> tuple[Dataset, Dataset]:
     """A seeded choice of documents; of a single text, its end."""
-    if "ends" in table.column_names:
+    if ENDS in table.column_names:
         return _cut_text(table, percentage)
     if len(table) < 2:
         raise RequestError("there is one document, and none can be held out. Add --validation_file.")
@@ -189,4 +207,4 @@ def _cut_text(table: Dataset, percentage: float) -> tuple[Dataset, Dataset]:
 
 
 def _piece(text: str, ends: bool) -> Dataset:
-    return Dataset.from_dict({"text": [text], "ends": [ends]})
+    return Dataset.from_dict({"text": [text], ENDS: [ends]})

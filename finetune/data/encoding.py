@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 from datasets import Features, List, Value
 
 from finetune.data.chat import completion, conversation
-from finetune.data.documents import CHAT, TEXT
+from finetune.data.documents import CHAT, ENDS, TEXT
 from finetune.data.packing import TokenWriter, dtype_of
 from finetune.data.tokenizer import letters_of
 from finetune.errors import RequestError
 
+MANY_ROWS, MANY_BYTES = 2_000, 8 << 20
+MOST_CHARACTERS = 1 << 20
 BATCH_ROWS = 64  # with rows of documents.PIECE_CHARACTERS about 1 MiB of text at a time
 
 
@@ -30,15 +33,15 @@ class Encoder:
         self.letters = letters_of(tokenizer)
         self.dtype = dtype_of(len(tokenizer))
 
-    def __call__(self, rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-        """`numbers` are those of the rows, from 0, for messages. Raises RequestError for a row that cannot be."""
-        return self._text(rows, numbers) if self.kind == TEXT else self._turns(rows, numbers)
+    def __call__(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Raises RequestError for a row that cannot be, quoting it: its number is not that of the file any more."""
+        return self._text(rows) if self.kind == TEXT else self._turns(rows)
 
-    def _text(self, rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+    def _text(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         texts = rows["text"]
-        for text, number in zip(texts, numbers, strict=True):
-            refuse_unknown_characters(self.letters, text, f"document {number + 1}")
-        ends = rows.get("ends", [True] * len(texts))
+        for text in texts:
+            refuse_unknown_characters(self.letters, text, "the text")
+        ends = rows.get(ENDS, [True] * len(texts))
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         ids = self._ids(texts)
         return {
@@ -55,11 +58,14 @@ class Encoder:
         # As the call above, in half the time and memory: nothing but the ids is made.
         backend.no_truncation()  # a tokenizer.json may bring both
         backend.no_padding()
-        return [encoded.ids for encoded in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        ids: list[list[int]] = []
+        for some in _by_size(texts):
+            ids += [encoded.ids for encoded in backend.encode_batch_fast(some, add_special_tokens=False)]
+        return ids
 
-    def _turns(self, rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+    def _turns(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         if self.kind == CHAT:
-            made = [conversation(self.tokenizer, m, n + 1) for m, n in zip(rows["messages"], numbers, strict=True)]
+            made = [conversation(self.tokenizer, messages) for messages in rows["messages"]]
         else:
             made = [completion(self.tokenizer, p, c) for p, c in zip(rows["prompt"], rows["completion"], strict=True)]
         texts = [
@@ -75,6 +81,20 @@ class Encoder:
         }
 
 
+def _by_size(texts: list[str]) -> Iterator[list[str]]:
+    """Runs of texts of about MOST_CHARACTERS together: the tokenizer takes a hundred bytes for each while it works."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        some.append(text)
+        size += len(text)
+        if size >= MOST_CHARACTERS:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
 def write_tokens(folder: Path, table: Any, kind: str, tokenizer: Any, workers: int) -> dict[str, int]:
     """Tokenize a table into `folder`, by `workers` processes and never whole in memory; what it counted, by name."""
     dtype = dtype_of(len(tokenizer))
@@ -88,8 +108,7 @@ def write_tokens(folder: Path, table: Any, kind: str, tokenizer: Any, workers: i
         batched=True,
         batch_size=BATCH_ROWS,
         writer_batch_size=BATCH_ROWS,
-        with_indices=True,
-        num_proc=workers if workers > 1 and len(table) > 2 * BATCH_ROWS * workers else None,
+        num_proc=min(workers, len(table)) if workers > 1 and _is_large(table) else None,
         remove_columns=table.column_names,
         features=Features(features),
         cache_file_name=str(scratch / "rows.arrow"),  # not the library's own cache, where it would stay
@@ -110,6 +129,11 @@ def write_tokens(folder: Path, table: Any, kind: str, tokenizer: Any, workers: i
     return {**counts, "documents": len(writer.starts) - 1, "tokens": writer.written}
 
 
+def _is_large(table: Any) -> bool:
+    """Whether starting processes pays: it takes a second or two."""
+    return len(table) > MANY_ROWS or (table.data.nbytes or 0) > MANY_BYTES
+
+
 def refuse_unknown_characters(letters: frozenset[str] | None, text: str, where: str) -> None:
     """Raises RequestError at a character that is none of a character tokenizer's `letters` (None for a tokenizer of
     another kind): it would be left out without a word."""
@@ -118,7 +142,6 @@ def refuse_unknown_characters(letters: frozenset[str] | None, text: str, where: 
     place = next(i for i, character in enumerate(text) if character not in letters)
     near = text[max(0, place - 20) : place + 20]
     raise RequestError(
-        f"{where} has {text[place]!r} (U+{ord(text[place]):04X}) at character {place + 1:,} ({near!r}), for which the "
-        "character tokenizer has no token: the text that it was made from lacks it. Use --tokenizer byte or bpe, or "
-        "mend the text."
+        f"{where} has {text[place]!r} (U+{ord(text[place]):04X}) in {near!r}, for which the character tokenizer has no "
+        "token: the text that it was made from lacks it. Mend the text, or from scratch use --tokenizer byte or bpe."
     )

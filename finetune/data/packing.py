@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
+REAL_TOKENS = "real_tokens"  # of a micro-batch, without its padding
 IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
@@ -49,6 +50,8 @@ class TokenWriter:
             self.learnt.write(np.asarray(learnt, dtype=np.bool_).tobytes())
 
     def close(self) -> None:
+        if self.starts[-1] != self.written:  # the rows were cut off inside a document
+            self.starts.append(self.written)
         for file in filter(None, (self.tokens, self.learnt)):
             file.close()
         np.save(self.folder / "documents.npy", np.asarray(self.starts, dtype=np.int64))
@@ -85,6 +88,13 @@ class Blocks:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def take(self, numbers: npt.NDArray[np.int64]) -> Blocks:
+        """Those blocks alone."""
+        parts = [np.arange(self.offsets[n], self.offsets[n + 1]) for n in numbers.tolist()]
+        pieces = np.concatenate([np.zeros(0, np.int64), *parts])
+        offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts], dtype=np.int64)])
+        return Blocks(self.starts[pieces], self.sizes[pieces], self.goes_on[pieces], offsets)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -166,6 +176,17 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     def lengths(self) -> npt.NDArray[np.int64]:
         return self.blocks.lengths
 
+    def with_labels(self) -> PackedDataset:
+        """Without the blocks in which nothing is to be learnt, where that is known of each token: a step of such blocks
+        alone would have a loss of 0 / 0."""
+        learnt, blocks = self.tokens.learnt, self.blocks
+        if learnt is None or not len(blocks):
+            return self
+        ends = blocks.starts + blocks.sizes + blocks.goes_on
+        pieces = zip((blocks.starts + 1).tolist(), ends.tolist(), strict=True)
+        some = np.logical_or.reduceat([bool(learnt[start:end].any()) for start, end in pieces], blocks.offsets[:-1])
+        return PackedDataset(self.tokens, blocks.take(np.flatnonzero(some)), self.document_mask)
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens, blocks = self.tokens, self.blocks
         first, last = int(blocks.offsets[index]), int(blocks.offsets[index + 1])
@@ -224,6 +245,8 @@ class Collator:
                 torch.nn.functional.pad(row[name], (0, longest - len(row[name])), value=fill[name]) for row in rows
             ]
             batch[name] = torch.stack(padded)
-        if "position_ids" not in batch:
+        if "position_ids" in batch:
+            batch[REAL_TOKENS] = torch.tensor([sum(sizes)])  # no mask tells them; the Trainer takes it out again
+        else:
             batch["attention_mask"] = (torch.arange(longest)[None] < torch.tensor(sizes)[:, None]).long()
         return batch

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from finetune.data.documents import ENDS
 from finetune.data.encoding import BATCH_ROWS, Encoder
 from finetune.data.packing import Blocks, PackedDataset, Tokens
 from finetune.errors import RunError
@@ -35,7 +36,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def __init__(
         self, documents: Any, encoder: Encoder, cut: Callable[[Any], Blocks], carries: bool, mask: bool, seed: int
     ) -> None:
-        self.documents = documents.shuffle(seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
+        is_one_text = ENDS in next(iter(documents), {})  # whose pieces must stay in order
+        self.documents = documents if is_one_text else documents.shuffle(seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
         self.encoder, self.cut, self.carries, self.mask, self.seed = encoder, cut, carries, mask, seed
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -52,7 +54,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self.documents.set_epoch(epoch)
         random = np.random.default_rng((self.seed, epoch))
         for tokens in self._windows():
-            blocks = PackedDataset(tokens, self.cut(tokens.starts), self.mask)
+            blocks = PackedDataset(tokens, self.cut(tokens.starts), self.mask).with_labels()
             for index in random.permutation(len(blocks)).tolist():
                 yield blocks[index]
 
@@ -61,8 +63,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         learnt: list[Any] = []
         starts, size = [0], 0
         for rows in self.documents.iter(BATCH_ROWS):
-            texts = next(iter(rows.values()))
-            made = self.encoder(rows, list(range(len(texts))))
+            made = self.encoder(rows)
             for row, ends in zip(made["ids"], made["ends"], strict=True):
                 ids.append(np.asarray(row, dtype=np.uint32))
                 size += len(row)

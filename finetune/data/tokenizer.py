@@ -25,7 +25,9 @@ ALPHABET_CHARACTERS = 1_000  # the commonest; a rarer character makes its word u
 def identity(tokenizer: Any) -> list[Any]:
     """All of a tokenizer that shows in what it makes: one tokenizer.json serves classes of different inputs."""
     kind = [type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.padding_side, tokenizer.truncation_side]
-    return [*kind, tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    return [*kind, tokenizer.special_tokens_map, vocabulary]
 
 
 def letters_of(tokenizer: Any) -> frozenset[str] | None:

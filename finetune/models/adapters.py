@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from finetune.errors import RequestError
+from finetune.models.causal import build_causal_lm
 
 MERGED_FOLDER = "merged"  # in the run folder
 MAX_SHOWN = 20
@@ -72,10 +71,13 @@ def add_adapter(model: Any, arguments: AdapterArguments) -> Any:
 
     linear = Counter(name.rsplit(".", 1)[-1] for name, module in model.named_modules() if _is_linear(module))
     wanted = arguments.lora_target_modules
-    missing = [name for name in wanted or () if not any(_matches(n, name) for n, m in model.named_modules())]
+    layers = [name for name, module in model.named_modules() if _is_linear(module) or isinstance(module, nn.Embedding)]
+    missing = [name for name in wanted or () if not any(_matches(layer, name) for layer in layers)]
     if missing:
         there = ", ".join(f"{name} ({count})" for name, count in linear.most_common(MAX_SHOWN))
-        raise RequestError(f"--lora_target_modules {missing[0]}: no layer has this name. The model has: {there}.")
+        raise RequestError(
+            f"--lora_target_modules {missing[0]}: no linear layer has this name. The model has: {there}."
+        )
     config = LoraConfig(
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,
@@ -86,8 +88,9 @@ def add_adapter(model: Any, arguments: AdapterArguments) -> Any:
     return get_peft_model(model, config)
 
 
-def write_merged(folder: Path, source: Any) -> Path:
+def write_merged(folder: Path, arguments: Any, source: Any, tokenizer: Any) -> Path:
     """The full model with the adapter of `folder` in its weights, from disk, so that no ZeRO stage matters. In fp32.
+    `arguments` say which model `source` is.
 
     One rank alone calls it, at the end: from here on models are no longer sharded as they are built.
     """
@@ -95,9 +98,10 @@ def write_merged(folder: Path, source: Any) -> Path:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
-    base = AutoModelForCausalLM.from_pretrained(source.pretrained, dtype=torch.float32)
+    base = build_causal_lm(arguments, source, tokenizer)
     merged = PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
     merged.save_pretrained(str(folder / MERGED_FOLDER))
+    tokenizer.save_pretrained(str(folder / MERGED_FOLDER))
     return folder / MERGED_FOLDER
 
 

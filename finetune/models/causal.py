@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.activations import ACT2FN
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError
 from finetune.models.gptlite import SIZES, GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.source import from_pretrained, positions_of, refuse_without_weights
+
+MOST_DEFAULT_TOKENS = 1024  # of a block; a model that could read more is asked for it by --block_size
 
 
 @dataclass
@@ -48,13 +51,15 @@ class CausalSource:
     hub_id: str | None  # for the model card; None for a folder or a model from scratch
 
 
-MOST_DEFAULT_TOKENS = 1024  # of a block; a model that could read more is asked for it by --block_size
-
-
 def find_causal_source(arguments: CausalModelArguments, block_size: int | None) -> CausalSource:
     """Look at the model's config and tokenizer, not its weights. Raises RequestError where one cannot be had."""
     name = arguments.model_name_or_path
     tokenizer = None
+    if name and (arguments.config_overrides or arguments.model_size != CausalModelArguments().model_size):
+        flag = "config_overrides" if arguments.config_overrides else "model_size"
+        raise RequestError(
+            f"--{flag} shapes a model from scratch, and --model_name_or_path {name} has its shape. Drop one."
+        )
     if name:
         config = from_pretrained(AutoConfig, "model_name_or_path", name, arguments)
         refuse_without_weights(name)
@@ -74,7 +79,8 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
         raise RequestError(f"--block_size is {length}: there is nothing to predict. Give 2 or more.")
     what = name or f"GPT-lite from scratch, size {arguments.model_size}"
     hub_id = name if name and not Path(name).expanduser().exists() else None
-    return CausalSource(config, tokenizer, length, name, what, hub_id)
+    place = str(Path(name).expanduser()) if name and not hub_id else name
+    return CausalSource(config, tokenizer, length, place, what, hub_id)
 
 
 def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig:
@@ -92,6 +98,22 @@ def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig:
             setattr(config, name, _as_kind_of(old, value))
         except ValueError as error:
             raise RequestError(f"--config_overrides {part}: {error}") from error
+    for name in (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "intermediate_size",
+    ):
+        value = getattr(config, name)
+        if value is not None and (value < 1 or value != int(value)):
+            raise RequestError(f"--config_overrides {name}={value}: must be a whole number of 1 or more.")
+    if config.hidden_act not in ACT2FN:
+        raise RequestError(
+            f"--config_overrides hidden_act={config.hidden_act}: there is no such activation in transformers."
+        )
+    if not 0 <= config.dropout < 1:
+        raise RequestError(f"--config_overrides dropout={config.dropout}: must be 0 or more, and less than 1.")
     if config.hidden_size % config.num_attention_heads:
         raise RequestError(
             f"hidden_size {config.hidden_size} cannot be shared by {config.num_attention_heads} heads: "

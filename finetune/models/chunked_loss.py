@@ -7,31 +7,41 @@ ZeRO-3, FSDP and DDP see the weight used by the module that owns it.
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import torch
 from torch import nn
 
+from finetune.data.packing import IGNORED
 from finetune.errors import RequestError
 
-IGNORED = -100
 # On two CPU cores 512 rows were fastest at a vocabulary of 50,304 (FACTS: 3.3 s against 16 s with torch's own choice);
 # on a GPU a chunk should hold enough rows to fill it.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
+PROBE_VOCABULARY = 16
 LARGE_VOCABULARY = 8_192  # below, all logits are small beside the activations, and plain cross entropy is faster
 
 
-def choose_chunk_tokens(asked: int | None, vocab_size: int, device: str) -> int:
-    """Rows of logits at a time; 0 for all at once. Raises RequestError where this torch cannot do what is asked."""
+def choose_chunk_tokens(asked: int | None, model: Any, device: str) -> int:
+    """Rows of logits at a time; 0 for all at once. Raises RequestError where this torch or the model cannot do what is
+    asked; what nobody asked for is left out then."""
     can = hasattr(nn.functional, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
     if asked and not can:
         raise RequestError(
             f"--loss_chunk_tokens {asked} needs torch 2.13 or newer, and this is {torch.__version__}. Leave it out, or "
             "on a GPU use --use_liger_kernel True."
         )
-    if asked is not None:
-        return asked
-    return CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"]) if can and vocab_size >= LARGE_VOCABULARY else 0
+    if asked is not None and asked < 0:
+        raise RequestError(f"--loss_chunk_tokens is {asked}, but it must be 0 (all at once) or more.")
+    large = can and model.config.get_text_config().vocab_size >= LARGE_VOCABULARY
+    if asked == 0 or (asked is None and not large):
+        return 0
+    reason = refusal(model)
+    if reason and asked:
+        raise RequestError(f"--loss_chunk_tokens {asked}: {reason}. Set it to 0.")
+    return 0 if reason else asked or CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
 
 
 class LossHead(nn.Linear):
@@ -70,8 +80,8 @@ class LossHead(nn.Linear):
             options=options,
         )
         total = losses.float().sum()
-        items = (targets != IGNORED).sum().clamp(min=1) if self.items is None else self.items
-        return total / items
+        items = (targets != IGNORED).sum() if self.items is None else self.items
+        return total / (items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1))
 
     def _row_sums(self, rows: Any, weight: Any, bias: Any, targets: Any) -> torch.Tensor:
         """For evaluation: of each row of the batch the loss, the right guesses and the targets, (B, 3)."""
@@ -99,18 +109,44 @@ def row_figures(logits: Any, labels: torch.Tensor) -> torch.Tensor:
     return flat.reshape(*labels.shape, 3).sum(dim=1)
 
 
-def use_chunked_loss(model: Any, chunk_tokens: int) -> None:
-    """Give `model` a `LossHead` in place of its head, with the same weight, and have it return that one's loss.
+def refusal(model: Any) -> str | None:
+    """Why the loss of `model` cannot be computed in chunks; None where it can.
 
-    `model` is what the Trainer gets, an adapter's wrapper included. Raises RequestError for a head it does not know.
+    Some models scale or cap their logits after the head (Granite, Cohere, Gemma 2), or add to the loss (the routers of
+    mixtures of experts), which a head that gives the loss would leave out without a word. So a small copy of two layers
+    is asked: its loss in chunks must be that over all logits.
     """
+    name = type(model).__name__
+    if type(model.get_output_embeddings()) is not nn.Linear:
+        return f"{name} has no linear head"
+    config = copy.deepcopy(model.config)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    try:
+        config.num_hidden_layers = min(config.num_hidden_layers, 2)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: config.num_hidden_layers]
+        config.vocab_size = PROBE_VOCABULARY
+        config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+        config._attn_implementation = "eager"
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
+            twin = type(model)(config).eval()
+            ids = torch.arange(PROBE_VOCABULARY)[None]
+            shapes = {"input_ids": ids, "labels": ids.roll(-1, 1), "shift_labels": ids.roll(-1, 1)}
+            plain = twin(**shapes, num_items_in_batch=torch.tensor(ids.numel())).loss.item()
+            use_chunked_loss(twin, PROBE_VOCABULARY)
+            chunked = twin(**shapes, num_items_in_batch=torch.tensor(ids.numel())).loss.item()
+    except Exception as error:  # whatever a config or a model says to being shortened
+        return f"{name} could not be asked ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
+    if not math.isclose(plain, chunked, rel_tol=1e-4):
+        return f"{name} does more for its loss than a linear head does ({plain:.4g} against {chunked:.4g} in chunks)"
+    return None
+
+
+def use_chunked_loss(model: Any, chunk_tokens: int) -> None:
+    """Give `model` a `LossHead` in place of its head, with the same weight, and have it return that one's loss. Ask
+    `refusal` first. `model` is what the Trainer gets, an adapter's wrapper included."""
     old = model.get_output_embeddings()
-    config = model.config
-    if type(old) is not nn.Linear or getattr(config, "final_logit_softcapping", None):
-        raise RequestError(
-            f"--loss_chunk_tokens {chunk_tokens}: {type(model).__name__} does more with its logits than a linear head "
-            "does, or has another. Set it to 0."
-        )
     head = LossHead(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
     head.weight, head.bias = old.weight, old.bias
     head.chunk_tokens = chunk_tokens

@@ -12,14 +12,22 @@ from finetune.errors import RequestError
 DOCUMENT_TOKENS = 3
 
 
-def check_document_mask(model: Any) -> None:
-    """Raises RequestError where positions that start again do not part documents in this model.
+def check_document_mask(model: Any, rows: int) -> None:
+    """Raises RequestError where positions that start again do not part documents in this model; `rows` are those of a
+    micro-batch.
 
     transformers builds the mask from `position_ids` (masking_utils.py, find_packed_sequence_indices), for models that
     let it build their masks; others, and layers that are no attention, mix the documents without a word.
     """
-    if model.config._attn_implementation not in ("eager", "sdpa"):
-        return  # flash and flex attention take positions as they are, and run on no CPU
+    attention = str(model.config._attn_implementation)
+    if "flash" in attention and rows > 1:
+        # modeling_flash_attention_utils.py, _is_packed_sequence: positions are looked at in batches of one row alone.
+        raise RequestError(
+            f"--document_mask: {attention} parts documents only with one row a micro-batch, and there are {rows}. Set "
+            "--per_device_train_batch_size and --per_device_eval_batch_size to 1, or leave --attn_implementation out."
+        )
+    if attention not in ("eager", "sdpa"):
+        return  # it runs on no CPU
     try:
         apart = documents_are_apart(model)
     except Exception as error:  # whatever a config says to being shortened

@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 
+from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 
 
 def from_gpt2(config: Any, weights: Mapping[str, torch.Tensor]) -> GPTLiteForCausalLM:
     """A GPT-lite that computes what a GPT-2 does, from its config and the state dict of a `GPT2LMHeadModel`.
 
-    GPT-2 keeps the weights of its projections as (in, out); a Linear has (out, in).
+    GPT-2 keeps the weights of its projections as (in, out); a Linear has (out, in). Raises RequestError for a GPT-2
+    that scales its attention by its own switches.
     """
+    if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
+        raise RequestError("this GPT-2 scales its attention otherwise than a GPT-lite does. Train it as it is.")
     shape = {name: getattr(config, name) for name in ("vocab_size", "num_hidden_layers", "hidden_size")}
     model = GPTLiteForCausalLM(
         GPTLiteConfig(

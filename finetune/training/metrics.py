@@ -4,7 +4,7 @@ over batches and ranks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,13 @@ def _refuse_other_than(there: tuple[str, ...], name: str | None, kind: str) -> N
 LANGUAGE = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
 
 
-def check_language_arguments(training: Any, streaming: bool) -> None:
-    """Raises RequestError for flags of the Trainer that a language model's run does not honour."""
+def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, Any]) -> None:
+    """What the Trainer would take wrong for a language model, where it was not `given`: less is better for all metrics
+    but one, and a stream has no end of an epoch to save or evaluate at. Raises RequestError for flags that a language
+    model's run does not honour."""
+    streaming = corpus.streaming
+    if training.do_train and corpus.validation_file and not (corpus.train_file or corpus.dataset_name):
+        raise RequestError("--validation_file without --train_file: give one, or evaluate alone by --do_train False.")
     if streaming and training.do_train and training.max_steps < 1:
         raise RequestError("--streaming: nobody knows how long a stream is. Say how long to train by --max_steps.")
     if streaming and training.dataloader_num_workers > 1:
@@ -50,6 +55,14 @@ def check_language_arguments(training: Any, streaming: bool) -> None:
     if training.do_predict:
         raise RequestError("--do_predict: a language model writes samples instead (--sample_prompt). Drop it.")
     _refuse_other_than(LANGUAGE, training.metric_for_best_model, "language model")
+    if training.metric_for_best_model and "greater_is_better" not in given:
+        training.greater_is_better = training.metric_for_best_model.endswith("accuracy")
+    for name in ("save_strategy", "eval_strategy"):
+        if streaming and getattr(training, name) == "epoch":
+            if name in given:
+                raise RequestError(f"--{name} epoch: nobody knows how long a stream is. Use steps, with --save_steps.")
+            setattr(training, name, type(getattr(training, name))("steps"))
+            training.eval_steps = training.eval_steps or training.save_steps
 
 
 def metrics_for(labels: Labels) -> Metrics:

@@ -1,4 +1,4 @@
-"""What a classification run leaves for a person to read: predictions, pictures, the model card."""
+"""What a run leaves for a person to read: predictions, pictures, the model card."""
 
 from __future__ import annotations
 
@@ -102,8 +102,10 @@ def write_language_report(folder: Path, data: Any, source: Any, sample: str) -> 
     """`training_curve.png` and README.md of a language model, with what it wrote last."""
     account = data.account
     facts = [
-        f"Blocks of {account.block_size} tokens, packing {account.packing}, {account.padding_share:.1%} padding, "
-        f"{account.left_over} tokens at the end of the training text left over.",
+        f"Blocks of {account.block_size} tokens, packing {account.packing}"
+        + ("" if account.padding_share is None else f", {account.padding_share:.1%} padding")
+        + (f", {account.left_over} tokens at the end of the training text left over" if account.left_over else "")
+        + ".",
     ]
     card = Card(
         task="language modelling",

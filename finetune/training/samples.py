@@ -11,6 +11,8 @@ from transformers import TrainerCallback
 
 from finetune.data.encoding import refuse_unknown_characters
 from finetune.data.tokenizer import letters_of
+from finetune.errors import RequestError
+from finetune.models.source import positions_of
 from finetune.training.model_card import fenced
 
 SAMPLES_FILE = "samples.md"
@@ -25,11 +27,19 @@ class SampleArguments:
     sample_temperature: float = field(default=0.8, metadata={"help": "0 for the likeliest token each time"})
 
 
-def check_sample_prompt(tokenizer: Any, arguments: SampleArguments) -> None:
-    """Raises RequestError for a --sample_prompt that the tokenizer would leave out in part. The default is not the
-    user's, and gives way to another beginning."""
-    if arguments.sample_prompt != SampleArguments().sample_prompt:
+def check_sample(tokenizer: Any, arguments: SampleArguments, positions: int) -> None:
+    """Raises RequestError for a --sample_prompt that the tokenizer would leave out in part, or that leaves no room in
+    the model's `positions`."""
+    for name in ("sample_tokens", "sample_temperature"):
+        if getattr(arguments, name) < 0:
+            raise RequestError(f"--{name} is {getattr(arguments, name)}, but it must be 0 or more.")
+    if arguments.sample_prompt != SampleArguments().sample_prompt:  # a tokenizer need not know what nobody asked for
         refuse_unknown_characters(letters_of(tokenizer), arguments.sample_prompt, "--sample_prompt")
+    length = len(tokenizer(arguments.sample_prompt, add_special_tokens=False)["input_ids"])
+    if length >= positions:
+        raise RequestError(
+            f"--sample_prompt has {length} tokens, but the model has {positions} positions. Give a shorter one."
+        )
 
 
 class Samples(TrainerCallback):
@@ -49,11 +59,13 @@ class Samples(TrainerCallback):
                 file.write(f"## Step {state.global_step}\n\n{fenced(self.last)}\n\n")
 
     def _sample(self, model: Any, tokenizer: Any, device: torch.device) -> str:
-        given = tokenizer(self.arguments.sample_prompt, return_tensors="pt", add_special_tokens=False).to(device)
-        if not given["input_ids"].numel():
-            given = tokenizer(tokenizer.eos_token or "a", return_tensors="pt").to(device)
-        room = getattr(model.config, "max_position_embeddings", 10**9) - given["input_ids"].shape[1]
-        length = max(1, min(self.arguments.sample_tokens, room))
+        ids = tokenizer(self.arguments.sample_prompt, add_special_tokens=False)["input_ids"]
+        ids = ids or [tokenizer.eos_token_id or 0]  # the default prompt may be of no known character
+        given = {
+            "input_ids": torch.tensor([ids], device=device),
+            "attention_mask": torch.ones(1, len(ids), device=device),
+        }
+        length = min(self.arguments.sample_tokens, positions_of(model.config) - len(ids))
         state = torch.random.get_rng_state()
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
         was_training = model.training

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
+from finetune.data.packing import REAL_TOKENS
+
 # Dense bf16 or fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets (the figures without sparsity).
 PEAK_FLOPS = {
     "B200": 2.25e15,
@@ -81,7 +83,7 @@ class SpeedMeter(TrainerCallback):
     def count(self, inputs: dict[str, Any]) -> None:
         """Add a micro-batch of this rank: rows, real tokens, and tokens with padding. Nothing is synchronised."""
         ids = inputs["input_ids"]  # (B, T)
-        mask = inputs.get("attention_mask")
+        mask = inputs.get("attention_mask", inputs.get(REAL_TOKENS))
         self._rows += ids.shape[0]
         self._real = self._real + (ids.numel() if mask is None else mask.sum())
         self._padded += ids.numel()

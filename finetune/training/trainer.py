@@ -10,6 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PredictionOutput
 
+from finetune.data.packing import REAL_TOKENS
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.streaming import TextStream
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
@@ -75,10 +76,18 @@ class FinetuneTrainer(Trainer):
         """As the Trainer's, but labels that are numbers keep their digits: under DeepSpeed with bf16 or fp16 every
         float is cast (transformers 5.23, Trainer._prepare_input), and 1234 would be learnt as 1232."""
         labels = inputs.get("labels")
-        prepared = super()._prepare_inputs(inputs)
+        prepared = super()._prepare_inputs({name: value for name, value in inputs.items() if name != REAL_TOKENS})
         if labels is not None and labels.is_floating_point():
             prepared["labels"] = labels.to(self.args.device)
         return dict(prepared)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """As the Trainer's; of a language model the figures of each row alone, for labels of all tokens of a large
+        evaluation set would be kept on the device to its end."""
+        loss, logits, labels = super().prediction_step(*args, **kwargs)
+        if self.preprocess_logits_for_metrics is not None and logits is not None and labels is not None:
+            return loss, self.preprocess_logits_for_metrics(logits, labels), labels[:, :1]
+        return loss, logits, labels
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         self.speed.count(inputs)

@@ -48,21 +48,39 @@ def learnt_text(made: Any, ids: list[int], learnt: list[bool]) -> str:
 )
 def test_the_assistants_turns_alone_are_learnt(template: str | None, wanted: str) -> None:
     made = tokenizer(template)
-    ids, learnt = conversation(made, TURNS, 1)
+    ids, learnt = conversation(made, TURNS)
     assert len(ids) == len(learnt)
     assert learnt_text(made, ids, learnt) == wanted
     assert "Two and two?" in made.decode(ids)
 
 
 def test_a_template_that_changes_earlier_turns_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"row 7: .*generation"):
-        conversation(tokenizer(FORGETFUL), TURNS, 7)
+    with pytest.raises(RequestError, match="generation"):
+        conversation(tokenizer(FORGETFUL), TURNS)
 
 
 @pytest.mark.parametrize("turns", [[], [{"content": "no role"}], ["words"]])
 def test_turns_without_role_or_content_are_refused(turns: list[Any]) -> None:
-    with pytest.raises(RequestError, match="row 3: `messages` must be a list"):
-        conversation(tokenizer(), turns, 3)
+    with pytest.raises(RequestError, match=r"`messages` must be a list of turns .* but one is"):
+        conversation(tokenizer(), turns)
+
+
+def test_a_conversation_that_the_template_refuses_is_quoted() -> None:
+    template = "{{ raise_exception('the user speaks first') }}"
+    with pytest.raises(RequestError, match=r"\(the user speaks first\): .*Be brief"):
+        conversation(tokenizer(template), TURNS)
+
+
+def test_a_turn_without_words_is_for_the_template_to_know() -> None:
+    turns = [{"role": "user", "content": None}]
+    assert conversation(tokenizer("{% for m in messages %}[{{ m['role'] }}]{% endfor %}"), turns)
+    with pytest.raises(RequestError, match="takes no such conversation"):
+        conversation(tokenizer(), turns)
+
+
+def test_a_completion_that_is_none_is_quoted() -> None:
+    with pytest.raises(RequestError, match=r"must be texts, but one row is \['a', None\]"):
+        completion(tokenizer(), "a", None)
 
 
 def test_a_completion_is_learnt_with_the_end_of_text() -> None:

@@ -97,11 +97,10 @@ def test_conversations_are_learnt_in_part(tmp_path: Path) -> None:
     [
         ("a" * 30, {}, "has 27 tokens, less than one block of 64"),
         ("", {}, "is empty"),
-        ("abc" * 60 + "\u00e9" * 20, {}, r"document 1 has 'é' \(U\+00E9\) at character 1 .*no token"),
         ("abc" * 60, {"packing": "tight"}, "--packing tight: give one of wrapped, bfd, none"),
         ("abc" * 60, {"tokenizer": "word"}, "--tokenizer word: give one of char, byte, bpe"),
     ],
-    ids=["shorter than a block", "empty", "unknown character", "unknown packing", "unknown tokenizer"],
+    ids=["shorter than a block", "empty", "unknown packing", "unknown tokenizer"],
 )
 def test_bad_corpora_are_refused(content: str, blocks: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
@@ -116,7 +115,7 @@ def test_a_models_own_character_tokenizer_meets_no_unknown_character(tmp_path: P
         "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)) + '{"text": "row \u00e9"}\n' * 9
     )
     letters = train_text_tokenizer("char", ["row 0123456789"], 0, 64, with_end=True)
-    with pytest.raises(RequestError, match=r"document \d+ has 'é' \(U\+00E9\) at character 5 \('row é'\)"):
+    with pytest.raises(RequestError, match=r"has 'é' \(U\+00E9\) in 'row é', .*no token"):
         prepared(letters, train_file=str(path))
     letters = train_text_tokenizer("byte", [], 0, 64, with_end=True)
     assert prepared(letters, train_file=str(path)).account.documents["train"] == 26
@@ -163,6 +162,100 @@ def test_a_stream_gives_the_documents_that_are_not_held_out_once_an_epoch(
     assert not learnt - wanted
 
 
+@pytest.mark.parametrize("most", [None, 300])
+def test_no_held_out_document_of_a_stream_of_many_files_is_trained_on(most: int | None, tmp_path: Path) -> None:
+    """Shuffling a stream changes the order of its files, under any filter that counts."""
+    for part in range(4):
+        rows = [json.dumps({"text": f"document {part}-{i}"}) + "\n" for i in range(100)]
+        (tmp_path / f"train-{part}.jsonl").write_text("".join(rows))
+    flags: dict[str, Any] = {"dataset_name": str(tmp_path), "streaming": True, "max_eval_samples": 30}
+    data = prepared(blocks={"tokenizer": "byte", "packing": "none"}, block_size=64, **flags, max_train_samples=most)
+    held_out = set(text_of(data, "validation").split(data.tokenizer.eos_token)[:-1])
+    for epoch in range(2):
+        trained = [data.tokenizer.decode(item["input_ids"]) for item in data.splits["train"].blocks(epoch)]
+        assert len(held_out) == 30
+        assert not held_out & {text.removesuffix(data.tokenizer.eos_token) for text in trained}
+        assert len(trained) == len(set(trained)) == (most or 370)
+
+
+def test_a_streamed_text_stays_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(token_stream, "WINDOW_TOKENS", 300)
+    path, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    text = "".join(f"line {i} of the text\n" for i in range(100))
+    path.write_text(text)
+    other.write_text("some more\n" * 20)
+    flags = {"train_file": str(path), "validation_file": str(other), "streaming": True}
+    data = prepared(blocks={"tokenizer": "byte"}, block_size=32, **flags)
+    blocks = [data.tokenizer.decode(item["input_ids"]) for item in data.splits["train"].blocks(0)]
+    places = sorted(text.index(block) for block in blocks)  # blocks are shuffled, and each is a run of the text
+    assert places == list(range(0, 32 * len(blocks), 32))
+
+
+def test_a_validation_file_is_used_whatever_trains(tmp_path: Path) -> None:
+    folder, held_out = tmp_path / "data", tmp_path / "v.txt"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "words to train on"}\n' * 30)
+    (folder / "validation.jsonl").write_text('{"text": "words that come with it"}\n' * 30)
+    held_out.write_text("words to validate on\n" * 30)
+    own = tmp_path / "v.jsonl"
+    own.write_text('{"text": "words of my own"}\n' * 5)
+    byte = {"tokenizer": "byte"}
+    data = prepared(blocks=byte, dataset_name=str(folder), validation_file=str(own))
+    assert text_of(data, "validation").startswith("words of my own")
+    alone = prepared(blocks=byte, validation_file=str(held_out))
+    assert text_of(alone, "validation") == held_out.read_text()
+
+
+def test_so_many_pieces_of_a_text_end_like_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 50)
+    path = tmp_path / "a.txt"
+    path.write_text("a line of the text\n" * 100)
+    data = prepared(train_file=str(path), max_train_samples=10, max_eval_samples=1)
+    assert data.account.documents == {"train": 1, "validation": 1}
+    assert len(data.splits["validation"]) >= 2
+    with pytest.raises(RequestError, match="--max_eval_samples is 0, but it must be 1 or more"):
+        prepared(train_file=str(path), max_eval_samples=0)
+
+
+def test_packing_uses_the_same_tokens_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "some words"}\n' * 30)
+    tokenizer = train_text_tokenizer("byte", [], 0, 64, with_end=True)
+    for packing, block_size in (("wrapped", 16), ("bfd", 16), ("none", 32)):
+        prepared(tokenizer, block_size=block_size, blocks={"packing": packing}, train_file=str(path))
+    assert len([place for place in (tmp_path / "cache" / "causal_lm").iterdir() if place.is_dir()]) == 1
+
+
+def chats(folder: Path, role: str, prompts: list[str]) -> str:
+    path = folder / f"{role}.jsonl"
+    turns = [[{"role": "user", "content": p}, {"role": role, "content": "Yes."}] for p in prompts]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in turns))
+    return str(path)
+
+
+def test_blocks_in_which_nothing_is_learnt_are_left_out(tmp_path: Path) -> None:
+    tokenizer = train_text_tokenizer("byte", [], 0, 64, with_end=True)
+    path = chats(tmp_path, "assistant", ["short", "l" * 200] * 10)
+    for packing in ("none", "wrapped", "bfd"):
+        train = prepared(tokenizer, block_size=32, blocks={"packing": packing}, train_file=path).splits["train"]
+        assert all((item["labels"] != IGNORED).any() for item in train)
+    with pytest.raises(RequestError, match=r"the turns of role `assistant` are, and the roles here are gpt, user"):
+        prepared(tokenizer, block_size=32, train_file=chats(tmp_path, "gpt", ["a", "b", "c"]))
+
+
+def test_what_is_held_out_of_the_manual_is_not_in_its_training_text() -> None:
+    for seed in range(3):
+        data = prepare_corpus(
+            CorpusArguments(), BlockArguments(), None, block_size=128, seed=seed, leads=True, reports=False
+        )
+        train = {line.strip() for line in text_of(data, "train").splitlines()}
+        lines = [line.strip() for line in text_of(data, "validation").splitlines() if len(line.strip()) >= 40]
+        assert len(lines) > 50
+        assert sum(line in train for line in lines) < 0.03 * len(lines)
+
+
 def test_a_stream_with_less_than_a_block_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="less text than one block"):
         next(iter(stream(tmp_path, block_size=100_000).splits["train"]))
@@ -189,6 +282,15 @@ def test_streams_that_cannot_be_are_refused(flags: dict[str, Any], message: str,
         base["train_file"] = str(path)
     with pytest.raises(RequestError, match=message):
         prepared(**{**base, **flags})
+
+
+def test_a_validation_file_may_not_have_characters_that_the_training_text_lacks(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    path.write_text("abc" * 60 + "\u00df" * 20)  # the end is held out, and its characters are the text's all the same
+    assert prepared(train_file=str(path)).account.characters["validation"] == 20
+    other.write_text("abc" * 60 + "\u00e9" * 20)
+    with pytest.raises(RequestError, match=r"has 'é' \(U\+00E9\) in .*no token"):
+        prepared(train_file=str(path), validation_file=str(other))
 
 
 def test_a_table_without_text_lists_its_columns(tmp_path: Path) -> None:

@@ -6,7 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import IGNORED, LossHead, choose_chunk_tokens, row_figures, use_chunked_loss
@@ -146,15 +159,56 @@ def test_a_compiled_model_is_one_graph_and_its_attention_has_no_mask(chunk: int)
 
 
 def test_a_chunk_is_chosen_by_the_vocabulary_and_may_be_asked_for() -> None:
-    assert choose_chunk_tokens(None, 65, "cpu") == 0
-    assert choose_chunk_tokens(None, 50_304, "cpu") == 512
-    assert choose_chunk_tokens(0, 50_304, "cpu") == 0
-    assert choose_chunk_tokens(64, 65, "cpu") == 64
+    small, large = gptlite(), GPTLiteForCausalLM(GPTLiteConfig(vocab_size=8_192, hidden_size=32))
+    assert choose_chunk_tokens(None, small, "cpu") == 0
+    assert choose_chunk_tokens(None, large, "cpu") == 512
+    assert choose_chunk_tokens(0, large, "cpu") == 0
+    assert choose_chunk_tokens(64, small, "cpu") == 64
+    with pytest.raises(RequestError, match="it must be 0"):
+        choose_chunk_tokens(-1, small, "cpu")
 
 
-def test_a_head_that_does_more_is_refused() -> None:
-    model = llama()
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(RequestError, match="does more with its logits"):
-        use_chunked_loss(model, 16)
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+LARGE = {**SHAPE, "num_key_value_heads": 2, "vocab_size": 8_192}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (GPTLiteForCausalLM, GPTLiteConfig(hidden_size=32, vocab_size=8_192)),
+        (GPT2LMHeadModel, GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=8_192)),
+        (LlamaForCausalLM, LlamaConfig(**LARGE)),
+        (MixtralForCausalLM, MixtralConfig(**LARGE, num_local_experts=2)),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_heads_that_are_linear_and_no_more_are_found_right(kind: Any, config: Any) -> None:
+    assert choose_chunk_tokens(None, kind(config), "cpu") == 512
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (Gemma2ForCausalLM, Gemma2Config(**LARGE, final_logit_softcapping=1.0)),
+        (GraniteForCausalLM, GraniteConfig(**LARGE, logits_scaling=8.0)),
+        (CohereForCausalLM, CohereConfig(**LARGE, logit_scale=0.06)),
+        (MixtralForCausalLM, MixtralConfig(**LARGE, num_local_experts=2, output_router_logits=True)),
+    ],
+    ids=["caps", "divides", "multiplies", "adds to the loss"],
+)
+def test_a_model_that_does_more_keeps_its_logits_or_is_refused(kind: Any, config: Any) -> None:
+    model = kind(config)
+    assert choose_chunk_tokens(None, model, "cpu") == 0
+    with pytest.raises(RequestError, match="does more for its loss than a linear head does"):
+        choose_chunk_tokens(16, model, "cpu")
     assert not isinstance(model.lm_head, LossHead)
+
+
+def test_a_batch_without_a_label_has_a_loss_of_zero() -> None:
+    model, batch = gptlite(), a_batch()
+    batch["labels"].fill_(IGNORED)
+    use_chunked_loss(model, 16)
+    loss = model(**batch).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

@@ -30,7 +30,10 @@ GLOBAL_BATCH = 8
 
 
 def train(launcher: str, folder: Path, values: dict[str, Any], ranks: int = 1, check: bool = True) -> Finished:
-    return launch(launcher, folder, {**TINY, **values}, ranks=ranks, recipe=RECIPE, check=check)
+    every = {**TINY, **values}
+    if "model_name_or_path" in values:  # which has its own shape
+        del every["config_overrides"]
+    return launch(launcher, folder, every, ranks=ranks, recipe=RECIPE, check=check)
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +183,39 @@ def test_a_run_folder_writes_text_and_two_runs_are_alike(tmp_path: Path) -> None
     assert AutoModelForCausalLM.from_pretrained(run.folder).config.model_type == "gptlite"
 
 
+def test_a_trained_model_is_evaluated_alone_on_a_file(tmp_path: Path, base: Path) -> None:
+    path = tmp_path / "v.txt"
+    path.write_text("The quick brown fox\n" * 100)
+    values = {"model_name_or_path": base, "do_train": False, "validation_file": path}
+    run = train("python", tmp_path / "run", values)
+    assert "data: v.txt" in run.output
+    assert run.json("eval_results.json")["eval_loss"] > 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"validation_file": "README.md"}, "--validation_file without --train_file"),
+        ({"sample_prompt": "\u4e16"}, r"--sample_prompt has '\u4e16' \(U\+4E16\)"),
+        ({"sample_prompt": "a" * 64}, "has 64 tokens, but the model has 64 positions"),
+        ({"sample_tokens": -1}, "--sample_tokens is -1"),
+        ({"config_overrides": "num_hidden_layers=2.5"}, "num_hidden_layers=2.5: must be a whole number"),
+        ({"config_overrides": "num_attention_heads=0"}, "num_attention_heads=0: must be a whole number"),
+        ({"config_overrides": "hidden_act=foo"}, "no such activation"),
+        ({"config_overrides": "dropout=1.5"}, "dropout=1.5: must be 0 or more"),
+        ({"bpe_vocab_size": 10}, "the bytes alone take 257"),
+        ({"loss_chunk_tokens": -4}, "--loss_chunk_tokens is -4"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_requests_end_with_one_sentence(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    run = train("python", tmp_path / "run", values, check=False)
+    assert run.status == 2, run.output[-2000:]
+    assert len(run.errors) == 1
+    assert re.search(message, run.errors[0])
+    assert not run.folder.exists()
+
+
 def test_one_batch_is_learnt_by_heart(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\n" * 2)
@@ -215,7 +251,7 @@ def adapted(base: Path, uneven: dict[str, Any], tmp_path_factory: pytest.TempPat
 
 def test_an_adapter_is_saved_alone_and_merged_as_it_is(base: Path, adapted: Finished) -> None:
     from peft import AutoPeftModelForCausalLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
     import finetune.models.gptlite  # noqa: F401  (makes it known to the Auto classes)
 
@@ -227,6 +263,8 @@ def test_an_adapter_is_saved_alone_and_merged_as_it_is(base: Path, adapted: Fini
         beside = AutoPeftModelForCausalLM.from_pretrained(adapted.folder).eval()(ids).logits
         merged = AutoModelForCausalLM.from_pretrained(adapted.folder / "merged").eval()(ids).logits
     assert torch.allclose(beside, merged, atol=1e-4)
+    write = pipeline("text-generation", str(adapted.folder / "merged"), device="cpu")
+    assert write("the cat", max_new_tokens=4)[0]["generated_text"].startswith("the cat")
     assert not torch.allclose(before, merged, atol=1e-2)
 
 
@@ -245,7 +283,7 @@ def test_adapters_train_alike_everywhere(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lora_target_modules": ["q_proj"]}, r"q_proj: no layer has this name\. The model has: .*qkv \(2\)"),
+        ({"lora_target_modules": ["q_proj"]}, r"q_proj: no linear layer has this name\. The model has: .*qkv \(2\)"),
         ({"resize_embeddings": True}, "an adapter leaves the embeddings as they are"),
         ({"model_name_or_path": None}, "adapts a trained model"),
     ],
@@ -332,6 +370,11 @@ def test_every_shipped_yaml_runs(path: Path, base: Path, uneven: dict[str, Any],
     """Shortened, and narrowed where the model is a large one; all else is as the file says."""
     values: dict[str, Any] = {"config": path, "max_steps": 2, "logging_steps": 1, "train_file": uneven["train_file"]}
     values |= {"sample_tokens": 4, "max_train_samples": 40, "max_eval_samples": 4, "output_dir": tmp_path / "run"}
+    if path.stem == "instruction":
+        answers = [json.loads(row)["text"] for row in uneven["train_file"].read_text().splitlines()]
+        turns = [[{"role": "user", "content": "say"}, {"role": "assistant", "content": answer}] for answer in answers]
+        values["train_file"] = tmp_path / "chats.jsonl"
+        values["train_file"].write_text("".join(json.dumps({"messages": row}) + "\n" for row in turns))
     if "FOLDER" in path.read_text():
         values |= {"model_name_or_path": base, "block_size": 64}
     elif "model_size" in path.read_text():

@@ -3,12 +3,59 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import TrainingArguments
 
-from finetune.training.metrics import classification_metrics, confusion, log_softmax, regression_metrics
+from finetune.data.causal_lm import CorpusArguments
+from finetune.errors import RequestError
+from finetune.training.metrics import (
+    classification_metrics,
+    confusion,
+    language_metrics,
+    log_softmax,
+    regression_metrics,
+    settle_language_arguments,
+)
+
+
+def test_a_language_models_figures_are_over_all_tokens() -> None:
+    rows = np.array([[2 * math.log(2), 1, 2], [6 * math.log(2), 0, 2]])  # nats, right guesses, tokens
+    found = language_metrics(tokens_per_byte=0.5, tokens_per_character=1.0)(SimpleNamespace(predictions=rows))
+    assert found == pytest.approx(
+        {
+            "loss": 2 * math.log(2),
+            "perplexity": 4.0,
+            "bits_per_byte": 1.0,
+            "bits_per_character": 2.0,
+            "token_accuracy": 0.25,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [("perplexity", False), ("eval_bits_per_byte", False), ("loss", False), ("token_accuracy", True)],
+)
+def test_the_best_language_model_has_the_least_of_all_but_accuracy(metric: str, greater: bool, tmp_path: Path) -> None:
+    training = TrainingArguments(output_dir=str(tmp_path), metric_for_best_model=metric, use_cpu=True)
+    settle_language_arguments(training, CorpusArguments(), {})
+    assert training.greater_is_better is greater
+    settle_language_arguments(training, CorpusArguments(), {"greater_is_better": True})
+    assert training.greater_is_better is greater, "what is given stays"
+
+
+def test_a_stream_is_saved_and_evaluated_by_steps(tmp_path: Path) -> None:
+    strategies = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+    training = TrainingArguments(output_dir=str(tmp_path), max_steps=9, save_steps=3, use_cpu=True, **strategies)
+    streaming = CorpusArguments(streaming=True)
+    with pytest.raises(RequestError, match="--save_strategy epoch: nobody knows how long a stream is"):
+        settle_language_arguments(training, streaming, {"save_strategy": "epoch"})
+    settle_language_arguments(training, streaming, {})
+    assert (training.save_strategy, training.eval_strategy, training.eval_steps) == ("steps", "steps", 3)
 
 
 def test_classification_metrics_are_right_on_four_rows() -> None:
