@@ -11,8 +11,6 @@ taken, too; `--help` lists all. The run folder (--output_dir) then opens with `p
 import sys
 from pathlib import Path
 
-from transformers import EarlyStoppingCallback
-
 from finetune.data.causal_lm import BlockArguments, CorpusArguments, prepare_corpus
 from finetune.models.adapters import AdapterArguments, add_adapter, check_adapter, write_merged
 from finetune.models.causal import CausalModelArguments, build_causal_lm, find_causal_source
@@ -28,7 +26,7 @@ from finetune.training.report import headline, write_language_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
 from finetune.training.samples import SampleArguments, Samples, check_sample
 from finetune.training.start import start
-from finetune.training.trainer import FinetuneTrainer
+from finetune.training.trainer import FinetuneTrainer, early_stopping
 
 DEFAULTS = {
     "output_dir": "runs/causal_lm",
@@ -76,7 +74,7 @@ def main() -> None:
         reports=session.launch.leads_its_node or session.launch.local_rank == 1,
     )
     check_sample(data.tokenizer, sample_args, positions_of(source.config))
-    session.say(data.account.headline(), f"model: {source.description}; --model_name_or_path takes any other")
+    session.say(data.account.headline(), f"model: {source.description}")
 
     # Model: built after TrainingArguments, for ZeRO-3 shards pretrained weights while they are read. From scratch each
     # rank draws them whole, so that they are the same under every stage.
@@ -96,9 +94,7 @@ def main() -> None:
 
     # Trainer
     samples = Samples(sample_args, folder, training.seed)
-    callbacks = [MetricsFile(), samples]
-    if run_args.early_stopping_patience:
-        callbacks.append(EarlyStoppingCallback(run_args.early_stopping_patience))
+    callbacks = [MetricsFile(), samples, *early_stopping(run_args)]
     trainer = FinetuneTrainer(
         model=model,
         args=training,

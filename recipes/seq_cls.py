@@ -11,8 +11,6 @@ taken, too; `--help` lists all. The run folder (--output_dir) then opens with `p
 import sys
 from pathlib import Path
 
-from transformers import EarlyStoppingCallback
-
 from finetune.data.classification import prepare
 from finetune.data.tables import DataArguments, PreparationArguments
 from finetune.models.classifier import ModelArguments, build_classifier, find_source
@@ -24,7 +22,7 @@ from finetune.training.output_dir import check_same_model, open_output_dir
 from finetune.training.report import headline, write_predictions, write_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
 from finetune.training.start import start
-from finetune.training.trainer import FinetuneTrainer
+from finetune.training.trainer import FinetuneTrainer, early_stopping
 
 DEFAULTS = {
     "output_dir": "runs/seq_cls",
@@ -78,9 +76,7 @@ def main() -> None:
     check_same_model(session.checkpoint, model)
 
     # Trainer
-    callbacks = [MetricsFile()]
-    if run_args.early_stopping_patience:
-        callbacks.append(EarlyStoppingCallback(run_args.early_stopping_patience))
+    callbacks = [MetricsFile(), *early_stopping(run_args)]
     trainer = FinetuneTrainer(
         model=model,
         args=training,

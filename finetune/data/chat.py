@@ -70,7 +70,9 @@ def completion(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], lis
     RequestError."""
     if not isinstance(prompt, str) or not isinstance(answer, str):
         quoted = repr([prompt, answer])[:QUOTED_CHARACTERS]
-        raise RequestError(f"`prompt` and `completion` must be texts, but one row is {quoted}. Mend or drop it.")
+        raise RequestError(
+            f"`prompt` and `completion` must be texts, but one row is {quoted}. Turns go into one column `messages`."
+        )
     first = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     second = tokenizer(answer, add_special_tokens=False)["input_ids"]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -109,7 +109,7 @@ def _open(flag: str, name: str, streaming: bool = False) -> Any:
 
 def _pieces_of(path: str, state: int) -> Iterator[dict[str, Any]]:
     """One text file as one document, in pieces. `state` is there for the library's cache, which keeps what it made."""
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with open(path, encoding="utf-8-sig") as file:  # any line end becomes a newline
         piece = _read_piece(file)
         while piece:
             following = _read_piece(file)
@@ -138,6 +138,13 @@ def _settle(table: Any, column: str | None, where: str) -> tuple[str, Any]:
         raise RequestError(
             f"{where}: no column with text found{said}; it has {', '.join(names)}. Name one by --text_column_name, or "
             "give `messages`, or `prompt` and `completion`."
+        )
+    if column is None and found == "prompt":
+        raise RequestError(f"{where}: has `prompt` without `completion`. Add it, or say --text_column_name prompt.")
+    if not isinstance(value := next(iter(table))[found], str | None):
+        raise RequestError(
+            f"{where}: column {found} holds {type(value).__name__} ({str(value)[:80]}), not text. Name another by "
+            "--text_column_name, or give conversations as `messages` with `role` and `content`."
         )
     table = table.select_columns([found, *([ENDS] if ENDS in names else [])])
     table = table.rename_column(found, "text") if found != "text" else table

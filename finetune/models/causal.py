@@ -77,7 +77,7 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
         )
     if length < 2:
         raise RequestError(f"--block_size is {length}: there is nothing to predict. Give 2 or more.")
-    what = name or f"GPT-lite from scratch, size {arguments.model_size}"
+    what = name or f"GPT-lite from scratch, size {arguments.model_size}; --model_name_or_path takes any other"
     hub_id = name if name and not Path(name).expanduser().exists() else None
     place = str(Path(name).expanduser()) if name and not hub_id else name
     return CausalSource(config, tokenizer, length, place, what, hub_id)
@@ -90,12 +90,15 @@ def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig:
     config = GPTLiteConfig(**SIZES[arguments.model_size])
     for part in filter(None, (arguments.config_overrides or "").split(",")):
         name, _, value = (word.strip() for word in part.partition("="))
-        old = getattr(config, name, None) if name in GPTLiteConfig.__annotations__ else None
-        if name not in GPTLiteConfig.__annotations__ or name == "vocab_size":
-            known = ", ".join(n for n in GPTLiteConfig.__annotations__ if n != "vocab_size")
-            raise RequestError(f"--config_overrides {part}: a GPT-lite has no such setting to choose. It has: {known}.")
+        known = [n for n in GPTLiteConfig.__annotations__ if n not in ("vocab_size", "keys_to_ignore_at_inference")]
+        if not value:
+            raise RequestError(f"--config_overrides {part}: write name=value, with commas between.")
+        if name not in known:
+            raise RequestError(
+                f"--config_overrides {part}: a GPT-lite has no such setting to choose. It has: {', '.join(known)}."
+            )
         try:
-            setattr(config, name, _as_kind_of(old, value))
+            setattr(config, name, _as_kind_of(getattr(config, name), value))
         except ValueError as error:
             raise RequestError(f"--config_overrides {part}: {error}") from error
     for name in (

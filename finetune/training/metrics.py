@@ -52,6 +52,10 @@ def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, An
         raise RequestError(
             "--label_smoothing_factor: the Trainer's smoothing shifts labels that are shifted here. Drop it."
         )
+    if not training.do_train and not training.do_eval:
+        raise RequestError("--do_train and --do_eval are both False: there is nothing to do. Set one to True.")
+    if not training.do_train and not given.get("model_name_or_path"):
+        raise RequestError("--do_train False: there is no trained model to evaluate. Give --model_name_or_path.")
     if training.do_predict:
         raise RequestError("--do_predict: a language model writes samples instead (--sample_prompt). Drop it.")
     _refuse_other_than(LANGUAGE, training.metric_for_best_model, "language model")

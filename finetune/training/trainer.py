@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import PredictionOutput
 
 from finetune.data.packing import REAL_TOKENS
@@ -123,6 +123,12 @@ class FinetuneTrainer(Trainer):
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor.float(), reduction="sum").double().cpu()
+
+
+def early_stopping(arguments: Any) -> list[TrainerCallback]:
+    """What --early_stopping_patience asks for."""
+    patience = arguments.early_stopping_patience
+    return [EarlyStoppingCallback(patience)] if patience else []
 
 
 class _Epochs(TrainerCallback):

@@ -293,6 +293,31 @@ def test_a_validation_file_may_not_have_characters_that_the_training_text_lacks(
         prepared(train_file=str(path), validation_file=str(other))
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": 5}, r"column text holds int \(5\), not text"),
+        ({"conversations": [{"from": "human"}]}, r"column conversations holds list .*`messages` with `role`"),
+        ({"prompt": "words"}, "has `prompt` without `completion`"),
+    ],
+    ids=["numbers", "lists", "prompts alone"],
+)
+def test_a_column_that_is_no_text_is_refused(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps(row) + "\n") * 20)
+    with pytest.raises(RequestError, match=message):
+        prepared(train_file=str(path))
+
+
+def test_text_of_another_encoding_is_refused_and_line_ends_are_alike(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("caf\u00e9\n".encode("latin-1") * 50)
+    with pytest.raises(RequestError, match="is not UTF-8 text"):
+        prepared(train_file=str(path))
+    path.write_bytes("\ufeffa line\r\nanother\r\n".encode() * 50)
+    assert "\r" not in text_of(prepared(train_file=str(path)), "train")
+
+
 def test_a_table_without_text_lists_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("price,size\n1,2\n3,4\n")

@@ -126,6 +126,12 @@ def test_weights_of_a_gpt2_give_its_logits() -> None:
     assert torch.allclose(ours(ids).logits, gpt2(ids).logits, atol=1e-5)
 
 
+def test_more_tokens_than_positions_are_refused_in_words() -> None:
+    model = GPTLiteForCausalLM(GPTLiteConfig(**{**SHAPE, "max_position_embeddings": 8}))
+    with pytest.raises(ValueError, match=r"9 tokens, but this GPT-lite has 8 positions"):
+        model(torch.ones(1, 9, dtype=torch.long))
+
+
 def test_checkpointing_activations_changes_no_gradient_even_with_dropout() -> None:
     ids = torch.randint(61, (2, 16))
     gradients = []

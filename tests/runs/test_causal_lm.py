@@ -203,6 +203,8 @@ def test_a_trained_model_is_evaluated_alone_on_a_file(tmp_path: Path, base: Path
         ({"config_overrides": "num_attention_heads=0"}, "num_attention_heads=0: must be a whole number"),
         ({"config_overrides": "hidden_act=foo"}, "no such activation"),
         ({"config_overrides": "dropout=1.5"}, "dropout=1.5: must be 0 or more"),
+        ({"config_overrides": "wide"}, "wide: write name=value"),
+        ({"do_train": False}, "no trained model to evaluate"),
         ({"bpe_vocab_size": 10}, "the bytes alone take 257"),
         ({"loss_chunk_tokens": -4}, "--loss_chunk_tokens is -4"),
     ],

@@ -41,7 +41,7 @@ def test_a_language_models_figures_are_over_all_tokens() -> None:
     [("perplexity", False), ("eval_bits_per_byte", False), ("loss", False), ("token_accuracy", True)],
 )
 def test_the_best_language_model_has_the_least_of_all_but_accuracy(metric: str, greater: bool, tmp_path: Path) -> None:
-    training = TrainingArguments(output_dir=str(tmp_path), metric_for_best_model=metric, use_cpu=True)
+    training = TrainingArguments(output_dir=str(tmp_path), do_train=True, metric_for_best_model=metric, use_cpu=True)
     settle_language_arguments(training, CorpusArguments(), {})
     assert training.greater_is_better is greater
     settle_language_arguments(training, CorpusArguments(), {"greater_is_better": True})
@@ -49,7 +49,7 @@ def test_the_best_language_model_has_the_least_of_all_but_accuracy(metric: str, 
 
 
 def test_a_stream_is_saved_and_evaluated_by_steps(tmp_path: Path) -> None:
-    strategies = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+    strategies = {"do_train": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
     training = TrainingArguments(output_dir=str(tmp_path), max_steps=9, save_steps=3, use_cpu=True, **strategies)
     streaming = CorpusArguments(streaming=True)
     with pytest.raises(RequestError, match="--save_strategy epoch: nobody knows how long a stream is"):
