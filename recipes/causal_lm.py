@@ -46,7 +46,8 @@ DEFAULTS = {
 # A model from scratch wants a higher rate and more rounds than a pretrained one.
 SCRATCH = {
     "learning_rate": 2e-3,
-    "num_train_epochs": 3,
+    "num_train_epochs": 8,
+    "adam_beta2": 0.99,  # few tokens a step: the usual 0.999 would remember too long
     "warmup_steps": 0.05,
     "lr_scheduler_type": "cosine",
     "ddp_find_unused_parameters": False,  # a GPT-lite uses all it has
