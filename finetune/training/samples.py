@@ -22,7 +22,7 @@ SAMPLES_FILE = "samples.md"
 class SampleArguments:
     """What to have the model write at each evaluation."""
 
-    sample_prompt: str = field(default="\n", metadata={"help": "how the sample begins"})
+    sample_prompt: str = field(default="The ", metadata={"help": "how the sample begins"})
     sample_tokens: int = field(default=200, metadata={"help": "its length; 0 for none"})
     sample_temperature: float = field(default=0.8, metadata={"help": "0 for the likeliest token each time"})
 
