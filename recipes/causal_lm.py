@@ -75,7 +75,8 @@ def main() -> None:
         reports=session.launch.leads_its_node or session.launch.local_rank == 1,
     )
     check_sample(data.tokenizer, sample_args, positions_of(source.config))
-    session.say(data.account.headline(), f"model: {source.description}")
+    other = "" if source.pretrained else "; --model_name_or_path takes any other"
+    session.say(data.account.headline(), f"model: {source.description}{other}")
 
     # Model: built after TrainingArguments, for ZeRO-3 shards pretrained weights while they are read. From scratch each
     # rank draws them whole, so that they are the same under every stage.

@@ -77,7 +77,7 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
         )
     if length < 2:
         raise RequestError(f"--block_size is {length}: there is nothing to predict. Give 2 or more.")
-    what = name or f"GPT-lite from scratch, size {arguments.model_size}; --model_name_or_path takes any other"
+    what = name or f"GPT-lite from scratch, size {arguments.model_size}"
     hub_id = name if name and not Path(name).expanduser().exists() else None
     place = str(Path(name).expanduser()) if name and not hub_id else name
     return CausalSource(config, tokenizer, length, place, what, hub_id)
