@@ -19,6 +19,11 @@ class RunError(FinetuneError):
     """The request was right, and the run failed: a full disk, a lost process, a time-out."""
 
 
+def first_line(error: BaseException, most_characters: int = 200) -> str:
+    """What an error of a library says first, or its name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most_characters]
+
+
 def disk_is_full(error: BaseException) -> bool:
     """True where a full disk or quota is among the causes of `error`, in whichever library's words."""
     cause: BaseException | None = error

@@ -14,7 +14,7 @@ from datasets import Dataset, Features, IterableDataset, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from finetune.data.hub import hub_is_reachable
-from finetune.errors import RequestError
+from finetune.errors import RequestError, first_line
 
 KINDS = {
     ".csv": "csv",
@@ -77,9 +77,8 @@ def open_hub(name: str, config: str | None, split: str, streaming: bool = False)
 
 
 def _not_found(name: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
     return (
-        f"--dataset_name {name}: neither a local folder nor to be had from the hub ({reason}). "
+        f"--dataset_name {name}: neither a local folder nor to be had from the hub ({first_line(error)}). "
         "Offline? Give local files by --train_file (csv, tsv, json, parquet), or leave both out for built-in text."
     )
 

@@ -7,7 +7,6 @@ ZeRO-3, FSDP and DDP see the weight used by the module that owns it.
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 
 from finetune.data.packing import IGNORED
-from finetune.errors import RequestError
+from finetune.errors import RequestError, first_line
+from finetune.models.small_copy import small_copy
 
 # On two CPU cores 512 rows were fastest at a vocabulary of 50,304 (FACTS: 3.3 s against 16 s with torch's own choice);
 # on a GPU a chunk should hold enough rows to fill it.
@@ -113,31 +113,28 @@ def refusal(model: Any) -> str | None:
     """Why the loss of `model` cannot be computed in chunks; None where it can.
 
     Some models scale or cap their logits after the head (Granite, Cohere, Gemma 2), or add to the loss (the routers of
-    mixtures of experts), which a head that gives the loss would leave out without a word. So a small copy of two layers
-    is asked: its loss in chunks must be that over all logits.
+    mixtures of experts), which a head that gives the loss would leave out without a word. So a small copy is asked: its
+    loss in chunks must be that over all logits.
     """
     name = type(model).__name__
     if type(model.get_output_embeddings()) is not nn.Linear:
         return f"{name} has no linear head"
-    config = copy.deepcopy(model.config)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
+    ids = torch.arange(PROBE_VOCABULARY)[None]
+    targets = ids.roll(-1, 1)
+    batch = {
+        "input_ids": ids,
+        "labels": targets,
+        "shift_labels": targets,
+        "num_items_in_batch": torch.tensor(ids.numel()),
+    }
     try:
-        config.num_hidden_layers = min(config.num_hidden_layers, 2)
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: config.num_hidden_layers]
-        config.vocab_size = PROBE_VOCABULARY
-        config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-        config._attn_implementation = "eager"
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
-            twin = type(model)(config).eval()
-            ids = torch.arange(PROBE_VOCABULARY)[None]
-            shapes = {"input_ids": ids, "labels": ids.roll(-1, 1), "shift_labels": ids.roll(-1, 1)}
-            plain = twin(**shapes, num_items_in_batch=torch.tensor(ids.numel())).loss.item()
+        with torch.enable_grad():
+            twin = small_copy(model, PROBE_VOCABULARY)
+            plain = twin(**batch).loss.item()
             use_chunked_loss(twin, PROBE_VOCABULARY)
-            chunked = twin(**shapes, num_items_in_batch=torch.tensor(ids.numel())).loss.item()
+            chunked = twin(**batch).loss.item()
     except Exception as error:  # whatever a config or a model says to being shortened
-        return f"{name} could not be asked ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
+        return f"{name} could not be asked ({first_line(error)})"
     if not math.isclose(plain, chunked, rel_tol=1e-4):
         return f"{name} does more for its loss than a linear head does ({plain:.4g} against {chunked:.4g} in chunks)"
     return None

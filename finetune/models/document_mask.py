@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, first_line
+from finetune.models.small_copy import small_copy
 
 DOCUMENT_TOKENS = 3
 
@@ -33,7 +33,7 @@ def check_document_mask(model: Any, rows: int) -> None:
     except Exception as error:  # whatever a config says to being shortened
         raise RequestError(
             f"--document_mask: whether {type(model).__name__} keeps the documents of a block apart could not be found "
-            f"out ({str(error).splitlines()[0][:200]}). Drop it, or use --packing none."
+            f"out ({first_line(error)}). Drop it, or use --packing none."
         ) from error
     if not apart:
         raise RequestError(
@@ -43,20 +43,11 @@ def check_document_mask(model: Any, rows: int) -> None:
 
 
 def documents_are_apart(model: Any) -> bool:
-    """True if a document's logits in a block are those that it has alone, in a small copy of `model`: a layer of each
-    type that its config names, with weights drawn anew, on the CPU."""
-    config = copy.deepcopy(model.config)
-    types = list(dict.fromkeys(getattr(config, "layer_types", None) or ["attention"]))
-    config.num_hidden_layers = len(types)
-    if getattr(config, "layer_types", None):
-        config.layer_types = types
-    config.vocab_size = 2 * DOCUMENT_TOKENS
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    config.use_cache = False
+    """True if a document's logits in a block are those that it has alone, in a small copy of `model`."""
+    twin = small_copy(model, 2 * DOCUMENT_TOKENS)
     ids = torch.arange(2 * DOCUMENT_TOKENS)[None]
     positions = torch.arange(DOCUMENT_TOKENS).repeat(2)[None]
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        twin = type(model)(config).eval()
+    with torch.no_grad():
         packed = twin(input_ids=ids, position_ids=positions).logits[:, DOCUMENT_TOKENS:]
         alone = twin(input_ids=ids[:, DOCUMENT_TOKENS:], position_ids=positions[:, DOCUMENT_TOKENS:]).logits
     return bool(torch.allclose(packed, alone, atol=1e-4))

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from finetune.data.hub import hub_is_reachable
-from finetune.errors import RequestError
+from finetune.errors import RequestError, first_line
 
 
 def positions_of(config: Any) -> int:
@@ -36,7 +36,7 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
             local_files_only=not looks_local and not hub_is_reachable(),
         )
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        reason = first_line(error, 300)
         tried = "the folder" if looks_local else "the local cache and the hub"
         raise RequestError(
             f"--{flag} {name}: cannot be loaded; tried {tried} ({reason}). Offline? Give a folder with config.json, "

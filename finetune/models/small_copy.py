@@ -1,0 +1,28 @@
+"""A model in small, to be asked what it does: whether it keeps documents apart, whether its head is all of its loss."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+
+def small_copy(model: Any, vocab_size: int) -> Any:
+    """A copy of `model` with a layer of each type that its config names, `vocab_size` tokens and weights drawn anew, on
+    the CPU and in evaluation mode. The run's random numbers stay as they are. Raises whatever a config or a model says
+    to being shortened."""
+    config = copy.deepcopy(model.config)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    types = list(dict.fromkeys(getattr(config, "layer_types", None) or ["attention"]))
+    config.num_hidden_layers = len(types)
+    if getattr(config, "layer_types", None):
+        config.layer_types = types
+    config.vocab_size = vocab_size
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    config.use_cache = False
+    if config._attn_implementation not in ("eager", "sdpa"):
+        config._attn_implementation = "eager"  # the others run on no CPU
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        return type(model)(config).eval()
