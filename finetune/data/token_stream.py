@@ -53,12 +53,12 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """What one epoch gives."""
         self.documents.set_epoch(epoch)
         random = np.random.default_rng((self.seed, epoch))
-        for tokens in self._windows():
-            blocks = PackedDataset(tokens, self.cut(tokens.starts), self.mask).with_labels()
+        for window in self._windows():
+            blocks = window.with_labels()
             for index in random.permutation(len(blocks)).tolist():
                 yield blocks[index]
 
-    def _windows(self) -> Iterator[Tokens]:
+    def _windows(self) -> Iterator[PackedDataset]:
         ids: list[Any] = []
         learnt: list[Any] = []
         starts, size = [0], 0
@@ -71,24 +71,19 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                     starts.append(size)
             learnt += [np.asarray(row, dtype=np.bool_) for row in made.get("learnt", ())]
             if size >= WINDOW_TOKENS:
-                window = _window(ids, starts, learnt)
+                window = self._window(ids, starts, learnt)
                 yield window
-                rest = self._rest(window)
-                ids = [window.ids[rest:]]
-                learnt = [] if window.learnt is None else [window.learnt[rest:]]
+                # The next window begins with the last token that was predicted: it is an input there.
+                rest = int(window.lengths.sum()) if self.carries else size
+                ids = [window.tokens.ids[rest:]]
+                learnt = [] if window.tokens.learnt is None else [window.tokens.learnt[rest:]]
                 size -= rest
                 starts = [0, *(start - rest for start in starts if start > rest)]
         if size:
-            yield _window(ids, starts, learnt)
+            yield self._window(ids, starts, learnt)
 
-    def _rest(self, window: Tokens) -> int:
-        """The first token that the next window begins with: the last one predicted is an input there."""
-        if not self.carries:
-            return len(window.ids)
-        return int(self.cut(window.starts).sizes.sum())
-
-
-def _window(ids: list[Any], starts: list[int], learnt: list[Any]) -> Tokens:
-    joined = np.concatenate(ids)
-    borders = starts if starts[-1] == len(joined) else [*starts, len(joined)]
-    return Tokens(joined, np.asarray(borders, dtype=np.int64), np.concatenate(learnt) if learnt else None)
+    def _window(self, ids: list[Any], starts: list[int], learnt: list[Any]) -> PackedDataset:
+        joined = np.concatenate(ids)
+        borders = np.asarray(starts if starts[-1] == len(joined) else [*starts, len(joined)], dtype=np.int64)
+        tokens = Tokens(joined, borders, np.concatenate(learnt) if learnt else None)
+        return PackedDataset(tokens, self.cut(borders), self.mask)
