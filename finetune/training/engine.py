@@ -45,9 +45,9 @@ def deepspeed_config_of(request: Request) -> str | None:
     launch = request.launch
     asked = request.values.get("deepspeed") or request.values.get("deepspeed_config")
     by_accelerate = accelerate_uses_deepspeed()
-    if request.value("fsdp") and (by_accelerate or (asked and asked != "none")):
-        raise RequestError(f"--fsdp and DeepSpeed ({asked or 'by accelerate'}) both shard the model. Keep one.")
-    if request.value("fsdp"):
+    if request.value("fsdp") or accelerate_uses_fsdp():
+        if by_accelerate or asked not in (None, "none"):
+            raise RequestError(f"--fsdp and DeepSpeed ({asked or 'by accelerate'}) both shard the model. Keep one.")
         return None
     if by_accelerate and asked:
         raise RequestError(

@@ -124,7 +124,7 @@ def quiet_libraries(launch: Launch) -> None:
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
     level = logging.WARNING if launch.speaks else logging.ERROR
-    for name in ("transformers", "datasets", "accelerate", "DeepSpeed", "torch.distributed", "bitsandbytes"):
+    for name in ("transformers", "datasets", "accelerate", "DeepSpeed", "torch.distributed"):
         logging.getLogger(name).setLevel(level)
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # readers log what they raise, too
     # torch 2.13 renames its collectives, and tells so whoever calls DeepSpeed.

@@ -61,6 +61,13 @@ def test_accelerate_with_deepspeed_and_fsdp_by_flag_are_refused(monkeypatch: pyt
         deepspeed_config_of(request("--fsdp", "True", launcher="accelerate"))
 
 
+def test_accelerate_with_fsdp_and_deepspeed_by_flag_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(RequestError, match=r"DeepSpeed \(zero2\) both shard"):
+        deepspeed_config_of(request("--deepspeed", "zero2", launcher="accelerate"))
+    assert deepspeed_config_of(request(launcher="accelerate")) is None
+
+
 def test_fsdp_needs_ranks_and_training() -> None:
     with pytest.raises(RequestError, match=r"this is one\. Drop it, or launch with `torchrun"):
         fsdp_of(request("--fsdp", "True", launcher="python", world_size=1))
