@@ -20,6 +20,7 @@ import torch
 from finetune.errors import RequestError
 
 PROBE_ROWS, PROBE_TOKENS = 2, 4
+PROBE_PIXELS = 64  # the side of a picture, for models that read pictures: what a config names may be smaller
 
 
 @dataclass
@@ -51,9 +52,8 @@ def honours_num_items_in_batch(model: Any, label_is_float: bool = False, label_p
             with torch.random.fork_rng(devices=[]), torch.device(device), torch.enable_grad():
                 twin = type(model)(config)
                 count = torch.ones((), requires_grad=True)
-                tokens = torch.ones(PROBE_ROWS, PROBE_TOKENS, dtype=torch.long)
                 labels = torch.ones(shape, dtype=torch.float if label_is_float else torch.long)
-                loss = twin(input_ids=tokens, labels=labels, num_items_in_batch=count).loss
+                loss = twin(**_probe_inputs(twin), labels=labels, num_items_in_batch=count).loss
                 (found,) = torch.autograd.grad(loss, count, allow_unused=True)
         except TypeError as error:
             if "num_items_in_batch" in str(error):
@@ -63,6 +63,15 @@ def honours_num_items_in_batch(model: Any, label_is_float: bool = False, label_p
         else:
             return found is not None
     return None
+
+
+def _probe_inputs(model: Any) -> dict[str, torch.Tensor]:
+    """The smallest input that tells: tokens (B, T), or for a model that reads pictures pixels (B, channels, H, W)."""
+    if model.main_input_name != "pixel_values":
+        return {"input_ids": torch.ones(PROBE_ROWS, PROBE_TOKENS, dtype=torch.long)}
+    side = getattr(model.config, "image_size", None) or PROBE_PIXELS
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    return {"pixel_values": torch.ones(PROBE_ROWS, getattr(model.config, "num_channels", 3), height, width)}
 
 
 def settle_loss_scaling(model: Any, label_is_float: bool = False, label_per_token: bool = False) -> bool:

@@ -1,0 +1,205 @@
+"""AlexNet (Krizhevsky et al. 2012, as one column: arXiv 1404.5997), as a Hugging Face model and as a pipeline.
+
+    config = AlexNetConfig(**ALEXNET_SIZES["small"], num_labels=10)
+    model = AlexNetForImageClassification(config)
+    layers = alexnet_pipeline(config, seed=42)     # the same layers, of which a stage builds its own alone
+
+It has no batch norm and nothing else that looks at a batch: its loss is the same however samples are spread. Importing
+this module makes it known to AutoConfig and AutoModelForImageClassification.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
+
+from finetune.models.pipeline import PipelineLayer, PipelineModel, layer_seed, layer_spec
+
+CONVOLUTIONS, POOLED = 5, (0, 1, 4)  # how many, and those with a max-pool behind them
+LAYERS = CONVOLUTIONS + 3
+
+# What a size names. `tiny` suits two CPU cores, `small` pictures of 32 x 32 (CIFAR-10); `original` is the paper's, for
+# 224 x 224. `pooled_size` is the side of what the last convolution's maps are averaged to before the linear layers.
+ALEXNET_SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_sizes": [16, 48, 96, 64, 64], "classifier_size": 256, "pooled_size": 1},
+    "small": {"stem_stride": 2, "pooled_size": 2, "classifier_size": 1024},
+    "original": {"image_size": 224, "stem_kernel_size": 11, "stem_stride": 4, "pool_kernel_size": 3, "pooled_size": 6},
+}
+
+
+class AlexNetConfig(PreTrainedConfig):
+    """The shape of an AlexNet. `dropout` acts before the first two linear layers."""
+
+    model_type = "alexnet"
+    attribute_map: ClassVar = {"hidden_size": "classifier_size"}  # by which "auto" buckets are filled
+
+    num_channels: int = 3
+    image_size: int = 32
+    hidden_sizes: list[int] | tuple[int, ...] = (64, 192, 384, 256, 256)
+    stem_kernel_size: int = 3
+    stem_stride: int = 1
+    pool_kernel_size: int = 2
+    pooled_size: int = 2
+    classifier_size: int = 4096
+    dropout: float | int = 0.5
+
+
+class AlexNetConvolution(GradientCheckpointingLayer):
+    """The convolution at `place` with its ReLU and, behind three of the five, a max-pool."""
+
+    def __init__(self, config: AlexNetConfig, place: int, seed: int | None = None) -> None:
+        super().__init__()
+        sizes = [config.num_channels, *config.hidden_sizes]
+        kernel = (config.stem_kernel_size, 5, 3, 3, 3)[place]
+        stride = config.stem_stride if place == 0 else 1
+        padding = 2 if kernel > 3 else 1
+        self.convolution = nn.Conv2d(sizes[place], sizes[place + 1], kernel, stride=stride, padding=padding)
+        self.pool = nn.MaxPool2d(config.pool_kernel_size, 2) if place in POOLED else nn.Identity()
+        if seed is not None:
+            draw_layer(self, config, seed, place)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pool(nn.functional.relu(self.convolution(x)))  # (B, C, H, W)
+
+
+class AlexNetLinear(GradientCheckpointingLayer):
+    """The linear layer at `place`: the first flattens what it gets, the last gives logits."""
+
+    def __init__(self, config: AlexNetConfig, place: int, seed: int | None = None) -> None:
+        super().__init__()
+        self.is_first, self.is_last = place == CONVOLUTIONS, place == LAYERS - 1
+        inputs = config.hidden_sizes[-1] * config.pooled_size**2 if self.is_first else config.classifier_size
+        self.pool = nn.AdaptiveAvgPool2d(config.pooled_size) if self.is_first else nn.Identity()
+        self.drop = nn.Dropout(0.0 if self.is_last else config.dropout)
+        self.linear = nn.Linear(inputs, config.num_labels if self.is_last else config.classifier_size)
+        if seed is not None:
+            draw_layer(self, config, seed, place)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(self.drop(self.pool(x).flatten(1)))  # (B, features)
+        return x if self.is_last else nn.functional.relu(x)
+
+
+def layer_kind(place: int) -> type[nn.Module]:
+    """The class of the layer at `place`."""
+    return AlexNetConvolution if place < CONVOLUTIONS else AlexNetLinear
+
+
+class AlexNetPreTrainedModel(PreTrainedModel):
+    config_class = AlexNetConfig
+    base_model_prefix = "alexnet"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True  # it has no attention, and the default is asked for all the same
+    _no_split_modules: ClassVar = ["AlexNetConvolution", "AlexNetLinear"]
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _init_weights(self, module: nn.Module) -> None:
+        """He's, which keeps the scale through ReLUs (arXiv 1502.01852, eq. 10); biases start at zero."""
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            init.kaiming_normal_(module.weight, nonlinearity="relu")
+            init.zeros_(module.bias)
+
+
+class AlexNetForImageClassification(AlexNetPreTrainedModel):
+    """The loss is the mean over pictures; with `num_items_in_batch` their sum divided by it, so that micro-batches add
+    up right."""
+
+    def __init__(self, config: AlexNetConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(layer_kind(place)(config, place) for place in range(LAYERS))
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **_: Any,
+    ) -> ImageClassifierOutputWithNoAttention:
+        """`pixel_values` (B, channels, H, W) and `labels` (B) to `logits` (B, classes)."""
+        x = pixel_values
+        for layer in self.layers:
+            x = layer(x)
+        loss = None
+        if labels is not None:
+            loss = summed_loss(x, labels) / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+        return ImageClassifierOutputWithNoAttention(loss=loss, logits=x)
+
+
+def draw_layer(layer: nn.Module, config: AlexNetConfig, seed: int, place: int) -> None:
+    """Draw the weights of the layer at `place` from a seed of its own: they are the same whichever rank builds it.
+    torch's random state on the CPU stays."""
+    shell = AlexNetPreTrainedModel(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(layer_seed(seed, place))
+        for module in layer.modules():
+            shell._init_weights(module)
+
+
+def draw_weights(model: AlexNetForImageClassification, seed: int) -> None:
+    """Draw all of a model's weights, as the stages of a pipeline draw theirs."""
+    for place, layer in enumerate(model.layers):
+        draw_layer(layer, model.config, seed, place)
+
+
+def alexnet_pipeline(config: AlexNetConfig, seed: int | None) -> PipelineModel:
+    """An AlexNet for `finetune.training.pipeline`. With `seed` None weights are not drawn, for they are to be
+    loaded."""
+    with torch.device("meta"):
+        total = AlexNetForImageClassification(config).num_parameters()
+    layers = [
+        PipelineLayer(layer_spec(layer_kind(place), config, place, seed), f"layers.{place}") for place in range(LAYERS)
+    ]
+    return PipelineModel(
+        layers=layers,
+        split=split_batch,
+        loss=summed_loss,
+        items=count_labels,
+        figures=row_figures,
+        multiplied_parameters=total,
+        save=partial(save_config, config),
+    )
+
+
+def split_batch(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the first stage reads, and what the last compares with."""
+    return batch["pixel_values"], batch["labels"]
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy in nats, summed over pictures: logits (B, classes), labels (B)."""
+    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+
+
+def count_labels(labels: torch.Tensor) -> torch.Tensor:
+    """How many pictures, as a tensor of no dimension."""
+    return torch.tensor(labels.numel())
+
+
+def row_figures(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of each picture its loss, and a 1 in the cell of a confusion matrix, row by row: (B, 1 + classes^2)."""
+    classes = logits.shape[-1]
+    losses = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    cells = nn.functional.one_hot(labels * classes + logits.argmax(-1), classes**2)
+    return torch.cat([losses[:, None], cells], dim=-1)
+
+
+def save_config(config: AlexNetConfig, folder: Path) -> None:
+    """What `save_pretrained` writes beside the weights."""
+    config.architectures, config.dtype = [AlexNetForImageClassification.__name__], torch.float32
+    config.save_pretrained(folder)
+
+
+AutoConfig.register(AlexNetConfig.model_type, AlexNetConfig, exist_ok=True)
+AutoModelForImageClassification.register(AlexNetConfig, AlexNetForImageClassification, exist_ok=True)

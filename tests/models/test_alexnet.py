@@ -1,0 +1,82 @@
+"""AlexNet as a model and as a list of layers: the same function, the same weights, whoever builds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageClassification
+
+from finetune.models.alexnet import (
+    ALEXNET_SIZES,
+    LAYERS,
+    AlexNetConfig,
+    AlexNetForImageClassification,
+    alexnet_pipeline,
+    draw_weights,
+)
+from finetune.training.loss import honours_num_items_in_batch
+
+
+def a_model(seed: int = 3, **changes: Any) -> AlexNetForImageClassification:
+    config = AlexNetConfig(**{**ALEXNET_SIZES["tiny"], "num_labels": 10, "dropout": 0.0, **changes})
+    model = AlexNetForImageClassification(config)
+    draw_weights(model, seed)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("size", "pixels", "channels", "parameters"),
+    [
+        pytest.param("tiny", 8, 1, None, id="digits"),
+        pytest.param("small", 32, 3, None, id="CIFAR"),
+        # torchvision's alexnet, which is this layout: 61,100,840 (its documentation, AlexNet_Weights.num_params).
+        pytest.param("original", 224, 3, 61_100_840, id="the paper's"),
+    ],
+)
+def test_each_size_reads_the_pictures_it_is_for(size: str, pixels: int, channels: int, parameters: int | None) -> None:
+    config = AlexNetConfig(**ALEXNET_SIZES[size], num_channels=channels, num_labels=1000)
+    with torch.device("meta"):
+        model = AlexNetForImageClassification(config)
+        logits = model(torch.ones(2, channels, pixels, pixels)).logits
+    assert logits.shape == (2, 1000)
+    assert parameters in (None, model.num_parameters())
+
+
+def test_layers_built_apart_and_in_any_order_are_the_model() -> None:
+    model = a_model()
+    found: dict[str, torch.Tensor] = {}
+    layers = alexnet_pipeline(model.config, seed=3).layers
+    built = {index: layers[index].build() for index in reversed(range(LAYERS))}
+    for index, module in built.items():
+        found |= {layers[index].weight_name(name): p for name, p in module.named_parameters()}
+    expected = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    pictures = x = torch.randn(4, 3, 32, 32)
+    for index in range(LAYERS):
+        x = built[index](x)
+    assert torch.equal(x, model(pictures).logits)
+
+
+def test_the_loss_of_micro_batches_of_uneven_size_adds_up() -> None:
+    model = a_model()
+    assert honours_num_items_in_batch(model)
+    pictures, labels = torch.randn(5, 3, 16, 16), torch.arange(5)
+    parts = [model(pictures[part], labels[part], num_items_in_batch=5).loss for part in (slice(0, 2), slice(2, 5))]
+    assert sum(part.item() for part in parts) == pytest.approx(model(pictures, labels).loss.item(), rel=1e-6)
+    pipeline = alexnet_pipeline(model.config, seed=3)
+    figures = pipeline.figures(model(pictures).logits, labels).sum(dim=0)  # (1 + classes^2)
+    assert figures[0].item() / 5 == pytest.approx(model(pictures, labels).loss.item(), rel=1e-6)
+    counts = figures[1:].reshape(10, 10)
+    assert counts.sum(dim=1).tolist() == [1.0] * 5 + [0.0] * 5
+
+
+def test_a_saved_one_opens_by_its_auto_class(tmp_path: Path) -> None:
+    model = a_model()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForImageClassification.from_pretrained(tmp_path)
+    pictures = torch.randn(2, 3, 32, 32)
+    assert torch.equal(again(pictures).logits, model(pictures).logits)
