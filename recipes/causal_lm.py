@@ -23,6 +23,8 @@ from finetune.training.launch import run
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.metrics import language_metrics, settle_language_arguments
 from finetune.training.output_dir import check_same_model, open_output_dir
+from finetune.training.profiling.arguments import ProfileArguments
+from finetune.training.profiling.callback import profiling
 from finetune.training.report import headline, write_language_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
 from finetune.training.samples import SampleArguments, Samples, check_sample
@@ -57,9 +59,10 @@ SCRATCH = {
 
 def main() -> None:
     # Start: parse, check, settle the machine. What is wrong with the request is said here or in the next two chapters.
-    groups = (CausalModelArguments, AdapterArguments, CorpusArguments, BlockArguments, SampleArguments, RunArguments)
+    text = (CorpusArguments, BlockArguments, SampleArguments)
+    groups = (CausalModelArguments, AdapterArguments, *text, ProfileArguments, RunArguments)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
-    model_args, adapter_args, corpus_args, block_args, sample_args, run_args = session.arguments
+    model_args, adapter_args, corpus_args, block_args, sample_args, profile_args, run_args = session.arguments
     training, folder = session.training, Path(session.training.output_dir)
     settle_language_arguments(training, corpus_args, session.request.given)
 
@@ -97,7 +100,7 @@ def main() -> None:
 
     # Trainer
     samples = Samples(sample_args, folder, training.seed)
-    callbacks = [MetricsFile(), samples, *early_stopping(run_args)]
+    callbacks = [MetricsFile(), samples, *profiling(profile_args), *early_stopping(run_args)]
     trainer = FinetuneTrainer(
         model=model,
         args=training,

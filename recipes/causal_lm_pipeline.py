@@ -23,6 +23,8 @@ from finetune.training.pipeline.arguments import PipelineArguments
 from finetune.training.pipeline.layout import describe, lay_out
 from finetune.training.pipeline.stages import check_cut
 from finetune.training.pipeline.trainer import PipelineTrainer
+from finetune.training.profiling.arguments import ProfileArguments
+from finetune.training.profiling.callback import profiling
 from finetune.training.report import headline, write_language_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_json, write_records
 from finetune.training.samples import SampleArguments, Samples, check_sample
@@ -55,9 +57,10 @@ SCRATCH = {
 
 def main() -> None:
     # Start: parse, check the layout, settle the machine.
-    groups = (CausalModelArguments, PipelineArguments, CorpusArguments, BlockArguments, SampleArguments, RunArguments)
+    text = (CorpusArguments, BlockArguments, SampleArguments)
+    groups = (CausalModelArguments, PipelineArguments, *text, ProfileArguments, RunArguments)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
-    model_args, pipeline_args, corpus_args, block_args, sample_args, run_args = session.arguments
+    model_args, pipeline_args, corpus_args, block_args, sample_args, profile_args, run_args = session.arguments
     training, folder, launch = session.training, Path(session.training.output_dir), session.launch
     settle_language_arguments(training, corpus_args, session.request.given)
 
@@ -98,7 +101,7 @@ def main() -> None:
         data_collator=collator,
         processing_class=data.tokenizer,
         compute_metrics=language_metrics(data.account.tokens_per_byte, data.account.tokens_per_character),
-        callbacks=[MetricsFile(), *early_stopping(run_args)],
+        callbacks=[MetricsFile(), *profiling(profile_args), *early_stopping(run_args)],
         lengths=data.lengths if run_args.group_by_length else None,
         dynamic=block_args.packing == "none",
         checkpoint_interval=interval,

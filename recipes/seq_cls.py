@@ -20,6 +20,8 @@ from finetune.training.launch import run
 from finetune.training.loss import ClassArguments, loss_for, settle_loss_scaling
 from finetune.training.metrics import check_metric, metrics_for
 from finetune.training.output_dir import check_same_model, open_output_dir
+from finetune.training.profiling.arguments import ProfileArguments
+from finetune.training.profiling.callback import profiling
 from finetune.training.report import headline, write_predictions, write_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
 from finetune.training.start import start
@@ -44,9 +46,9 @@ SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "warmup_steps": 0.1}
 
 def main() -> None:
     # Start: parse, check, settle the machine. What is wrong with the request is said here or in the next two chapters.
-    groups = (ModelArguments, DataArguments, PreparationArguments, ClassArguments, RunArguments)
+    groups = (ModelArguments, DataArguments, PreparationArguments, ClassArguments, ProfileArguments, RunArguments)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
-    model_args, data_args, preparation, class_args, run_args = session.arguments
+    model_args, data_args, preparation, class_args, profile_args, run_args = session.arguments
     training, folder = session.training, Path(session.training.output_dir)
 
     # Data: the model's tokenizer, or one trained on the text. One rank prepares, the others wait.
@@ -77,7 +79,7 @@ def main() -> None:
     check_same_model(session.checkpoint, model.config)
 
     # Trainer
-    callbacks = [MetricsFile(), *early_stopping(run_args)]
+    callbacks = [MetricsFile(), *profiling(profile_args), *early_stopping(run_args)]
     trainer = FinetuneTrainer(
         model=model,
         args=training,

@@ -201,7 +201,7 @@ def _check(values: dict[str, Any], given: dict[str, Any]) -> None:
         raise RequestError(f"--activation_checkpoint_interval is {interval}, but it must be 1 (every layer) or more.")
     _check_optimizer(str(values.get("optim", "")))
     reports = values.get("report_to") or []
-    _check_trackers([reports] if isinstance(reports, str) else reports)
+    check_trackers([reports] if isinstance(reports, str) else reports)
 
 
 def _check_optimizer(name: str) -> None:
@@ -213,11 +213,11 @@ def _check_optimizer(name: str) -> None:
         raise RequestError(f"--optim {name} needs {package}, which is not installed. pip install {package}.")
 
 
-def _check_trackers(reports: list[str]) -> None:
+def check_trackers(reports: list[str], flag: str = "report_to") -> None:
     """A tracker that is missing, or that would stop the run to ask, is refused before anything is loaded."""
     for name in ("tensorboard", "trackio"):
         if name in reports and importlib.util.find_spec(name) is None:
-            raise RequestError(f"--report_to {name}: it is not installed. pip install {name}, or leave it out.")
+            raise RequestError(f"--{flag} {name}: it is not installed. pip install {name}, or leave it out.")
     if {"wandb", "all"} & set(reports) and not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")):
         try:
             logged_in = any("wandb" in host for host in netrc.netrc().hosts)
@@ -225,6 +225,6 @@ def _check_trackers(reports: list[str]) -> None:
             logged_in = False
         if not logged_in:
             raise RequestError(
-                "--report_to wandb, but nobody is logged in, and a run must not stop to ask. Run `wandb login`, or set "
+                f"--{flag} wandb, but nobody is logged in, and a run must not stop to ask. Run `wandb login`, or set "
                 "WANDB_API_KEY, or set WANDB_MODE=offline and `wandb sync` later."
             )

@@ -67,7 +67,7 @@ def write_predictions(
 def write_report(folder: Path, data: Any, evaluated: Any | None, source: Any) -> None:
     """`training_curve.png`, `confusion_matrix.png` and README.md, from what the run wrote and its last evaluation."""
     metric = "eval_pearson" if data.labels.task == "regression" else "eval_accuracy"
-    pictures = _training_curve(folder, metric)
+    pictures = _pictures(folder, metric)
     if evaluated is not None and data.labels.names:
         counts = confusion(evaluated.predictions, evaluated.label_ids, len(data.labels.names))
         plot_confusion(counts, data.labels.names, folder / "confusion_matrix.png")
@@ -111,7 +111,7 @@ def write_language_report(
         + ".",
         *([note] if note else []),
     ]
-    pictures = _training_curve(folder, "eval_bits_per_byte")
+    pictures = _pictures(folder, "eval_bits_per_byte")
     if (folder / "schedule.png").is_file():
         pictures.append(("schedule.png", "A step of the pipeline, planned and measured"))
     card = Card(
@@ -141,11 +141,14 @@ def _call(is_pair: bool, is_regression: bool) -> str:
     return f"print(classify({text}{', function_to_apply=' + repr('none') if is_regression else ''}))"
 
 
-def _training_curve(folder: Path, metric: str) -> list[tuple[str, str]]:
-    if not (folder / "metrics.jsonl").is_file():
-        return []
-    plot_training(read_metrics(folder), folder / "training_curve.png", metric)
-    return [("training_curve.png", "Loss and metric over steps")]
+def _pictures(folder: Path, metric: str) -> list[tuple[str, str]]:
+    pictures = []
+    if (folder / "metrics.jsonl").is_file():
+        plot_training(read_metrics(folder), folder / "training_curve.png", metric)
+        pictures.append(("training_curve.png", "Loss and metric over steps"))
+    if (folder / "profile" / "parts.png").is_file():
+        pictures.append(("profile/parts.png", "Where a step's time went, by part and rank"))
+    return pictures
 
 
 def headline(folder: Path) -> str:

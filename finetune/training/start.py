@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from finetune.training.hub import check_hub
 from finetune.training.launch import Launch, read_launch
 from finetune.training.output_dir import check_output_dir, check_same_checkpoint, checkpoint_to_resume
 from finetune.training.pipeline.arguments import check_pipeline
+from finetune.training.profiling.arguments import check_profile
+from finetune.training.profiling.deepspeed import with_profilers
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ def start(
     if asked and not accelerate_uses_deepspeed():
         request.values["deepspeed"] = asked  # so that recipe.yaml repeats it
     precision = choose_precision(request, has_cuda, stated_precision(asked))
+    check_profile(request, asked, checkpoint)
     deepspeed = load_deepspeed(request, asked, precision, has_cuda) if asked else None
+    if deepspeed:
+        deepspeed = replace(deepspeed, config=with_profilers(deepspeed.config, request, checkpoint))
     if launch.speaks:
         check_output_dir(request)
         check_hub(request)

@@ -102,7 +102,7 @@ class PipelineTrainer:
         reports = [report() for report in get_reporting_integration_callbacks(args.report_to)]
         self.stop = StopOnSignal()
         every = [DefaultFlowCallback(), *reports, *callbacks, self.speed, shown, self.stop]
-        self.handler = CallbackHandler(every, None, processing_class, self.optimizer, self.scheduler)
+        self.handler = CallbackHandler(every, self.engine.module, processing_class, self.optimizer, self.scheduler)
         self.control = self.handler.on_init_end(args, self.state, self.control)
 
     @property

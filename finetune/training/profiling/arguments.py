@@ -1,0 +1,112 @@
+"""The flags that ask where a step's time goes, and which of them go together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RequestError
+from finetune.training.arguments import check_trackers
+from finetune.training.output_dir import STATE_FILE
+
+MOST_STEPS = 50  # a trace holds each operator: hundreds of megabytes from here on, which no viewer opens
+MONITORS = {"csv": "csv_monitor", "tensorboard": "tensorboard", "wandb": "wandb"}  # and the config's sections
+OF_DEEPSPEED = ("flops_profiler", "comms_logger", "ds_monitor")
+
+
+@dataclass
+class ProfileArguments:
+    """Where a step's time goes; docs/profiling.md reads one."""
+
+    profile: int = field(default=0, metadata={"help": "trace so many steps, and say what their time goes into"})
+    profile_first_step: int = field(
+        default=6, metadata={"help": "the first step looked at, counted from the start or the resumed checkpoint"}
+    )
+    flops_profiler: bool = field(
+        default=False,
+        metadata={"help": "DeepSpeed's: FLOPs and times by module, of --profile_first_step, to flops.txt"},
+    )
+    comms_logger: bool = field(
+        default=False, metadata={"help": "DeepSpeed's: count, size and time of each of its collectives, to comms.txt"}
+    )
+    ds_monitor: str | None = field(
+        default=None, metadata={"help": "DeepSpeed's monitor: csv, tensorboard or wandb, to the folder monitor/"}
+    )
+
+
+def check_profile(request: Any, config: str | None, checkpoint: str | None) -> None:
+    """Raises RequestError for what cannot be profiled. `config` names the run's DeepSpeed config."""
+    values = request.values
+    steps, first = values.get("profile", 0), values.get("profile_first_step", ProfileArguments.profile_first_step)
+    asked = [name for name in OF_DEEPSPEED if values.get(name)]
+    if not steps and not asked:
+        return
+    if not 0 <= steps <= MOST_STEPS:
+        raise RequestError(f"--profile is {steps}, but it must be from 0 (off) to {MOST_STEPS} steps.")
+    if first < 2:
+        raise RequestError(
+            f"--profile_first_step is {first}, but it must be 2 or more: the first step builds what later ones have."
+        )
+    flag = "profile" if steps else asked[0]
+    if not values.get("do_train"):
+        raise RequestError(f"--{flag} looks at training, but --do_train is False. Drop it.")
+    if steps and {"flops_profiler", "comms_logger"} & set(asked):
+        name = "flops_profiler" if "flops_profiler" in asked else "comms_logger"
+        raise RequestError(
+            f"--profile and --{name}: DeepSpeed's profilers wait after every part and every collective, and the traced "
+            "steps would be others than yours. Run once with each."
+        )
+    _check_deepspeed(request, asked, config)
+    if (steps or "flops_profiler" in asked) and request.value("max_steps") > 0:
+        check_length(first, max(steps, 1), request.value("max_steps"), done=steps_done(checkpoint))
+
+
+def check_length(first: int, steps: int, last: int, done: int) -> None:
+    """Raises RequestError where a run of `last` steps, of which `done` were had before it, ends too early."""
+    if done + first + steps - 1 <= last:
+        return
+    of = f"; {done} were had before it was resumed" if done else ""
+    least = done + first + steps - 1
+    raise RequestError(
+        f"--profile: {steps} step(s) from --profile_first_step {first} on end with step {least}, but this run ends "
+        f"with step {last}{of}. Give a smaller --profile_first_step (2 or more), or more steps by --max_steps or "
+        "--num_train_epochs."
+    )
+
+
+def steps_done(checkpoint: str | None) -> int:
+    """The optimizer steps of a checkpoint; 0 without one."""
+    if checkpoint is None:
+        return 0
+    return int(json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+
+
+def _check_deepspeed(request: Any, asked: list[str], config: str | None) -> None:
+    if not asked:
+        return
+    if config is None:
+        raise RequestError(
+            f"--{asked[0]} is DeepSpeed's, and this run has no DeepSpeed config. Add --deepspeed zero0 (or another "
+            "stage) under torchrun or the deepspeed launcher, or use --profile."
+        )
+    if request.stages is not None and "flops_profiler" in asked:
+        raise RequestError(
+            "--flops_profiler: DeepSpeed's pipeline never prints what it counted. Use --profile, or "
+            "recipes/causal_lm.py."
+        )
+    monitor = request.values.get("ds_monitor")
+    if monitor is None:
+        return
+    if monitor not in MONITORS:
+        raise RequestError(f"--ds_monitor is {monitor!r}, but it must be one of {', '.join(MONITORS)}.")
+    if request.stages is not None:
+        raise RequestError(
+            "--ds_monitor: DeepSpeed's monitors fail in a pipeline's evaluation (DS806). Use --report_to."
+        )
+    check_trackers([monitor], "ds_monitor")
+    if monitor in str(request.value("report_to")):
+        raise RequestError(
+            f"--ds_monitor {monitor} and --report_to {monitor} log the same run twice. Keep one; the latter says more."
+        )

@@ -1,0 +1,166 @@
+"""Traces the asked-for steps of a run by torch's profiler, and leaves trace, table and picture in `profile/`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from transformers import TrainerCallback
+
+from finetune.training.profiling.arguments import ProfileArguments, check_length
+from finetune.training.profiling.deepspeed import CommsSummary
+from finetune.training.profiling.parts import FORWARD_RANGE, NEW_START, spans_of, steps_of
+from finetune.training.profiling.picture import plot_parts
+from finetune.training.profiling.summary import RankProfile, headline, page, plain, record, rows, trace_name
+from finetune.training.run_folder import write_json, write_text
+
+FOLDER = "profile"
+PROFILER_WARMUP_STEPS = 1  # traced and thrown away: the profiler's own start is in it
+
+
+def profiling(arguments: ProfileArguments) -> list[TrainerCallback]:
+    """What the flags ask for."""
+    asked: list[TrainerCallback] = [StepProfile(arguments)] if arguments.profile else []
+    if arguments.flops_profiler and not arguments.profile:
+        asked.append(_FlopsStep(arguments.profile_first_step))
+    return [*asked, CommsSummary()] if arguments.comms_logger else asked
+
+
+class StepProfile(TrainerCallback):
+    """A step is from the end of the one before to its own end, so it holds the wait for data, and the logging that the
+    one before asked for; an evaluation or a checkpoint between them is left out."""
+
+    def __init__(self, arguments: ProfileArguments) -> None:
+        self.first, self.count = arguments.profile_first_step, arguments.profile
+        self.step_seconds: list[float] = []  # of this process, also before the traced ones
+        self._before = 0
+        self._mark: float | None = None
+        self._range: Any = None
+        self._profiler: Any = None
+        self._hooks: list[Any] = []
+        self._folder: Path | None = None
+        self._traced: tuple[RankProfile, ...] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        check_length(self.first, self.count, state.max_steps, state.global_step)
+        assert model is not None, "who calls the callbacks gives them the model"
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it tells each start and stop, on every rank
+        self._before, self._folder = state.global_step, Path(args.output_dir) / FOLDER
+        self._hooks = [
+            model.register_forward_pre_hook(lambda *_: self._forward_begins()),
+            model.register_forward_hook(lambda *_: self._forward_ends(), always_call=True),
+        ]
+        on_gpu = torch.cuda.is_available()
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+            schedule=schedule(
+                wait=self.first - 1 - PROFILER_WARMUP_STEPS,
+                warmup=PROFILER_WARMUP_STEPS,
+                active=self.count,
+                repeat=1,
+            ),
+            on_trace_ready=self._keep,
+        )
+        self._profiler.start()
+
+    def _forward_begins(self) -> None:
+        self._range = record_function(FORWARD_RANGE)
+        self._range.__enter__()
+
+    def _forward_ends(self) -> None:
+        self._range.__exit__(None, None, None)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._mark is None:
+            self._mark = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._profiler is None:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # so that a step's kernels lie in the step
+        now = time.perf_counter()
+        if self._mark is not None:
+            self.step_seconds.append(now - self._mark)
+        self._profiler.step()
+        self._mark = time.perf_counter()
+        if state.global_step == self._before + self.first + self.count - 1:
+            self._finish(state)
+
+    def _not_of_the_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._mark = None
+        with record_function(NEW_START):
+            pass
+
+    on_evaluate = on_save = _not_of_the_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A run that was stopped early ends here, with fewer steps or none."""
+        if self._profiler is not None:
+            self._finish(state)
+
+    def _finish(self, state: Any) -> None:
+        """Stop the profiler, which hands its trace to `_keep`; and put the ranks' findings together."""
+        self._profiler.stop()
+        self._profiler = None
+        for hook in self._hooks:
+            hook.remove()
+        ranks = self._of_all_ranks()
+        if not state.is_world_process_zero:
+            return
+        assert self._folder is not None
+        if not ranks:
+            print(
+                f"profile: the run ended with step {state.global_step}, before step {self._before + self.first} was "
+                "whole. There is no trace.",
+                flush=True,
+            )
+            return
+        write_json(self._folder / "summary.json", record(ranks))
+        write_text(self._folder / "README.md", page(ranks))
+        plot_parts(ranks, self._folder / "parts.png")
+        print(f"{headline(ranks)}\n{plain(rows(ranks))}\ntrace: {self._folder / trace_name(0)}", flush=True)
+
+    def _keep(self, profiler: Any) -> None:
+        """The trace of this rank to its file, and its steps."""
+        begin = time.perf_counter()
+        assert self._folder is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rank = distributed.get_rank() if distributed.is_initialized() else 0
+        path = self._folder / trace_name(rank)
+        profiler.export_chrome_trace(str(path))
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            steps = steps_of(spans_of(json.load(file)))
+        whole = max(0, min(len(self.step_seconds) - self.first + 1, self.count))
+        numbers = tuple(self._before + self.first + i for i in range(whole))
+        # Not the first step, which builds what the others have, and not the profiler's warm-up.
+        untraced = tuple(self.step_seconds[1 : self.first - 1 - PROFILER_WARMUP_STEPS])
+        took = time.perf_counter() - begin
+        if whole:
+            on_gpu = torch.cuda.is_available()
+            self._traced = (RankProfile(rank, numbers, tuple(steps[:whole]), untraced, on_gpu, took),)
+
+    def _of_all_ranks(self) -> list[RankProfile]:
+        own = self._traced or ()
+        if not distributed.is_initialized():
+            return list(own)
+        every: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(every, own)
+        return [found for rank in every for found in rank]
+
+
+class _FlopsStep(TrainerCallback):
+    """DeepSpeed writes nothing, and says nothing, where the run ends before the step to count."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        check_length(self.first, 1, state.max_steps, state.global_step)

@@ -1,0 +1,60 @@
+"""DeepSpeed's own profilers: sections of its config by flag, and their output in the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+from transformers import TrainerCallback
+
+from finetune.training.profiling.arguments import MONITORS, ProfileArguments, steps_done
+from finetune.training.run_folder import write_json, write_text
+
+FLOPS_FILE, MONITOR_FOLDER = "flops.txt", "monitor"
+
+
+def with_profilers(config: dict[str, Any], request: Any, checkpoint: str | None) -> dict[str, Any]:
+    """The config with the sections that the flags ask for; what else such a section says is kept."""
+    values, folder = request.values, Path(request.values["output_dir"]).expanduser()
+    sections: dict[str, dict[str, Any]] = {}
+    if values.get("flops_profiler"):
+        first = values.get("profile_first_step", ProfileArguments.profile_first_step)
+        # deepspeed 0.19.8, runtime/engine.py, forward: `global_steps` counts those that are done, also before a resume.
+        step = steps_done(checkpoint) + first - 1
+        sections["flops_profiler"] = {"profile_step": step, "output_file": str(folder / FLOPS_FILE)}
+    if values.get("comms_logger"):
+        sections["comms_logger"] = {"verbose": False, "prof_all": True}
+    monitor = values.get("ds_monitor")
+    if monitor:
+        to_folder = {"output_path": str(folder / MONITOR_FOLDER), "job_name": monitor}
+        sections[MONITORS[monitor]] = {"project": folder.name} if monitor == "wandb" else to_folder
+    if monitor == "wandb":
+        os.environ.setdefault("WANDB_DIR", str(folder))  # DeepSpeed names none
+    config = copy.deepcopy(config)
+    for name, section in sections.items():
+        config[name] = {**config.get(name, {}), **section, "enabled": True}
+    return config
+
+
+class CommsSummary(TrainerCallback):
+    """`comms.txt`, rank 0's table as DeepSpeed prints it, and `comms.json` with that of every rank."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        from deepspeed import comm  # here, as elsewhere: once imported, it has chosen its device
+
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            # Without the stragglers: that is a collective for each operation, and stages of a pipeline have others.
+            own = comm.log_summary(return_dict=True)
+        every: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(every, own["summary"])
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir)
+            write_text(folder / "comms.txt", printed.getvalue())
+            write_json(folder / "comms.json", {"ranks": every})
+            print(f"communication by DeepSpeed's count: {folder / 'comms.txt'}", flush=True)
