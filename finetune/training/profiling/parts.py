@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from finetune.training.profiling.intervals import Interval, intersect, length, subtract, union
@@ -92,7 +93,7 @@ def steps_of(spans: list[Span]) -> list[Step]:
     found = []
     for step in steps:
         inside = [span for span in spans if span.start < step.end and span.end > step.start]
-        again = [span.end for span in inside if span.name == NEW_START]
+        again = [min(span.end, step.end) for span in inside if span.name == NEW_START]
         window = (max([step.start, *again]), step.end)
         host = _host_parts(inside, window, step.thread)
         if on_device:
@@ -131,7 +132,7 @@ def _host_parts(inside: list[Span], window: Interval, thread: Any) -> list[tuple
         if i == last_backward:
             break
     parts.append((at, window[1], OTHER if last_backward is None else OPTIMIZER))
-    return [piece for piece in parts if piece[1] > piece[0]]
+    return [piece for piece in parts if piece[1] > piece[0]] or [(*window, OTHER)]
 
 
 def _step_on_host(inside: list[Span], host: list[tuple[int, int, str]], window: Interval, thread: Any) -> Step:
@@ -170,7 +171,7 @@ def _step_on_device(
 def _step(pieces: dict[str, list[Interval]], transfers: list[Span], window: Interval) -> Step:
     begin = window[0]
     since = {part: [(start - begin, end - begin) for start, end in pieces[part]] for part in PARTS}
-    inside = [(s.name, intersect([(s.start, s.end)], [window])) for s in transfers]
+    inside = [(s.name.split("(")[0], intersect([(s.start, s.end)], [window])) for s in transfers]
     took: Counter[str] = Counter()
     for name, piece in inside:
         took[name] += length(piece)
@@ -188,6 +189,6 @@ def _innermost(spans: list[Span], threads: set[Any]) -> list[Span]:
     found = []
     for thread in threads:
         own = [span for span in spans if span.thread == thread and span.kind == "cpu_op"]
-        following = [*own[1:], None]
-        found += [span for span, after in zip(own, following, strict=True) if after is None or after.start >= span.end]
+        found += [span for span, after in pairwise(own) if after.start >= span.end]
+        found += own[-1:]
     return found
