@@ -102,9 +102,9 @@ def test_deepspeeds_profilers_write_into_the_run_folder(tmp_path: Path) -> None:
     ranks = run.json("comms.json")["ranks"]
     assert len(ranks) == 2
     assert all(size["count"] > 0 for rank in ranks for sizes in rank.values() for size in sizes.values())
-    with (run.folder / "monitor" / "csv" / "Train_Samples_train_loss.csv").open() as file:
+    with (run.folder / "monitor" / "csv" / "Train_Samples_lr.csv").open() as file:
         header, *lines = csv.reader(file)
-    assert header == ["step", "train_loss"]
+    assert header == ["step", "lr"]
     assert len(lines) == TINY["max_steps"]
     config = run.json("ds_config.json")
     assert all(config[name]["enabled"] for name in ("flops_profiler", "comms_logger", "csv_monitor"))
