@@ -3,8 +3,8 @@
     python benchmarks/profiling.py                      # about three minutes on two CPU cores
     python benchmarks/profiling.py --layouts zero2      # one alone; the others' figures are kept
 
-Every layout trains the same 32 blocks a step, by its recipe with --profile 5. Writes docs/results/profiling.md and .json,
-and docs/results/profile.png, the picture of ZeRO-2; the trace that docs/profiling.md reads stays in --folder.
+Every layout trains the same 32 blocks a step, by its recipe with --profile 5. Writes docs/results/profiling.md and
+.json, and profile.png, the picture of ZeRO-2, beside them; the traces stay in --folder.
 """
 
 import argparse

@@ -13,8 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.errors import RequestError
-from finetune.training.profiling.arguments import ProfileArguments, check_length
+from finetune.training.arguments import Request, RunArguments
+from finetune.training.launch import Launch
+from finetune.training.pipeline.arguments import PipelineArguments
+from finetune.training.profiling.arguments import ProfileArguments, check_length, check_profile
 from finetune.training.profiling.callback import StepProfile
+from finetune.training.profiling.deepspeed import with_profilers
 from finetune.training.profiling.intervals import intersect, length, subtract, union
 from finetune.training.profiling.parts import FORWARD_RANGE, NEW_START, PARTS, Step, spans_of, steps_of
 from finetune.training.profiling.summary import RankProfile, page, plain, record, rows
@@ -229,6 +233,56 @@ def test_a_run_that_is_too_short_is_refused_with_the_numbers() -> None:
         check_length(first=6, steps=3, last=7, done=0)
     with pytest.raises(RequestError, match=r"end with step 18, but .* 10 were had before it was resumed"):
         check_length(first=6, steps=3, last=12, done=10)
+
+
+def request(*words: str, pipeline: bool = False) -> Request:
+    groups = (ProfileArguments, RunArguments, *([PipelineArguments] if pipeline else []))
+    return Request(groups, {"output_dir": "out", "do_train": True, "report_to": ["none"]}, words, Launch(), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "pipeline", "said"),
+    [
+        pytest.param("--profile 51", None, False, "must be from 0 (off) to 50", id="too many steps"),
+        pytest.param("--profile -1", None, False, "must be from 0 (off) to 50", id="fewer than none"),
+        pytest.param("--profile 2 --profile_first_step 1", None, False, "must be 2 or more", id="no warm-up"),
+        pytest.param("--profile 2 --do_train False", None, False, "Drop it", id="no training"),
+        pytest.param("--profile 2 --comms_logger True", "zero2", False, "Run once with each", id="both"),
+        pytest.param("--comms_logger True", None, False, "has no DeepSpeed config. Add --deepspeed", id="whose"),
+        pytest.param("--flops_profiler True", "pipeline", True, "never prints what it counted", id="flops of stages"),
+        pytest.param("--ds_monitor csv", "pipeline", True, "fail in a pipeline's evaluation", id="monitor of stages"),
+        pytest.param("--ds_monitor comet", "zero2", False, "one of csv, tensorboard, wandb", id="another monitor"),
+        pytest.param("--ds_monitor wandb", "zero2", False, "--ds_monitor wandb, but nobody is logged in", id="login"),
+        pytest.param(
+            "--ds_monitor tensorboard --report_to tensorboard", "zero2", False, "the same run twice", id="twice"
+        ),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(
+    words: str, config: str | None, pipeline: bool, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # nobody's netrc
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RequestError) as error:
+        check_profile(request(*words.split(), pipeline=pipeline), config, checkpoint=None)
+    assert said in str(error.value)
+
+
+def test_deepspeeds_profilers_are_sections_that_keep_what_the_config_says() -> None:
+    before = {"flops_profiler": {"enabled": False, "top_modules": 3}, "zero_optimization": {"stage": 2}}
+    asked = request("--flops_profiler", "True", "--profile_first_step", "4", "--ds_monitor", "csv")
+    after = with_profilers(before, asked, checkpoint=None)
+    assert after["flops_profiler"] == {
+        "enabled": True,
+        "top_modules": 3,
+        "profile_step": 3,  # DeepSpeed counts the steps that are done
+        "output_file": "out/flops.txt",
+    }
+    assert after["csv_monitor"] == {"enabled": True, "output_path": "out/monitor", "job_name": "csv"}
+    assert after["zero_optimization"] == {"stage": 2}
+    assert before["flops_profiler"]["enabled"] is False
+    assert with_profilers(before, request(), checkpoint=None) == before
 
 
 def test_the_table_has_mean_and_largest_over_ranks() -> None:
