@@ -1,0 +1,155 @@
+"""Data parallelism by hand: three steps from "average the gradients" to what torch's DDP does.
+
+    torchrun --nproc_per_node 2 recipes/basics/ddp_by_hand.py
+
+The problem. A batch is too large, or too slow, for one process. Give each of N ranks the same weights and a share of
+the batch. Each computes the gradient of its share's mean loss; with equal shares the mean of those is the whole
+batch's:
+
+    grad(whole batch) = 1/N (grad(share 0) + ... + grad(share N-1))          an all-reduce, and a division
+
+All ranks then step with the same gradient from the same weights, so they stay equal, and equal to one process with the
+whole batch. Without the all-reduce every rank trains a model of its own; the page shows that, too.
+
+The picture. Backward makes gradients from the last layer (W4, b4) to the first (W1, b1). When does message k leave
+(>k)?
+
+    1 average     b4 W4 b3 W3 b2 W2 b1 W1 >1 >2 >3 >4 >5 >6 >7 >8 step    a message for each tensor: 8 latencies
+    2 buckets     b4 W4 b3 W3 b2 W2 b1 W1 >1 >2 step                      few large ones, but all at the end
+    3 overlap     b4 W4 b3 W3 >1 b2 W2 b1 W1 >2 step                     sent while backward still computes
+
+Step 3 is "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv 2006.15704, section 3.2): a
+hook on each parameter says when its gradient is done; the last one of a bucket starts an asynchronous all-reduce.
+Buckets must leave in the same order on every rank, or unlike messages would be added; here the same model gives the
+same order.
+
+The bytes are the same in all three: 4 for each parameter (fp32), of which the ring sends 2(N-1)/N (ring_all_reduce.py).
+SGD, not Adam: a gradient that is N times too large leaves Adam's steps as they were, and would go unseen.
+Try: forget the division; BUCKET_BYTES = 1, or 10**6; shares of unequal size (why is the mean of means wrong then?).
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS, BATCH, WIDTH = 5, 24, 16
+BUCKET_BYTES = 2200  # two of the four layers; torch's own are 25 MiB
+
+if "RANK" not in os.environ or BATCH % int(os.environ["WORLD_SIZE"]):
+    print("error: start it with: torchrun --nproc_per_node 2 recipes/basics/ddp_by_hand.py (or 3, 4)", file=sys.stderr)
+    sys.exit(2)
+GPUS = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each rank: NCCL; otherwise gloo
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPUS else torch.device("cpu")
+if GPUS:
+    torch.cuda.set_device(DEVICE)
+dist.init_process_group("nccl" if GPUS else "gloo")
+RANK, WORLD = dist.get_rank(), dist.get_world_size()
+sent: list[int] = []  # bytes of each message of the last step
+events: list[str] = []  # what happened in it, in order
+
+
+def new_model() -> nn.Sequential:
+    """Four layers, the same on every rank."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).to(DEVICE)
+
+
+def all_reduce(tensor: torch.Tensor) -> dist.Work:
+    """Begin to sum over all ranks, in place; note it."""
+    sent.append(tensor.nbytes)
+    events.append(f">{len(sent)}")
+    return dist.all_reduce(tensor, async_op=True)
+
+
+def into_buckets(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters in the order in which backward comes to them, cut where a bucket is full."""
+    buckets: list[list[nn.Parameter]] = [[]]
+    for parameter in reversed(list(model.parameters())):
+        if buckets[-1] and sum(p.nbytes for p in buckets[-1]) + parameter.nbytes > BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return buckets
+
+
+def send(bucket: list[nn.Parameter]) -> tuple[list[nn.Parameter], torch.Tensor, dist.Work]:
+    flat = torch.cat([parameter.grad.flatten() for parameter in bucket])  # (elements of the bucket,)
+    return bucket, flat, all_reduce(flat)
+
+
+def receive(bucket: list[nn.Parameter], flat: torch.Tensor, work: dist.Work) -> None:
+    work.wait()
+    for parameter, mean in zip(bucket, (flat / WORLD).split([p.numel() for p in bucket]), strict=True):
+        parameter.grad.copy_(mean.view_as(parameter))
+
+
+def train(way: str) -> torch.Tensor:
+    """The weights after STEPS steps, (parameters,)."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    names = {p: f"{'Wb'[index % 2]}{index // 2 + 1}" for index, p in enumerate(model.parameters())}
+    buckets, on_the_way, ready = into_buckets(model), [], set()
+    bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket}
+
+    def on_gradient(parameter: nn.Parameter) -> None:  # called in the midst of backward
+        events.append(names[parameter])
+        ready.add(parameter)
+        if way == "3 overlap" and ready.issuperset(bucket_of[parameter]):
+            on_the_way.append(send(bucket_of[parameter]))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(on_gradient)
+    if way == "torch's DDP":
+        model = DistributedDataParallel(model)
+
+    torch.manual_seed(1)
+    whole = torch.randn(2, BATCH, WIDTH).to(DEVICE)  # inputs and targets, the same on every rank
+    mine = whole if way == "one process" else whole.chunk(WORLD, dim=1)[RANK]  # (2, BATCH / WORLD, WIDTH)
+    for _ in range(STEPS):
+        for notes in (sent, events, on_the_way, ready):
+            notes.clear()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(mine[0]), mine[1]).backward()
+        if way == "1 average":
+            for parameter in model.parameters():
+                all_reduce(parameter.grad).wait()
+                parameter.grad /= WORLD
+        if way == "2 buckets":
+            on_the_way += [send(bucket) for bucket in buckets]
+        for message in on_the_way:
+            receive(*message)
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+if __name__ == "__main__":
+    whole_batch, ddp = train("one process"), train("torch's DDP")
+    order = {}
+    for way in ("0 nothing", "1 average", "2 buckets", "3 overlap"):
+        weights = train(way)
+        of_rank_0 = weights.clone()
+        dist.broadcast(of_rank_0, src=0)
+        differences = torch.stack([(weights - other).abs().max() for other in (ddp, whole_batch, of_rank_0)])
+        dist.all_reduce(differences, op=dist.ReduceOp.MAX)  # the worst rank's
+        to_ddp, to_one_process, between_ranks = differences.tolist()
+        order[way] = list(events)
+        if RANK == 0:
+            print(f"{way:<12}{' '.join(events)} step")
+            print(f"{'':<12}a step: {len(sent)} messages, {sum(sent):,} bytes; after {STEPS} steps the weights differ")
+            print(f"{'':<12}from DDP's by {to_ddp:.0e}, from one process's by {to_one_process:.0e}, ", end="")
+            print(f"between ranks by {between_ranks:.0e}\n")
+        if way == "0 nothing":
+            assert between_ranks > 1e-3, "the ranks drifted apart"
+        else:
+            assert max(to_ddp, to_one_process) < 1e-6, differences
+            assert (between_ranks, sum(sent)) == (0, 4 * weights.numel())
+            assert len(sent) == (8 if way == "1 average" else 2)
+    assert order["2 buckets"].index(">1") > order["2 buckets"].index("W1")
+    assert order["3 overlap"].index(">1") < order["3 overlap"].index("b2"), "it left in the midst of backward"
+    if RANK == 0:
+        print("All three equal torch's DDP and one process. With overlap the first message leaves in mid-backward.")
+    dist.destroy_process_group()

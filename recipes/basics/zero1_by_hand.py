@@ -1,0 +1,144 @@
+"""ZeRO-1 by hand: each rank keeps Adam's memory for its own slice of the weights only.
+
+    torchrun --nproc_per_node 3 recipes/basics/zero1_by_hand.py
+
+The problem. Data parallelism (ddp_by_hand.py) keeps everything on every rank. For each parameter, in fp32, that is
+
+    4 bytes the parameter + 4 its gradient + 8 Adam's two running means (momentum and variance) = 16
+
+All N ranks then compute the same step, with the same 8 bytes. Why not let each rank do 1/N of the step?
+
+The picture. Three layers La, Lb, Lc; each layer's parameters are cut into three slices 0, 1, 2. `012` means that all
+three slices are held, `-1-` that only slice 1 is:
+
+                    rank 0                rank 1                rank 2
+                La    Lb    Lc        La    Lb    Lc        La    Lb    Lc
+    parameters  012   012   012       012   012   012       012   012   012      everybody can compute
+    gradients   012   012   012       012   012   012       012   012   012      of the rank's share of the batch
+    Adam        0--   0--   0--       -1-   -1-   -1-       --2   --2   --2      ZeRO: a third each
+
+A step. DDP's all-reduce is a reduce-scatter and an all-gather (collectives.py). ZeRO-1 puts the optimizer between the
+two:
+
+    backward   ->  reduce-scatter gradients  ->  Adam on my slice  ->  all-gather parameters
+                   rank r: mean of slice r       slice r is new        all slices are new
+
+So the saving is free: the same messages, the same bytes, as DDP.
+
+The formula (ZeRO, arXiv 1910.02054, figure 1: 2 + 2 + 12/N bytes a parameter in mixed precision, K = 12 being the fp32
+copy and Adam's means; here, in fp32 throughout):    bytes a parameter = 4 + 4 + 8/N
+
+DeepSpeed: `"stage": 1`, ds_configs/zero1.json; it pads what N does not divide. Next: zero2_by_hand.py cuts the
+gradients. Try: other widths (what if 3 does not divide a layer?); SGD without momentum (what is left to save?).
+"""
+
+import os
+import sys
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+STEPS, WIDTHS = 5, (12, 24, 24, 6)  # La: 12 -> 24, Lb: 24 -> 24, Lc: 24 -> 6, 1,062 parameters; 3 divides each layer's
+
+if os.environ.get("WORLD_SIZE") != "3":
+    print("error: start it with: torchrun --nproc_per_node 3 recipes/basics/zero1_by_hand.py", file=sys.stderr)
+    sys.exit(2)
+GPUS = torch.cuda.device_count() >= 3  # a GPU for each rank: NCCL; otherwise gloo on the CPU
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPUS else torch.device("cpu")
+if GPUS:
+    torch.cuda.set_device(DEVICE)
+dist.init_process_group("nccl" if GPUS else "gloo")
+RANK, WORLD = dist.get_rank(), 3
+ALL, MY_SHARE = slice(0, 12), slice(4 * RANK, 4 * RANK + 4)  # rows of the batch
+MINE = ("0--", "-1-", "--2")[RANK]  # this rank's slice, in the picture
+
+
+class Layer(nn.Module):
+    """tanh(W x + b). W and b lie in one flat parameter, (outputs x inputs + outputs,), which is easy to cut."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.inputs, self.outputs = inputs, outputs
+        self.flat = nn.Parameter(torch.randn(outputs * inputs + outputs, device=DEVICE) / inputs**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)
+        weight, bias = self.flat.split([self.outputs * self.inputs, self.outputs])
+        return torch.tanh(nn.functional.linear(x, weight.view(self.outputs, self.inputs), bias))
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(0)  # the same on every rank
+    return nn.Sequential(*(Layer(inputs, outputs) for inputs, outputs in pairwise(WIDTHS)))
+
+
+def loss_on(rows: slice, model: nn.Module) -> torch.Tensor:
+    """The loss on some of the 12 rows of a batch that is the same on every rank."""
+    torch.manual_seed(1)
+    x, y = torch.randn(12, WIDTHS[0]), torch.rand(12, WIDTHS[-1])  # (batch, width)
+    return nn.functional.mse_loss(model(x[rows].to(DEVICE)), y[rows].to(DEVICE))
+
+
+def one_process() -> torch.Tensor:
+    """The whole batch and the whole Adam: the weights, (parameters,), that the slices must come to."""
+    model = new_model()
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        adam.zero_grad()
+        loss_on(ALL, model).backward()
+        adam.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def zero_1() -> tuple[torch.Tensor, list[str], list[int]]:
+    """The weights; what this rank held of La, Lb, Lc, and in bytes: of parameters, gradients, Adam's means."""
+    model = new_model()
+    wholes = list(model.parameters())  # La, Lb, Lc
+    # The only new idea: my third of each layer, a parameter of its own over the same memory. Adam sees nothing else.
+    slices = [nn.Parameter(whole.data.chunk(WORLD)[RANK]) for whole in wholes]  # (layer's size / 3,) each
+    adam = torch.optim.Adam(slices, lr=0.01)
+    for _ in range(STEPS):
+        loss_on(MY_SHARE, model).backward()
+        for whole, mine in zip(wholes, slices, strict=True):
+            thirds = whole.grad.chunk(WORLD)
+            dist.reduce_scatter(thirds[RANK], list(thirds))  # my third becomes the sum of everybody's ...
+            mine.grad = thirds[RANK].div_(WORLD)  # ... and then the mean
+        adam.step()
+
+        means = [[adam.state[mine][name] for mine in slices] for name in ("exp_avg", "exp_avg_sq")]
+        kinds = (wholes, [whole.grad for whole in wholes], means[0])
+        pictures = ["   ".join(picture(x, whole) for x, whole in zip(kind, wholes, strict=True)) for kind in kinds]
+        sizes = [sum(x.nbytes for x in kind) for kind in (wholes, kinds[1], means[0] + means[1])]
+
+        for whole, mine in zip(wholes, slices, strict=True):
+            dist.all_gather(list(whole.data.chunk(WORLD)), mine.data)  # everybody's new third
+            whole.grad = mine.grad = None
+    return nn.utils.parameters_to_vector(wholes).detach(), pictures, sizes
+
+
+def picture(tensor: torch.Tensor, whole: torch.Tensor) -> str:
+    return "012" if tensor.numel() == whole.numel() else MINE
+
+
+if __name__ == "__main__":
+    weights, pictures, sizes = zero_1()
+    everybodys: list = [None] * WORLD
+    dist.all_gather_object(everybodys, (pictures, sizes))
+    count = weights.numel()
+    formula = [4 * count, 4 * count, 8 * count // WORLD]
+    if RANK == 0:
+        print(f"{'held':<14}" + "".join(f"rank {rank}: La Lb Lc".ljust(22) for rank in range(WORLD)))
+        for kind, name in enumerate(("parameters", "gradients", "Adam")):
+            print(f"{name:<14}" + "".join(drawn[kind].ljust(22) for drawn, _ in everybodys))
+        print(f"\n{'bytes':<14}{'parameters':>12}{'gradients':>12}{'Adam':>12}{'a parameter':>14}")
+        rows = [("one process", [4 * count, 4 * count, 8 * count])]
+        rows += [(f"rank {rank}", counted) for rank, (_, counted) in enumerate(everybodys)] + [("4 + 4 + 8/N", formula)]
+        for name, row in rows:
+            print(f"{name:<14}" + "".join(f"{size:>12,}" for size in row) + f"{sum(row) / count:>14.2f}")
+    assert sizes == formula
+    difference = (weights - one_process()).abs().max().item()
+    assert difference < 1e-6, f"rank {RANK} differs from one process by {difference}"
+    if RANK == 0:
+        print(f"\nAfter {STEPS} steps the weights equal one process, to {difference:.0e}.")
+    dist.destroy_process_group()

@@ -1,0 +1,149 @@
+"""ZeRO-2 by hand: each rank keeps the gradients of its own slice only, and lets the rest go during backward.
+
+    torchrun --nproc_per_node 3 recipes/basics/zero2_by_hand.py
+
+The problem. With ZeRO-1 (zero1_by_hand.py) Adam's memory is a third on each of three ranks, but every rank still
+holds the gradient of everything until the step. Yet rank r's Adam wants slice r of it and nothing else.
+
+The picture. Three layers La, Lb, Lc, each cut into slices 0, 1, 2; `012` means that all slices are held, `-1-` only
+slice 1. Backward makes gradients from the last layer to the first. As soon as one is whole, a hook reduce-scatters
+it: each rank is left with the mean of its slice, and the whole is dropped before the next layer's comes into being.
+
+                              rank 0                rank 1                rank 2
+                          La    Lb    Lc        La    Lb    Lc        La    Lb    Lc
+    gradients
+      Lc whole            ---   ---   012       ---   ---   012       ---   ---   012      from backward
+      Lc reduced          ---   ---   0--       ---   ---   -1-       ---   ---   --2      reduce-scatter, drop
+      Lb whole            ---   012   0--       ---   012   -1-       ---   012   --2      from backward
+      ...
+      La reduced          0--   0--   0--       -1-   -1-   -1-       --2   --2   --2      now Adam, on the slices
+    parameters            012   012   012       012   012   012       012   012   012      all-gather after the step
+
+The messages are those of ZeRO-1 and the bytes those of DDP; they only leave earlier.
+
+The formula (ZeRO, arXiv 1910.02054, figure 1: 2 + (2 + 12)/N in mixed precision; here in fp32 throughout):
+
+    bytes a parameter = 4 + (4 + 8)/N      and, for a moment, one whole gradient: the largest layer's
+
+DeepSpeed: `"stage": 2`, ds_configs/zero2.json; `reduce_bucket_size` is its "one layer" of elements at a time. Next:
+zero3_by_hand.py cuts the parameters. Try: drop `flat.grad = None` below; one layer far larger than the others.
+"""
+
+import os
+import sys
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+STEPS, WIDTHS = 5, (12, 24, 24, 6)  # La: 12 -> 24, Lb: 24 -> 24, Lc: 24 -> 6, 1,062 parameters; 3 divides each layer's
+
+if os.environ.get("WORLD_SIZE") != "3":
+    print("error: start it with: torchrun --nproc_per_node 3 recipes/basics/zero2_by_hand.py", file=sys.stderr)
+    sys.exit(2)
+GPUS = torch.cuda.device_count() >= 3  # a GPU for each rank: NCCL; otherwise gloo on the CPU
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPUS else torch.device("cpu")
+if GPUS:
+    torch.cuda.set_device(DEVICE)
+dist.init_process_group("nccl" if GPUS else "gloo")
+RANK, WORLD = dist.get_rank(), 3
+ALL, MY_SHARE = slice(0, 12), slice(4 * RANK, 4 * RANK + 4)  # rows of the batch
+MINE = ("0--", "-1-", "--2")[RANK]  # this rank's slice, in the picture
+
+
+class Layer(nn.Module):
+    """tanh(W x + b). W and b lie in one flat parameter, (outputs x inputs + outputs,), which is easy to cut."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.inputs, self.outputs = inputs, outputs
+        self.flat = nn.Parameter(torch.randn(outputs * inputs + outputs, device=DEVICE) / inputs**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)
+        weight, bias = self.flat.split([self.outputs * self.inputs, self.outputs])
+        return torch.tanh(nn.functional.linear(x, weight.view(self.outputs, self.inputs), bias))
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(0)  # the same on every rank
+    return nn.Sequential(*(Layer(inputs, outputs) for inputs, outputs in pairwise(WIDTHS)))
+
+
+def loss_on(rows: slice, model: nn.Module) -> torch.Tensor:
+    """The loss on some of the 12 rows of a batch that is the same on every rank."""
+    torch.manual_seed(1)
+    x, y = torch.randn(12, WIDTHS[0]), torch.rand(12, WIDTHS[-1])  # (batch, width)
+    return nn.functional.mse_loss(model(x[rows].to(DEVICE)), y[rows].to(DEVICE))
+
+
+def one_process() -> torch.Tensor:
+    """The whole batch and the whole Adam: the weights, (parameters,), that the slices must come to."""
+    model = new_model()
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        adam.zero_grad()
+        loss_on(ALL, model).backward()
+        adam.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def zero_2() -> tuple[torch.Tensor, list[tuple[str, str, int]], list[int]]:
+    """The weights; the last backward, moment by moment; bytes of parameters, gradients, Adam's means at the step."""
+    model = new_model()
+    slices = {whole: nn.Parameter(whole.data.chunk(WORLD)[RANK]) for whole in model.parameters()}  # as in ZeRO-1
+    names = dict(zip(slices, ("La", "Lb", "Lc"), strict=True))
+    adam = torch.optim.Adam(slices.values(), lr=0.01)
+    moments: list[tuple[str, str, int]] = []
+
+    def note(moment: str) -> None:
+        gradients = [mine.grad if whole.grad is None else whole.grad for whole, mine in slices.items()]
+        sizes = [0 if gradient is None else gradient.untyped_storage().nbytes() for gradient in gradients]
+        drawn = [{0: "---", whole.nbytes: "012"}.get(size, MINE) for size, whole in zip(sizes, slices, strict=True)]
+        moments.append((moment, "   ".join(drawn), sum(sizes)))
+
+    def reduce_and_drop(whole: nn.Parameter) -> None:  # called in the midst of backward: this gradient is whole
+        note(f"{names[whole]} whole")
+        mine = slices[whole]
+        mine.grad = torch.empty_like(mine)
+        dist.reduce_scatter(mine.grad, list(whole.grad.chunk(WORLD)))
+        mine.grad /= WORLD  # the mean of the three shares
+        whole.grad = None
+        note(f"{names[whole]} reduced")
+
+    for whole in slices:
+        whole.register_post_accumulate_grad_hook(reduce_and_drop)
+    for _ in range(STEPS):
+        moments.clear()
+        adam.zero_grad()
+        loss_on(MY_SHARE, model).backward()
+        adam.step()
+        for whole, mine in slices.items():
+            dist.all_gather(list(whole.data.chunk(WORLD)), mine.data)  # everybody's new third
+    means = [adam.state[mine][mean] for mine in slices.values() for mean in ("exp_avg", "exp_avg_sq")]
+    sizes = [sum(whole.nbytes for whole in slices), moments[-1][2], sum(mean.nbytes for mean in means)]
+    return nn.utils.parameters_to_vector(slices).detach(), moments, sizes
+
+
+if __name__ == "__main__":
+    weights, moments, sizes = zero_2()
+    everybodys: list = [None] * WORLD
+    dist.all_gather_object(everybodys, (moments, sizes))
+    count = weights.numel()
+    formula = [4 * count, 4 * count // WORLD, 8 * count // WORLD]
+    if RANK == 0:
+        print(f"{'gradients':<14}" + "".join(f"rank {rank}: La Lb Lc".ljust(22) for rank in range(WORLD)) + "bytes")
+        for index, (moment, _, size) in enumerate(moments):
+            print(f"{moment:<14}" + "".join(seen[index][1].ljust(22) for seen, _ in everybodys) + f"{size:>5,}")
+        print(f"\n{'bytes':<14}{'parameters':>12}{'gradients':>12}{'Adam':>12}{'a parameter':>14}")
+        rows = [(f"rank {rank}", counted) for rank, (_, counted) in enumerate(everybodys)] + [("4 + (4+8)/N", formula)]
+        for name, row in rows:
+            print(f"{name:<14}" + "".join(f"{size:>12,}" for size in row) + f"{sum(row) / count:>14.2f}")
+    assert sizes == formula
+    largest = 4 * max(whole.numel() for whole in new_model().parameters())
+    assert max(size for _, _, size in moments) < formula[1] + largest < 4 * count, "never all gradients at once"
+    difference = (weights - one_process()).abs().max().item()
+    assert difference < 1e-6, f"rank {RANK} differs from one process by {difference}"
+    if RANK == 0:
+        print(f"\nAfter {STEPS} steps the weights equal one process, to {difference:.0e}.")
+    dist.destroy_process_group()
