@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import nn
 
 STEPS, WIDTHS = 5, (12, 24, 24, 6)  # La: 12 -> 24, Lb: 24 -> 24, Lc: 24 -> 6, 1,062 parameters; 3 divides each layer's
+EPS = 1e-3  # Adam's; at its usual 1e-8 a gradient N times too large gives the same steps, and goes unseen
 
 if os.environ.get("WORLD_SIZE") != "3":
     print("error: start it with: torchrun --nproc_per_node 3 recipes/basics/zero1_by_hand.py", file=sys.stderr)
@@ -51,44 +52,28 @@ if GPUS:
     torch.cuda.set_device(DEVICE)
 dist.init_process_group("nccl" if GPUS else "gloo")
 RANK, WORLD = dist.get_rank(), 3
-ALL, MY_SHARE = slice(0, 12), slice(4 * RANK, 4 * RANK + 4)  # rows of the batch
 MINE = ("0--", "-1-", "--2")[RANK]  # this rank's slice, in the picture
+torch.manual_seed(1)  # the same batch on every rank, of which each takes its share
+X, Y = torch.randn(12, WIDTHS[0], device=DEVICE), torch.rand(12, WIDTHS[-1], device=DEVICE)  # (batch, width)
+MY_X, MY_Y = X.chunk(WORLD)[RANK], Y.chunk(WORLD)[RANK]  # (batch / 3, width)
 
 
 class Layer(nn.Module):
-    """tanh(W x + b). W and b lie in one flat parameter, (outputs x inputs + outputs,), which is easy to cut."""
+    """tanh(W x + b). W, and b as its last column, lie in one flat parameter, which is easy to cut."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.inputs, self.outputs = inputs, outputs
-        self.flat = nn.Parameter(torch.randn(outputs * inputs + outputs, device=DEVICE) / inputs**0.5)
+        self.shape = (outputs, inputs + 1)
+        self.flat = nn.Parameter(torch.randn(outputs * (inputs + 1), device=DEVICE) / inputs**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)
-        weight, bias = self.flat.split([self.outputs * self.inputs, self.outputs])
-        return torch.tanh(nn.functional.linear(x, weight.view(self.outputs, self.inputs), bias))
+        matrix = self.flat.view(self.shape)
+        return torch.tanh(nn.functional.linear(x, matrix[:, :-1], matrix[:, -1]))
 
 
 def new_model() -> nn.Sequential:
     torch.manual_seed(0)  # the same on every rank
     return nn.Sequential(*(Layer(inputs, outputs) for inputs, outputs in pairwise(WIDTHS)))
-
-
-def loss_on(rows: slice, model: nn.Module) -> torch.Tensor:
-    """The loss on some of the 12 rows of a batch that is the same on every rank."""
-    torch.manual_seed(1)
-    x, y = torch.randn(12, WIDTHS[0]), torch.rand(12, WIDTHS[-1])  # (batch, width)
-    return nn.functional.mse_loss(model(x[rows].to(DEVICE)), y[rows].to(DEVICE))
-
-
-def one_process() -> torch.Tensor:
-    """The whole batch and the whole Adam: the weights, (parameters,), that the slices must come to."""
-    model = new_model()
-    adam = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(STEPS):
-        adam.zero_grad()
-        loss_on(ALL, model).backward()
-        adam.step()
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 def zero_1() -> tuple[torch.Tensor, list[str], list[int]]:
@@ -97,9 +82,9 @@ def zero_1() -> tuple[torch.Tensor, list[str], list[int]]:
     wholes = list(model.parameters())  # La, Lb, Lc
     # The only new idea: my third of each layer, a parameter of its own over the same memory. Adam sees nothing else.
     slices = [nn.Parameter(whole.data.chunk(WORLD)[RANK]) for whole in wholes]  # (layer's size / 3,) each
-    adam = torch.optim.Adam(slices, lr=0.01)
+    adam = torch.optim.Adam(slices, lr=0.01, eps=EPS)
     for _ in range(STEPS):
-        loss_on(MY_SHARE, model).backward()
+        nn.functional.mse_loss(model(MY_X), MY_Y).backward()
         for whole, mine in zip(wholes, slices, strict=True):
             thirds = whole.grad.chunk(WORLD)
             dist.reduce_scatter(thirds[RANK], list(thirds))  # my third becomes the sum of everybody's ...
@@ -137,7 +122,13 @@ if __name__ == "__main__":
         for name, row in rows:
             print(f"{name:<14}" + "".join(f"{size:>12,}" for size in row) + f"{sum(row) / count:>14.2f}")
     assert sizes == formula
-    difference = (weights - one_process()).abs().max().item()
+    one_process = new_model()  # with the whole batch and the whole Adam
+    adam = torch.optim.Adam(one_process.parameters(), lr=0.01, eps=EPS)
+    for _ in range(STEPS):
+        adam.zero_grad()
+        nn.functional.mse_loss(one_process(X), Y).backward()
+        adam.step()
+    difference = (weights - nn.utils.parameters_to_vector(one_process.parameters())).abs().max().item()
     assert difference < 1e-6, f"rank {RANK} differs from one process by {difference}"
     if RANK == 0:
         print(f"\nAfter {STEPS} steps the weights equal one process, to {difference:.0e}.")

@@ -2,34 +2,29 @@
 
     torchrun --nproc_per_node 3 recipes/basics/zero3_by_hand.py
 
-The problem. ZeRO-1 and -2 (zero1_by_hand.py, zero2_by_hand.py) cut Adam's memory and the gradients, but all
-parameters lie on every rank: a model larger than one GPU cannot even be loaded. ZeRO-3 cuts them too; FSDP does the
-same.
+The problem. ZeRO-1 and -2 (zero1_by_hand.py, zero2_by_hand.py) cut Adam's memory and the gradients, but each rank still
+holds all parameters: a model larger than one GPU cannot even be loaded. ZeRO-3 cuts them too; FSDP does the same.
 
-The picture. Three layers La, Lb, Lc, each cut into slices 0, 1, 2; `012` means that all slices are held, `-1-` only
-slice 1. Hooks gather a layer just before it is needed, and free it just after. Watch the 012 walk to the right and
-back:
+The picture. Layers La, Lb, Lc, each cut into slices 0, 1, 2; `012`: all slices are held, `-1-`: only slice 1. Each rank
+still computes the whole model, on its share of the batch: hooks gather a layer just before it is needed, and free it
+just after. Watch the 012 walk to the right and back:
 
-    parameters                rank 0                rank 1                rank 2
-                          La    Lb    Lc        La    Lb    Lc        La    Lb    Lc
-      at rest             0--   0--   0--       -1-   -1-   -1-       --2   --2   --2
-      La forward          012   0--   0--       012   -1-   -1-       012   --2   --2      all-gather, compute, free
-      Lb forward          0--   012   0--       -1-   012   -1-       --2   012   --2
-      Lc forward          0--   0--   012       -1-   -1-   012       --2   --2   012
-      Lc backward         0--   0--   012       -1-   -1-   012       --2   --2   012      all-gather again, then the
-      Lb backward         0--   012   0--       -1-   012   -1-       --2   012   --2      gradient: reduce-scatter,
-      La backward         012   0--   0--       012   -1-   -1-       012   --2   --2      free both. Then Adam
+    parameters          rank 0                rank 1                rank 2
+                    La    Lb    Lc        La    Lb    Lc        La    Lb    Lc
+    at rest         0--   0--   0--       -1-   -1-   -1-       --2   --2   --2
+    La forward      012   0--   0--       012   -1-   -1-       012   --2   --2      all-gather, compute, free
+    Lb forward      0--   012   0--       -1-   012   -1-       --2   012   --2
+    Lc forward      0--   0--   012       -1-   -1-   012       --2   --2   012
+    Lc backward     0--   0--   012       -1-   -1-   012       --2   --2   012      all-gather again, compute,
+    Lb backward     0--   012   0--       -1-   012   -1-       --2   012   --2      reduce-scatter the gradient,
+    La backward     012   0--   0--       012   -1-   -1-       012   --2   --2      free both; last, Adam on slices
 
-It is still data parallelism: each rank computes the whole model on its share of the batch. Only the storage is divided.
-
-The formulas (ZeRO, arXiv 1910.02054, figure 1: 16/N bytes in mixed precision; section 7.2.2: 1.5 times DDP's messages):
-
+The formulas (ZeRO, arXiv 1910.02054, figure 1: 16/N bytes in mixed precision, too; section 7.2.2: 1.5 x DDP's traffic):
     bytes a parameter = (4 + 4 + 8)/N      and, for a moment, one whole layer with its gradient
-    elements put into collectives in a step = 3 x parameters     (gather, gather again, reduce-scatter; ZeRO-1, -2: 2 x)
+    elements put into collectives, a step = 3 x parameters     (2 all-gathers, a reduce-scatter; ZeRO-1, -2: 2 x)
 
-DeepSpeed: `"stage": 3`, ds_configs/zero3.json; its prefetch gathers the next layer while this one computes, and never
-cuts tensors below stage3_param_persistence_threshold. It also builds the model in slices; here it is whole for a
-moment. Try: leave out the free after forward (memory? messages?); one layer far larger than the others.
+DeepSpeed: `"stage": 3`, ds_configs/zero3.json; it gathers the next layer while this one computes, and builds the model
+in slices; here it is whole for a moment. Try: no free after forward (memory? messages?); one layer much larger.
 """
 
 import os
@@ -51,21 +46,23 @@ if GPUS:
     torch.cuda.set_device(DEVICE)
 dist.init_process_group("nccl" if GPUS else "gloo")
 RANK, WORLD = dist.get_rank(), 3
-ALL, MY_SHARE = slice(0, 12), slice(4 * RANK, 4 * RANK + 4)  # rows of the batch
 MINE = ("0--", "-1-", "--2")[RANK]  # this rank's slice, in the picture
+torch.manual_seed(1)  # the same batch on every rank, of which each takes its share
+X, Y = torch.randn(12, WIDTHS[0], device=DEVICE), torch.rand(12, WIDTHS[-1], device=DEVICE)  # (batch, width)
+MY_X, MY_Y = X.chunk(WORLD)[RANK], Y.chunk(WORLD)[RANK]  # (batch / 3, width)
 
 
 class Layer(nn.Module):
-    """tanh(W x + b). W and b lie in one flat parameter, (outputs x inputs + outputs,), which is easy to cut."""
+    """tanh(W x + b). W, and b as its last column, lie in one flat parameter, which is easy to cut."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.inputs, self.outputs = inputs, outputs
-        self.flat = nn.Parameter(torch.randn(outputs * inputs + outputs, device=DEVICE) / inputs**0.5)
+        self.shape = (outputs, inputs + 1)
+        self.flat = nn.Parameter(torch.randn(outputs * (inputs + 1), device=DEVICE) / inputs**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, inputs) -> (batch, outputs)
-        weight, bias = self.flat.split([self.outputs * self.inputs, self.outputs])
-        return torch.tanh(nn.functional.linear(x, weight.view(self.outputs, self.inputs), bias))
+        matrix = self.flat.view(self.shape)
+        return torch.tanh(nn.functional.linear(x, matrix[:, :-1], matrix[:, -1]))
 
 
 def new_model() -> nn.Sequential:
@@ -73,30 +70,11 @@ def new_model() -> nn.Sequential:
     return nn.Sequential(*(Layer(inputs, outputs) for inputs, outputs in pairwise(WIDTHS)))
 
 
-def loss_on(rows: slice, model: nn.Module) -> torch.Tensor:
-    """The loss on some of the 12 rows of a batch that is the same on every rank."""
-    torch.manual_seed(1)
-    x, y = torch.randn(12, WIDTHS[0]), torch.rand(12, WIDTHS[-1])  # (batch, width)
-    return nn.functional.mse_loss(model(x[rows].to(DEVICE)), y[rows].to(DEVICE))
-
-
-def one_process() -> list[torch.Tensor]:
-    """The whole batch and the whole Adam: the layers that the slices must come to."""
-    model = new_model()
-    adam = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(STEPS):
-        adam.zero_grad()
-        loss_on(ALL, model).backward()
-        adam.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-moments: list[tuple[str, str, int]] = []  # of the last step: what happened, who held which parameters, in bytes
-moved: list[int] = []  # elements put into each of its collectives
+moments, moved = [], []  # (what happened, which parameters were held, bytes) of the last step; elements moved in all
 
 
 class Sharded:
-    """A layer of which this rank keeps a third. Hooks make it whole, and cut it again; the layer knows nothing of it."""
+    """A layer of which this rank keeps a third. Hooks make it whole and cut it again; the layer knows nothing of it."""
 
     def __init__(self, name: str, layer: Layer) -> None:
         self.name, self.whole, self.whole_bytes = name, layer.flat, layer.flat.nbytes
@@ -108,8 +86,7 @@ class Sharded:
         layer.flat.register_post_accumulate_grad_hook(lambda _: self.reduce_and_free())
 
     def free(self) -> None:
-        """Give back the memory, but keep the tensor: autograd looks into it again in backward."""
-        self.whole.untyped_storage().resize_(0)
+        self.whole.untyped_storage().resize_(0)  # the memory goes, the tensor stays: backward looks into it again
 
     def gather(self, phase: str) -> None:
         self.whole.untyped_storage().resize_(self.whole_bytes)
@@ -128,20 +105,19 @@ class Sharded:
 
 def note(moment: str) -> None:
     wholes = [shard.whole.untyped_storage().nbytes() for shard in shards]
-    drawn = "   ".join("012" if whole else MINE for whole in wholes)
-    moments.append((moment, drawn, sum(wholes) + sum(shard.mine.nbytes for shard in shards)))
+    held = sum(wholes) + sum(shard.mine.nbytes for shard in shards)
+    moments.append((moment, "   ".join("012" if whole else MINE for whole in wholes), held))
 
 
 if __name__ == "__main__":
     model = new_model()
     shards = [Sharded(name, layer) for name, layer in zip(("La", "Lb", "Lc"), model, strict=True)]
-    adam = torch.optim.Adam([shard.mine for shard in shards], lr=0.01)
+    adam = torch.optim.Adam([shard.mine for shard in shards], lr=0.01, eps=1e-3)  # eps: see zero1_by_hand.py
     for _ in range(STEPS):
         moments.clear()
-        moved.clear()
         adam.zero_grad()
         note("at rest")
-        loss_on(MY_SHARE, model).backward()
+        nn.functional.mse_loss(model(MY_X), MY_Y).backward()
         note("at the step")
         adam.step()
 
@@ -149,7 +125,7 @@ if __name__ == "__main__":
     sizes = [moments[-1][2], sum(shard.mine.grad.nbytes for shard in shards), sum(mean.nbytes for mean in means)]
     everybodys: list = [None] * WORLD
     dist.all_gather_object(everybodys, (moments, sizes))
-    count, largest = sum(shard.whole.numel() for shard in shards), max(shard.whole.numel() for shard in shards)
+    count = sum(whole.numel() for whole in model.parameters())  # the tensors know their size, even without memory
     formula = [4 * count // WORLD, 4 * count // WORLD, 8 * count // WORLD]
     if RANK == 0:
         print(f"{'parameters':<14}" + "".join(f"rank {rank}: La Lb Lc".ljust(22) for rank in range(WORLD)) + "bytes")
@@ -159,13 +135,16 @@ if __name__ == "__main__":
         for name, row in [*((f"rank {r}", counted) for r, (_, counted) in enumerate(everybodys)), ("16/N", formula)]:
             print(f"{name:<14}" + "".join(f"{size:>12,}" for size in row) + f"{sum(row) / count:>14.2f}")
     assert sizes == formula
-    assert max(size for _, _, size in moments) == formula[0] + 4 * largest, "one layer whole at a time, never two"
-    assert sum(moved) == 3 * count
-    for shard, whole in zip(shards, one_process(), strict=True):
-        difference = (shard.mine - whole.chunk(WORLD)[RANK]).abs().max().item()
-        assert difference < 1e-6, f"{shard.name} on rank {RANK} differs from one process by {difference}"
+    assert max(held for *_, held in moments) == formula[0] + max(shard.whole_bytes for shard in shards), "one at a time"
+    assert sum(moved) == 3 * count * STEPS
+    one_process = new_model()  # with the whole batch and the whole Adam
+    adam = torch.optim.Adam(one_process.parameters(), lr=0.01, eps=1e-3)
+    for _ in range(STEPS):
+        adam.zero_grad()
+        nn.functional.mse_loss(one_process(X), Y).backward()
+        adam.step()
+    for shard, whole in zip(shards, one_process.parameters(), strict=True):
+        assert (shard.mine - whole.chunk(WORLD)[RANK]).abs().max() < 1e-6, f"{shard.name} on rank {RANK} is wrong"
     if RANK == 0:
-        print(
-            f"\nAfter {STEPS} steps every slice equals one process's; a step puts 3 x {count:,} elements on the wire."
-        )
+        print(f"\nAfter {STEPS} steps every slice equals that of one process. Each step moved 3 x {count:,} elements.")
     dist.destroy_process_group()
