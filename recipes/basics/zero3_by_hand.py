@@ -49,7 +49,7 @@ RANK, WORLD = dist.get_rank(), 3
 MINE = ("0--", "-1-", "--2")[RANK]  # this rank's slice, in the picture
 torch.manual_seed(1)  # the same batch on every rank, of which each takes its share
 X, Y = torch.randn(12, WIDTHS[0], device=DEVICE), torch.rand(12, WIDTHS[-1], device=DEVICE)  # (batch, width)
-MY_X, MY_Y = X.chunk(WORLD)[RANK], Y.chunk(WORLD)[RANK]  # (batch / 3, width)
+MY_X, MY_Y = X.chunk(WORLD)[RANK].requires_grad_(), Y.chunk(WORLD)[RANK]  # (batch / 3, width); La's hook wants it so
 
 
 class Layer(nn.Module):
