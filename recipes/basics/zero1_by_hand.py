@@ -23,7 +23,7 @@ two:
     backward   ->  reduce-scatter gradients  ->  Adam on my slice  ->  all-gather parameters
                    rank r: mean of slice r       slice r is new        all slices are new
 
-So the saving is free: the same messages, the same bytes, as DDP.
+So the saving is free: as many bytes are sent as with DDP (section 7.2.1 of the paper below).
 
 The formula (ZeRO, arXiv 1910.02054, figure 1: 2 + 2 + 12/N bytes a parameter in mixed precision, K = 12 being the fp32
 copy and Adam's means; here, in fp32 throughout):    bytes a parameter = 4 + 4 + 8/N
@@ -76,19 +76,21 @@ def new_model() -> nn.Sequential:
     return nn.Sequential(*(Layer(inputs, outputs) for inputs, outputs in pairwise(WIDTHS)))
 
 
-def zero_1() -> tuple[torch.Tensor, list[str], list[int]]:
-    """The weights; what this rank held of La, Lb, Lc, and in bytes: of parameters, gradients, Adam's means."""
+def zero_1() -> tuple[torch.Tensor, list[str], list[int], int]:
+    """The weights; what this rank held of La, Lb, Lc, in thirds and in bytes; what it put into collectives."""
     model = new_model()
     wholes = list(model.parameters())  # La, Lb, Lc
     # The only new idea: my third of each layer, a parameter of its own over the same memory. Adam sees nothing else.
     slices = [nn.Parameter(whole.data.chunk(WORLD)[RANK]) for whole in wholes]  # (layer's size / 3,) each
     adam = torch.optim.Adam(slices, lr=0.01, eps=EPS)
+    moved = 0  # elements put into collectives
     for _ in range(STEPS):
         nn.functional.mse_loss(model(MY_X), MY_Y).backward()
         for whole, mine in zip(wholes, slices, strict=True):
             thirds = whole.grad.chunk(WORLD)
             dist.reduce_scatter(thirds[RANK], list(thirds))  # my third becomes the sum of everybody's ...
             mine.grad = thirds[RANK].div_(WORLD)  # ... and then the mean
+            moved += whole.numel()
         adam.step()
 
         means = [[adam.state[mine][name] for mine in slices] for name in ("exp_avg", "exp_avg_sq")]
@@ -98,8 +100,9 @@ def zero_1() -> tuple[torch.Tensor, list[str], list[int]]:
 
         for whole, mine in zip(wholes, slices, strict=True):
             dist.all_gather(list(whole.data.chunk(WORLD)), mine.data)  # everybody's new third
+            moved += whole.numel()
             whole.grad = mine.grad = None
-    return nn.utils.parameters_to_vector(wholes).detach(), pictures, sizes
+    return nn.utils.parameters_to_vector(wholes).detach(), pictures, sizes, moved // STEPS
 
 
 def picture(tensor: torch.Tensor, whole: torch.Tensor) -> str:
@@ -107,7 +110,7 @@ def picture(tensor: torch.Tensor, whole: torch.Tensor) -> str:
 
 
 if __name__ == "__main__":
-    weights, pictures, sizes = zero_1()
+    weights, pictures, sizes, moved = zero_1()
     everybodys: list = [None] * WORLD
     dist.all_gather_object(everybodys, (pictures, sizes))
     count = weights.numel()
@@ -122,6 +125,7 @@ if __name__ == "__main__":
         for name, row in rows:
             print(f"{name:<14}" + "".join(f"{size:>12,}" for size in row) + f"{sum(row) / count:>14.2f}")
     assert sizes == formula
+    assert moved == 2 * count  # a reduce-scatter and an all-gather, of which an all-reduce, too, consists
     one_process = new_model()  # with the whole batch and the whole Adam
     adam = torch.optim.Adam(one_process.parameters(), lr=0.01, eps=EPS)
     for _ in range(STEPS):
@@ -131,5 +135,7 @@ if __name__ == "__main__":
     difference = (weights - nn.utils.parameters_to_vector(one_process.parameters())).abs().max().item()
     assert difference < 1e-6, f"rank {RANK} differs from one process by {difference}"
     if RANK == 0:
-        print(f"\nAfter {STEPS} steps the weights equal one process, to {difference:.0e}.")
+        print(
+            f"\n{STEPS} steps: the weights equal one process, to {difference:.0e}; each moved 2 x {count:,} elements."
+        )
     dist.destroy_process_group()

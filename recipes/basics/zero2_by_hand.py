@@ -73,13 +73,14 @@ def new_model() -> nn.Sequential:
     return nn.Sequential(*(Layer(inputs, outputs) for inputs, outputs in pairwise(WIDTHS)))
 
 
-def zero_2() -> tuple[torch.Tensor, list[tuple[str, str, int]], list[int]]:
-    """The weights; the last backward, moment by moment; bytes of parameters, gradients, Adam's means at the step."""
+def zero_2() -> tuple[torch.Tensor, list[tuple[str, str, int]], list[int], int]:
+    """The weights; the last backward, moment by moment; the bytes held at the step; elements moved."""
     model = new_model()
     slices = {whole: nn.Parameter(whole.data.chunk(WORLD)[RANK]) for whole in model.parameters()}  # as in ZeRO-1
     names = dict(zip(slices, ("La", "Lb", "Lc"), strict=True))
     adam = torch.optim.Adam(slices.values(), lr=0.01, eps=EPS)
     moments: list[tuple[str, str, int]] = []
+    moved: list[int] = []  # elements put into each collective
 
     def note(moment: str) -> None:
         gradients = [mine.grad if whole.grad is None else whole.grad for whole, mine in slices.items()]
@@ -92,6 +93,7 @@ def zero_2() -> tuple[torch.Tensor, list[tuple[str, str, int]], list[int]]:
         mine = slices[whole]
         mine.grad = torch.empty_like(mine)
         dist.reduce_scatter(mine.grad, list(whole.grad.chunk(WORLD)))
+        moved.append(whole.numel())
         mine.grad /= WORLD  # the mean of the three shares
         whole.grad = None
         note(f"{names[whole]} reduced")
@@ -105,13 +107,14 @@ def zero_2() -> tuple[torch.Tensor, list[tuple[str, str, int]], list[int]]:
         adam.step()
         for whole, mine in slices.items():
             dist.all_gather(list(whole.data.chunk(WORLD)), mine.data)  # everybody's new third
+            moved.append(whole.numel())
     means = [adam.state[mine][mean] for mine in slices.values() for mean in ("exp_avg", "exp_avg_sq")]
     sizes = [sum(whole.nbytes for whole in slices), moments[-1][2], sum(mean.nbytes for mean in means)]
-    return nn.utils.parameters_to_vector(slices).detach(), moments, sizes
+    return nn.utils.parameters_to_vector(slices).detach(), moments, sizes, sum(moved) // STEPS
 
 
 if __name__ == "__main__":
-    weights, moments, sizes = zero_2()
+    weights, moments, sizes, moved = zero_2()
     everybodys: list = [None] * WORLD
     dist.all_gather_object(everybodys, (moments, sizes))
     count = weights.numel()
@@ -125,6 +128,7 @@ if __name__ == "__main__":
         for name, row in rows:
             print(f"{name:<14}" + "".join(f"{size:>12,}" for size in row) + f"{sum(row) / count:>14.2f}")
     assert sizes == formula
+    assert moved == 2 * count  # a reduce-scatter and an all-gather, of which an all-reduce, too, consists
     largest = 4 * max(whole.numel() for whole in new_model().parameters())
     assert max(size for _, _, size in moments) < formula[1] + largest < 4 * count, "never all gradients at once"
     one_process = new_model()  # with the whole batch and the whole Adam
@@ -136,5 +140,7 @@ if __name__ == "__main__":
     difference = (weights - nn.utils.parameters_to_vector(one_process.parameters())).abs().max().item()
     assert difference < 1e-6, f"rank {RANK} differs from one process by {difference}"
     if RANK == 0:
-        print(f"\nAfter {STEPS} steps the weights equal one process, to {difference:.0e}.")
+        print(
+            f"\n{STEPS} steps: the weights equal one process, to {difference:.0e}; each moved 2 x {count:,} elements."
+        )
     dist.destroy_process_group()
