@@ -95,7 +95,7 @@ def zero_1() -> tuple[torch.Tensor, list[str], list[int], int]:
 
         means = [[adam.state[mine][name] for mine in slices] for name in ("exp_avg", "exp_avg_sq")]
         kinds = (wholes, [whole.grad for whole in wholes], means[0])
-        pictures = ["   ".join(picture(x, whole) for x, whole in zip(kind, wholes, strict=True)) for kind in kinds]
+        pictures = [" ".join(picture(x, whole) for x, whole in zip(kind, wholes, strict=True)) for kind in kinds]
         sizes = [sum(x.nbytes for x in kind) for kind in (wholes, kinds[1], means[0] + means[1])]
 
         for whole, mine in zip(wholes, slices, strict=True):
@@ -116,9 +116,9 @@ if __name__ == "__main__":
     count = weights.numel()
     formula = [4 * count, 4 * count, 8 * count // WORLD]
     if RANK == 0:
-        print(f"{'held':<14}" + "".join(f"rank {rank}: La Lb Lc".ljust(22) for rank in range(WORLD)))
+        print(f"{'held':<14}" + "".join(f"rank {rank}: La  Lb  Lc".ljust(22) for rank in range(WORLD)))
         for kind, name in enumerate(("parameters", "gradients", "Adam")):
-            print(f"{name:<14}" + "".join(drawn[kind].ljust(22) for drawn, _ in everybodys))
+            print(f"{name:<14}" + "".join(f"{drawn[kind]:>19}   " for drawn, _ in everybodys))
         print(f"\n{'bytes':<14}{'parameters':>12}{'gradients':>12}{'Adam':>12}{'a parameter':>14}")
         rows = [("one process", [4 * count, 4 * count, 8 * count])]
         rows += [(f"rank {rank}", counted) for rank, (_, counted) in enumerate(everybodys)] + [("4 + 4 + 8/N", formula)]

@@ -86,7 +86,7 @@ def zero_2() -> tuple[torch.Tensor, list[tuple[str, str, int]], list[int], int]:
         gradients = [mine.grad if whole.grad is None else whole.grad for whole, mine in slices.items()]
         sizes = [0 if gradient is None else gradient.untyped_storage().nbytes() for gradient in gradients]
         drawn = [{0: "---", whole.nbytes: "012"}.get(size, MINE) for size, whole in zip(sizes, slices, strict=True)]
-        moments.append((moment, "   ".join(drawn), sum(sizes)))
+        moments.append((moment, " ".join(drawn), sum(sizes)))
 
     def reduce_and_drop(whole: nn.Parameter) -> None:  # called in the midst of backward: this gradient is whole
         note(f"{names[whole]} whole")
@@ -120,9 +120,9 @@ if __name__ == "__main__":
     count = weights.numel()
     formula = [4 * count, 4 * count // WORLD, 8 * count // WORLD]
     if RANK == 0:
-        print(f"{'gradients':<14}" + "".join(f"rank {rank}: La Lb Lc".ljust(22) for rank in range(WORLD)) + "bytes")
+        print(f"{'gradients':<14}" + "".join(f"rank {rank}: La  Lb  Lc".ljust(22) for rank in range(WORLD)) + "bytes")
         for index, (moment, _, size) in enumerate(moments):
-            print(f"{moment:<14}" + "".join(seen[index][1].ljust(22) for seen, _ in everybodys) + f"{size:>5,}")
+            print(f"{moment:<14}" + "".join(f"{seen[index][1]:>19}   " for seen, _ in everybodys) + f"{size:>5,}")
         print(f"\n{'bytes':<14}{'parameters':>12}{'gradients':>12}{'Adam':>12}{'a parameter':>14}")
         rows = [(f"rank {rank}", counted) for rank, (_, counted) in enumerate(everybodys)] + [("4 + (4+8)/N", formula)]
         for name, row in rows:

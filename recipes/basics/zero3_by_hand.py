@@ -106,7 +106,7 @@ class Sharded:
 def note(moment: str) -> None:
     wholes = [shard.whole.untyped_storage().nbytes() for shard in shards]
     held = sum(wholes) + sum(shard.mine.nbytes for shard in shards)
-    moments.append((moment, "   ".join("012" if whole else MINE for whole in wholes), held))
+    moments.append((moment, " ".join("012" if whole else MINE for whole in wholes), held))
 
 
 if __name__ == "__main__":
@@ -128,9 +128,9 @@ if __name__ == "__main__":
     count = sum(whole.numel() for whole in model.parameters())  # the tensors know their size, even without memory
     formula = [4 * count // WORLD, 4 * count // WORLD, 8 * count // WORLD]
     if RANK == 0:
-        print(f"{'parameters':<14}" + "".join(f"rank {rank}: La Lb Lc".ljust(22) for rank in range(WORLD)) + "bytes")
+        print(f"{'parameters':<14}" + "".join(f"rank {rank}: La  Lb  Lc".ljust(22) for rank in range(WORLD)) + "bytes")
         for index, (moment, _, size) in enumerate(moments):
-            print(f"{moment:<14}" + "".join(seen[index][1].ljust(22) for seen, _ in everybodys) + f"{size:>5,}")
+            print(f"{moment:<14}" + "".join(f"{seen[index][1]:>19}   " for seen, _ in everybodys) + f"{size:>5,}")
         print(f"\n{'bytes':<14}{'parameters':>12}{'gradients':>12}{'Adam':>12}{'a parameter':>14}")
         for name, row in [*((f"rank {r}", counted) for r, (_, counted) in enumerate(everybodys)), ("16/N", formula)]:
             print(f"{name:<14}" + "".join(f"{size:>12,}" for size in row) + f"{sum(row) / count:>14.2f}")

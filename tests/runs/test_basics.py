@@ -45,17 +45,17 @@ PRINTS = {
     ],
     # 12 x 24 + 24 = 312, 24 x 24 + 24 = 600 and 24 x 6 + 6 = 150: 1,062 parameters
     "zero1_by_hand": [
-        "0--   0--   0--       -1-   -1-   -1-       --2   --2   --2",
+        "0-- 0-- 0--           -1- -1- -1-           --2 --2 --2",
         "4 + 4 + 8/N          4,248       4,248       2,832         10.67",
         "the weights equal one process",
     ],
     "zero2_by_hand": [
-        "---   012   0--       ---   012   -1-       ---   012   --2",  # Lb whole, Lc's slice kept
+        "--- 012 0--           --- 012 -1-           --- 012 --2",  # Lb whole, Lc's slice kept
         "4 + (4+8)/N          4,248       1,416       2,832          8.00",
         "the weights equal one process",
     ],
     "zero3_by_hand": [
-        "0--   012   0--       -1-   012   -1-       --2   012   --2",  # Lb computes
+        "0-- 012 0--           -1- 012 -1-           --2 012 --2",  # Lb computes
         "16/N                 1,416       1,416       2,832          5.33",
         "every slice equals that of one process. Each step moved 3 x 1,062 elements.",
     ],
