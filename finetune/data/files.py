@@ -24,6 +24,7 @@ KINDS = {
     ".jsonl": "json",
     ".parquet": "parquet",
 }
+OFFLINE = "Offline? Give local files by --train_file (csv, tsv, json, parquet), or leave both out for built-in text."
 SNIFFED_ROWS = 200  # how much of a table is looked at to tell a header from a row, and quoting from plain text
 
 
@@ -59,28 +60,29 @@ def open_file(
     return data
 
 
-def open_hub(name: str, config: str | None, split: str, streaming: bool = False) -> Dataset | IterableDataset | None:
-    """One split of a hub data set (or of a local folder in the hub's layout); None where it has no such split."""
+def open_hub(
+    name: str, config: str | None, split: str, streaming: bool = False, mend: str = OFFLINE
+) -> Dataset | IterableDataset | None:
+    """One split of a hub data set (or of a local folder in the hub's layout); None where it has no such split. `mend`
+    says what to do without the hub."""
     cached = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
     if not (Path(name).expanduser().is_dir() or hub_is_reachable() or (cached.is_dir() and not streaming)):
-        raise RequestError(_not_found(name, ConnectionError("the hub cannot be reached, and no copy is cached here")))
+        away = ConnectionError("the hub cannot be reached, and no copy is cached here")
+        raise RequestError(_not_found(name, away, mend))
     try:
         return load_dataset(name, config, split=split, streaming=streaming)
     except DatasetNotFoundError as error:
-        raise RequestError(_not_found(name, error)) from error
+        raise RequestError(_not_found(name, error, mend)) from error
     except (ConnectionError, OSError, RuntimeError) as error:
-        raise RequestError(_not_found(name, error)) from error
+        raise RequestError(_not_found(name, error, mend)) from error
     except ValueError as error:
         if "Unknown split" in str(error) or "Bad split" in str(error):
             return None
         raise RequestError(f"--dataset_name {name}: {error}") from error
 
 
-def _not_found(name: str, error: Exception) -> str:
-    return (
-        f"--dataset_name {name}: neither a local folder nor to be had from the hub ({first_line(error)}). "
-        "Offline? Give local files by --train_file (csv, tsv, json, parquet), or leave both out for built-in text."
-    )
+def _not_found(name: str, error: Exception, mend: str) -> str:
+    return f"--dataset_name {name}: neither a local folder nor to be had from the hub ({first_line(error)}). {mend}"
 
 
 def _csv_options(flag: str, path: Path, has_header: bool | None) -> dict[str, Any]:

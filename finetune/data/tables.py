@@ -51,8 +51,12 @@ class PreparationArguments:
     )
     max_eval_samples: int | None = field(default=None, metadata={"help": "likewise for validation"})
     max_predict_samples: int | None = field(default=None, metadata={"help": "the first so many of the test rows"})
-    skip_bad_rows: bool = field(default=False, metadata={"help": "leave out rows with empty text or label"})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "processes that tokenize"})
+    skip_bad_rows: bool = field(
+        default=False, metadata={"help": "leave out rows with empty text or label, and pictures that cannot be read"}
+    )
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "processes that tokenize, threads that read pictures"}
+    )
     data_timeout_seconds: float = field(
         default=7200.0, metadata={"help": "how long to wait for the rank that prepares"}
     )
@@ -225,35 +229,46 @@ def _as_number(value: Any, split: str) -> float:
 
 def _split_off_validation(train: Dataset, labels: Labels, fraction: float, seed: int) -> Table:
     """A seeded split, stratified by class; a class of a single row stays in train."""
+    ids = np.asarray(train["label"])
+    mend = "Check --label_column_name, or add --validation_file."
+    kept, held_out = hold_out(ids, len(labels.names) if labels.task == "classification" else 0, fraction, seed, mend)
+    return {"train": train.select(kept), "validation": train.select(held_out)}
+
+
+def hold_out(
+    ids: npt.NDArray[Any], classes: int, fraction: float, seed: int, mend: str
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Which rows stay in train and which are held out, both in their order, at least one of each class. `ids` are the
+    labels, of `classes` kinds; 0 for numbers, which are not stratified. Raises RequestError, ending with `mend`."""
     if not 0 < fraction < 1:
         raise RequestError(f"--validation_fraction is {fraction}, but it must lie between 0 and 1.")
-    ids = np.asarray(train["label"])
-    rows = np.arange(len(train))
-    fixed: npt.NDArray[np.bool_] = np.zeros(len(train), dtype=bool)
-    if labels.task == "classification":
-        fixed = np.bincount(ids, minlength=len(labels.names))[ids] < 2
+    rows = np.arange(len(ids))
+    fixed: npt.NDArray[np.bool_] = np.zeros(len(ids), dtype=bool)
+    if classes:
+        fixed = np.bincount(ids, minlength=classes)[ids] < 2
     pool = rows[~fixed]
-    classes = ids[pool] if labels.task == "classification" else None
+    strata = ids[pool] if classes else None
     size = max(1, round(fraction * len(pool)))
-    if classes is not None and len(pool):
-        size = max(size, len(np.unique(classes)))
-    if len(pool) - size < (1 if classes is None else len(np.unique(classes))):
+    if strata is not None and len(pool):
+        size = max(size, len(np.unique(strata)))
+    if len(pool) - size < (1 if strata is None else len(np.unique(strata))):
         raise RequestError(
-            f"the training data has {len(train)} rows with {len(labels.names) or 'no'} labels: too few to hold some "
-            "out of each. Check --label_column_name, or add --validation_file."
+            f"the training data has {len(ids)} rows with {classes or 'no'} labels: too few to hold some out of each. "
+            f"{mend}"
         )
-    kept, held_out = train_test_split(pool, test_size=size, random_state=seed, stratify=classes)
-    return {
-        "train": train.select(np.sort(np.concatenate([kept, rows[fixed]]))),
-        "validation": train.select(np.sort(held_out)),
-    }
+    kept, held_out = train_test_split(pool, test_size=size, random_state=seed, stratify=strata)
+    return np.sort(np.concatenate([kept, rows[fixed]])), np.sort(held_out)
 
 
 def _at_most(table: Dataset, most: int, seed: int | None) -> Dataset:
-    """A seeded choice, for the first rows of a sorted file may hold one class; without a seed, the first rows."""
+    return table.select(at_most(len(table), most, seed)) if most < len(table) else table
+
+
+def at_most(rows: int, most: int, seed: int | None) -> npt.NDArray[np.int64]:
+    """Which of the rows are kept, in their order. A seeded choice, for the first rows of a sorted file may hold one
+    class; without a seed, the first rows. Raises RequestError where that is none."""
     if most < 1:
         raise RequestError(f"a maximum of {most} samples leaves nothing. Give 1 or more, or leave the flag out.")
-    if most >= len(table):
-        return table
-    chosen = np.arange(most) if seed is None else np.sort(np.random.default_rng(seed).permutation(len(table))[:most])
-    return table.select(chosen)
+    if seed is None or most >= rows:
+        return np.arange(min(most, rows))
+    return np.sort(np.random.default_rng(seed).permutation(rows)[:most])

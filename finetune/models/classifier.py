@@ -68,11 +68,16 @@ class Source:
     @property
     def labels(self) -> Labels | None:
         """What a trained model tells apart, in the order of its ids; None where it was never told."""
-        if getattr(self.config, "problem_type", None) == "regression":
-            return Labels("regression", ())
-        names = dict(getattr(self.config, "id2label", None) or {})
-        ordered = tuple(str(names[i]) for i in sorted(names))
-        return None if not ordered or ordered[0] == "LABEL_0" else Labels("classification", ordered)
+        return trained_labels(self.config)
+
+
+def trained_labels(config: Any | None) -> Labels | None:
+    """What the model of a config tells apart; None without a config, or where it was never told."""
+    if getattr(config, "problem_type", None) == "regression":
+        return Labels("regression", ())
+    names = dict(getattr(config, "id2label", None) or {})
+    ordered = tuple(str(names[i]) for i in sorted(names))
+    return None if not ordered or ordered[0] == "LABEL_0" else Labels("classification", ordered)
 
 
 def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source:

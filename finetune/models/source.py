@@ -40,7 +40,8 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
         tried = "the folder" if looks_local else "the local cache and the hub"
         raise RequestError(
             f"--{flag} {name}: cannot be loaded; tried {tried} ({reason}). Offline? Give a folder with config.json, "
-            "model.safetensors and tokenizer.json, or leave the flag out to train a small model from scratch."
+            "model.safetensors and tokenizer.json (for pictures preprocessor_config.json), or leave the flag out to "
+            "train a small model from scratch."
         ) from error
 
 

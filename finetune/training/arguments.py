@@ -195,8 +195,12 @@ def _check(values: dict[str, Any], given: dict[str, Any]) -> None:
         raise RequestError(
             f"--{flag}: steps are made here so that they do not depend on the number of ranks. Use --group_by_length."
         )
-    if values.get("do_predict") and not (values.get("test_file") or values.get("dataset_name")):
-        raise RequestError("--do_predict needs a test split. Give --test_file, or a --dataset_name that has one.")
+    tests = ("test_file", "test_dir", "cifar_dir", "dataset_name")
+    if values.get("do_predict") and not any(values.get(name) for name in tests):
+        raise RequestError(
+            "--do_predict needs a test split. Give --test_file (of pictures --test_dir), or a --dataset_name that has "
+            "one."
+        )
     if (interval := values.get("activation_checkpoint_interval")) is not None and interval < 1:
         raise RequestError(f"--activation_checkpoint_interval is {interval}, but it must be 1 (every layer) or more.")
     _check_optimizer(str(values.get("optim", "")))

@@ -90,6 +90,30 @@ def classification_metrics(evaluated: Any) -> dict[str, float]:
     }
 
 
+class CountedMetrics:
+    """The figures of `classification_metrics`, and in `counts` the confusion matrix of the last evaluation (classes,
+    classes). It takes logits and ids, or the sums of a pipeline's evaluation (1, 1 + classes^2): the loss over all rows,
+    and a confusion matrix row by row."""
+
+    def __init__(self, classes: int) -> None:
+        self.counts: npt.NDArray[Any] = np.zeros((classes, classes), dtype=np.int64)
+
+    def __call__(self, evaluated: Any) -> dict[str, float]:
+        if evaluated.label_ids is not None:
+            self.counts = confusion(evaluated.predictions, evaluated.label_ids, len(self.counts))
+            return classification_metrics(evaluated)
+        loss, *cells = np.asarray(evaluated.predictions, dtype=np.float64)[0]
+        self.counts = np.rint(cells).astype(np.int64).reshape(self.counts.shape)
+        truth, predicted = np.nonzero(self.counts)  # each pair of classes that was seen, weighed by how often
+        weights, rows = self.counts[truth, predicted], self.counts.sum()
+        return {
+            "loss": float(loss / rows),
+            "accuracy": float(np.trace(self.counts) / rows),
+            "f1_macro": float(f1_score(truth, predicted, sample_weight=weights, average="macro", zero_division=0)),
+            "matthews": float(matthews_corrcoef(truth, predicted, sample_weight=weights)),
+        }
+
+
 def regression_metrics(evaluated: Any) -> dict[str, float]:
     """loss and mse (one and the same), and Pearson's correlation, from predictions (N, 1) and numbers (N,)."""
     predicted, truth = _logits(evaluated.predictions).reshape(-1), np.asarray(evaluated.label_ids, dtype=np.float64)

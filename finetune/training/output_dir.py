@@ -25,6 +25,10 @@ INPUTS = (
     "train_file",
     "validation_file",
     "test_file",
+    "train_dir",
+    "validation_dir",
+    "test_dir",
+    "cifar_dir",
     "config",
     "deepspeed",
 )
@@ -142,7 +146,8 @@ def check_same_model(checkpoint: str | None, config: Any) -> None:
     if not checkpoint or not path.is_file():
         return
     before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(config.to_json_string(use_diff=False))
-    for name in ("model_type", "id2label", "vocab_size", "hidden_size", "dim", "num_hidden_layers", "n_layers"):
+    shape = "model_type id2label vocab_size hidden_size hidden_sizes depths dim num_hidden_layers n_layers"
+    for name in shape.split():
         if name in before and name in now and before[name] != now[name]:
             raise RequestError(
                 f"--resume: {checkpoint} is of a model with {name} {before[name]}, but these data and flags make one "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ SHOWN_AT_THE_END = (
     "real_tokens_per_second",
 )
 SHOWN_LABELS = 50
+SCHEDULE = ("schedule.png", "A step of the pipeline, planned and measured")
 
 USE_CLASSIFIER = """from transformers import pipeline
 
@@ -41,12 +42,27 @@ write = pipeline("text-generation", "path/to/this/folder")
 print(write("The ", max_new_tokens=100)[0]["generated_text"])"""
 
 
-def write_predictions(
-    path: Path, logits: Any, labels: Labels, truth: Sequence[Any] | None, rows: Sequence[int]
-) -> None:
-    """One line a row, in input order: `index`, `prediction`, the `label` where known, and each class's probability.
+USE_IMAGES = """{known}from transformers import pipeline
 
-    `index` is the row's number in the file, from 0, of those in `rows`: bad rows that were left out leave gaps.
+classify = pipeline("image-classification", "path/to/this/folder")
+print(classify("picture.png"))"""
+
+# Models of the toolkit, which transformers knows once their module is imported.
+OWN_IMAGE_MODELS = {"alexnet": "alexnet", "resnet_group_norm": "resnet_group_norm"}
+
+
+def write_predictions(
+    path: Path,
+    logits: Any,
+    labels: Labels,
+    truth: Sequence[Any] | None,
+    rows: Sequence[Any],
+    row_name: str = "index",
+) -> None:
+    """One line a row, in input order: which it is, `prediction`, the `label` where known, and each class's probability.
+
+    `rows` names them under `row_name`: `index` is the row's number in the file, from 0, and bad rows that were left out
+    leave gaps.
     `logits` has shape (N, classes), or (N, 1) for regression.
     """
     logits = np.asarray(logits[0] if isinstance(logits, tuple) else logits, dtype=np.float64)
@@ -54,7 +70,7 @@ def write_predictions(
     with temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         known = [] if truth is None else ["label"]
-        writer.writerow(["index", "prediction", *known, *(f"probability_{name}" for name in labels.names)])
+        writer.writerow([row_name, "prediction", *known, *(f"probability_{name}" for name in labels.names)])
         probabilities = np.exp(log_softmax(logits)) if labels.names else None
         for i, row in enumerate(logits):
             predicted = labels.names[int(row.argmax())] if labels.names else repr(float(row[0]))
@@ -70,13 +86,9 @@ def write_report(folder: Path, data: Any, evaluated: Any | None, source: Any) ->
     pictures = _pictures(folder, metric)
     if evaluated is not None and data.labels.names:
         counts = confusion(evaluated.predictions, evaluated.label_ids, len(data.labels.names))
-        plot_confusion(counts, data.labels.names, folder / "confusion_matrix.png")
-        pictures.append(("confusion_matrix.png", "True against predicted labels of the validation split"))
+        pictures += _confusion_matrix(folder, counts, data.labels)
     account = data.account
-    facts = [f"Text: {', '.join(account.columns.text)}."]
-    if account.label_counts:
-        counted = list(account.label_counts.items())[:SHOWN_LABELS]
-        facts.append("Labels: " + ", ".join(f"{name} ({count:,})" for name, count in counted) + ".")
+    facts = [f"Text: {', '.join(account.columns.text)}.", *_label_counts(account.label_counts)]
     card = Card(
         task=f"text {data.labels.task}",
         pipeline_tag="text-classification",
@@ -98,6 +110,39 @@ def write_report(folder: Path, data: Any, evaluated: Any | None, source: Any) ->
     write_card(folder, card)
 
 
+def write_image_report(folder: Path, data: Any, counts: Any | None, source: Any, kind: str, stages: int | None) -> None:
+    """`training_curve.png`, `confusion_matrix.png` and README.md of an image classifier. `counts` (classes, classes)
+    are those of its last evaluation, `kind` is the model's type, `stages` are those of a pipeline."""
+    account = data.account
+    pictures = _training_curve(folder, "eval_accuracy")
+    if counts is not None:
+        pictures += _confusion_matrix(folder, counts, data.labels)
+    if (folder / "schedule.png").is_file():
+        pictures.append(SCHEDULE)
+    own = OWN_IMAGE_MODELS.get(kind)
+    known = f"import finetune.models.{own}  # makes the model known to transformers\n" if own else ""
+    card = Card(
+        task="image classification",
+        pipeline_tag="image-classification",
+        model=source.description,
+        base_model=source.hub_id,
+        recipe="recipes/image_cls.py",
+        source=account.source,
+        table=[
+            ("split", "pictures", "left out"),
+            *((name, n, account.skipped.get(name, 0)) for name, n in account.rows.items()),
+        ],
+        facts=[
+            f"Pictures of {account.side} x {account.side} pixels, from {', '.join(account.sizes)}.",
+            *([f"Trained as a pipeline of {stages} stage(s)."] if stages else []),
+            *_label_counts(account.label_counts),
+        ],
+        pictures=pictures,
+        use=USE_IMAGES.format(known=known),
+    )
+    write_card(folder, card)
+
+
 def write_language_report(
     folder: Path, data: Any, source: Any, sample: str, recipe: str = "recipes/causal_lm.py", note: str = ""
 ) -> None:
@@ -113,7 +158,7 @@ def write_language_report(
     ]
     pictures = _pictures(folder, "eval_bits_per_byte")
     if (folder / "schedule.png").is_file():
-        pictures.append(("schedule.png", "A step of the pipeline, planned and measured"))
+        pictures.append(SCHEDULE)
     card = Card(
         task="language modelling",
         pipeline_tag="text-generation",
@@ -134,6 +179,16 @@ def write_language_report(
         sample=sample,
     )
     write_card(folder, card)
+
+
+def _confusion_matrix(folder: Path, counts: Any, labels: Labels) -> list[tuple[str, str]]:
+    plot_confusion(counts, labels.names, folder / "confusion_matrix.png")
+    return [("confusion_matrix.png", "True against predicted labels of the validation split")]
+
+
+def _label_counts(counts: Mapping[str, int]) -> list[str]:
+    shown = [f"{name} ({count:,})" for name, count in counts.items()][:SHOWN_LABELS]
+    return ["Labels: " + ", ".join(shown) + "."] if shown else []
 
 
 def _call(is_pair: bool, is_regression: bool) -> str:

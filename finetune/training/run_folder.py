@@ -97,7 +97,9 @@ def write_ds_config(folder: Path, trainer: Any) -> None:
     """`ds_config.json` as the engine got it, every "auto" filled; nothing for a run without DeepSpeed. What NVMe
     offload left in the run folder goes: it is of no use to another run."""
     if trainer.is_deepspeed_enabled:
-        write_json(folder / "ds_config.json", trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+        own = getattr(trainer, "ds_config", None)  # a pipeline's
+        plugin = None if own is not None else trainer.accelerator.state.deepspeed_plugin
+        write_json(folder / "ds_config.json", own if plugin is None else plugin.deepspeed_config)
     shutil.rmtree(folder / NVME_FOLDER, ignore_errors=True)
 
 

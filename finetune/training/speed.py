@@ -144,6 +144,6 @@ class SpeedMeter(TrainerCallback):
         figures = {"samples_per_second": rows / seconds}
         if padded:
             figures |= {"real_tokens_per_second": real / seconds, "padding_share": 1 - real / padded}
-        if self.peak and self.flops_per_token:
+        if padded and self.peak and self.flops_per_token:  # of pictures: a convolution uses a weight many times
             figures["mfu"] = self.flops_per_token * real / seconds / (self.peak * self.world_size)
         return figures

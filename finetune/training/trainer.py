@@ -10,6 +10,7 @@ import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import PredictionOutput
 
+from finetune.data.image_samples import Pictures
 from finetune.data.packing import REAL_TOKENS
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.streaming import TextStream
@@ -86,7 +87,7 @@ class FinetuneTrainer(Trainer):
         args = self.args
         seed = args.data_seed if args.data_seed is not None else args.seed
         sampler = GlobalBatchSampler(len(dataset), self.global_batch_size, seed, self.lengths)
-        self.add_callback(_Epochs(sampler))
+        self.add_callback(_Epochs(sampler, dataset))
         return sampler
 
     def get_train_dataloader(self) -> Any:
@@ -165,14 +166,18 @@ def early_stopping(arguments: Any) -> list[TrainerCallback]:
 
 
 class _Epochs(TrainerCallback):
-    """Tells the sampler which epoch it is. accelerate 1.15 does not reach it in a run of several ranks that is resumed
-    inside an epoch: SkipBatchSampler and BatchSamplerShard both stand between (data_loader.py, DataLoaderShard)."""
+    """Tells the sampler which epoch it is, and pictures that change with it. accelerate 1.15 does not reach the sampler
+    in a run of several ranks that is resumed inside an epoch: SkipBatchSampler and BatchSamplerShard both stand between
+    (data_loader.py, DataLoaderShard)."""
 
-    def __init__(self, sampler: GlobalBatchSampler) -> None:
-        self.sampler = sampler
+    def __init__(self, sampler: GlobalBatchSampler, dataset: Any) -> None:
+        self.sampler, self.dataset = sampler, dataset
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.sampler.set_epoch(int(state.epoch or 0))
+        epoch = int(state.epoch or 0)
+        self.sampler.set_epoch(epoch)
+        if isinstance(self.dataset, Pictures):
+            self.dataset.begin_epoch(epoch)
 
 
 def _cpu_adam(args: Any) -> tuple[Any, dict[str, Any]]:

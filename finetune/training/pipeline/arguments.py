@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from finetune.errors import RequestError
+from finetune.training.flat_yaml import read_flat_yaml
 
 METHODS = "balanced, uniform, parameters, or type:REGEX"
 
@@ -41,7 +43,23 @@ class PipelineArguments:
         "auto_find_batch_size": "a pipeline's micro-batch is fixed. Drop it.",
         "use_liger_kernel": "a pipeline's layers are as they are. Drop it.",
         "label_smoothing_factor": "a pipeline's loss has no smoothing. Drop it.",
+        "do_predict": "a pipeline run trains and evaluates. Predict from its folder: --model_name_or_path FOLDER "
+        "--do_train False, without --pipeline_parallel_size.",
+        "class_weights": "a pipeline's loss counts every sample alike. Drop it.",
+        "sync_batch_norm": "no model that is a pipeline here has batch norm. Drop it.",
     }
+
+
+def asks_for_pipeline(argv: Sequence[str]) -> bool:
+    """Of a recipe that has both engines: whether --pipeline_parallel_size is given, as a flag or in the file of
+    --config."""
+    flag = "pipeline_parallel_size"
+    if any(word.split("=")[0] == f"--{flag}" for word in argv):
+        return True
+    path = next((word.partition("=")[2] for word in argv if word.startswith("--config=")), None)
+    if path is None and "--config" in argv[:-1]:
+        path = argv[list(argv).index("--config") + 1]
+    return path is not None and read_flat_yaml(path).get(flag) is not None
 
 
 # The Trainer's names of optimizers whose states have an element a weight, or none, and which ZeRO-1 takes as they are.

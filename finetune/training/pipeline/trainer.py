@@ -24,6 +24,7 @@ from transformers.trainer_callback import (
 )
 from transformers.trainer_utils import SaveStrategy, rotate_checkpoints, speed_metrics
 
+from finetune.data.image_samples import Pictures
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.errors import InterruptedRunError, RequestError
 from finetune.models.pipeline import PipelineModel
@@ -168,6 +169,8 @@ class PipelineTrainer:
         args, state, handler = self.args, self.state, self.handler
         self.control = handler.on_epoch_begin(args, state, self.control)
         self.sampler.set_epoch(epoch)
+        if isinstance(self.train_dataset, Pictures):
+            self.train_dataset.begin_epoch(epoch)
         batches = None
         if self.is_first or self.is_last:
             shard = TrainingShard(self.sampler, args.train_batch_size, self.pipeline, self.pipelines, skipped)

@@ -1,0 +1,104 @@
+"""Prepared pictures as samples: memory-mapped bytes, changed a little in training, and normalised a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+CROP_SHARE = 8  # of a side, that a crop moves by: CIFAR's 4 of 32 pixels (arXiv 1512.03385, section 4.2)
+
+
+@dataclass
+class AugmentationArguments:
+    """How training pictures are changed, anew in each epoch. The built-in digits are left as they are by default."""
+
+    crop_padding: int | None = field(
+        default=None, metadata={"help": "pixels that a random crop moves by at most; default: an eighth of the side"}
+    )
+    horizontal_flip: bool | None = field(default=None, metadata={"help": "mirror every other picture; default: True"})
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """A crop of the same size, moved by up to `crop_padding` pixels over black, and then perhaps mirrored."""
+
+    crop_padding: int
+    horizontal_flip: bool
+    seed: int
+
+    def __call__(self, picture: npt.NDArray[np.uint8], epoch: int, index: int) -> npt.NDArray[np.uint8]:
+        """`picture` (channels, H, W), changed as its own seed says: the same on whichever rank, in whichever order."""
+        random = np.random.default_rng((self.seed, epoch, index))
+        if most := self.crop_padding:
+            down, right = random.integers(-most, most + 1, size=2)
+            picture = _moved(picture, int(down), int(right))
+        if self.horizontal_flip and random.random() < 0.5:
+            picture = picture[:, :, ::-1]
+        return picture
+
+
+def _moved(picture: npt.NDArray[np.uint8], down: int, right: int) -> npt.NDArray[np.uint8]:
+    height, width = picture.shape[1:]
+    moved = np.zeros_like(picture)
+    rows, columns = slice(max(down, 0), height + min(down, 0)), slice(max(right, 0), width + min(right, 0))
+    from_rows, from_columns = slice(max(-down, 0), height - max(down, 0)), slice(max(-right, 0), width - max(right, 0))
+    moved[:, rows, columns] = picture[:, from_rows, from_columns]
+    return moved
+
+
+def augmentation_of(arguments: AugmentationArguments, side: int, is_builtin: bool, seed: int) -> Augmentation | None:
+    """What the flags ask for; None where nothing is changed."""
+    default = 0 if is_builtin else side // CROP_SHARE
+    padding = default if arguments.crop_padding is None else arguments.crop_padding
+    flip = not is_builtin if arguments.horizontal_flip is None else arguments.horizontal_flip
+    return Augmentation(padding, flip, seed) if padding or flip else None
+
+
+class Pictures(Dataset):
+    """`pixels` (N, channels, H, W) in bytes, and class ids, or None where nobody told."""
+
+    def __init__(
+        self,
+        pixels: npt.NDArray[np.uint8],
+        labels: npt.NDArray[np.int64] | None,
+        augmentation: Augmentation | None = None,
+    ) -> None:
+        self.pixels, self.labels, self.augmentation = pixels, labels, augmentation
+        self._epoch = torch.zeros((), dtype=torch.long).share_memory_()  # that workers of a DataLoader see, too
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Pictures are changed in another way in each epoch."""
+        self._epoch.fill_(epoch)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        picture = np.asarray(self.pixels[index])
+        if self.augmentation is not None:
+            picture = self.augmentation(picture, int(self._epoch), index)
+        sample: dict[str, Any] = {"pixel_values": torch.from_numpy(np.array(picture))}
+        if self.labels is not None:
+            sample["labels"] = int(self.labels[index])
+        return sample
+
+
+class ImageCollator:
+    """A batch as the model reads it: (bytes x `scale` - mean) / std for each channel, in fp32."""
+
+    def __init__(self, scale: float, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.scale = scale
+        self.mean, self.std = (torch.tensor(list(values)).reshape(1, -1, 1, 1) for values in (mean, std))
+
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        pixels = torch.stack([sample["pixel_values"] for sample in samples]).float()  # (B, channels, H, W)
+        batch = {"pixel_values": (pixels * self.scale - self.mean) / self.std}
+        if "labels" in samples[0]:
+            batch["labels"] = torch.tensor([sample["labels"] for sample in samples])
+        return batch

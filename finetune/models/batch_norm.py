@@ -1,0 +1,70 @@
+"""Batch norm where a batch is spread over ranks: taken over all of them, or left as a trained model has it.
+
+Batch norm normalises by the mean and variance of the pictures that one rank has in one micro-batch. So with other
+ranks or other accumulation steps the model computes something else, which no averaging of gradients mends
+(docs/images.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.nn.functional import all_reduce
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """The modules whose statistics depend on the batch, torch's SyncBatchNorm among them."""
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+class AllRanksBatchNorm2d(nn.BatchNorm2d):
+    """Over the pictures of all ranks, on any device: torch's own SyncBatchNorm refuses tensors on a CPU (torch 2.13,
+    nn/modules/batchnorm.py, SyncBatchNorm.forward). Weights and statistics have the names of a BatchNorm2d."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` (B, C, H, W). Every rank must call it; gradients go through the sums of all ranks."""
+        if not self.training:
+            return super().forward(input)
+        x = input.float()
+        count = torch.full((1,), x.numel() / x.shape[1], device=x.device)
+        sums = all_reduce(torch.cat([x.sum(dim=(0, 2, 3)), count]))  # (C + 1)
+        total = sums[-1]
+        mean = sums[:-1] / total
+        centred = x - mean[:, None, None]
+        variance = all_reduce((centred**2).sum(dim=(0, 2, 3))) / total
+        self._track(mean.detach(), variance.detach() * (total / (total - 1)).detach())
+        scale = torch.rsqrt(variance + self.eps) * self.weight
+        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(input.dtype)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _track(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
+        self.num_batches_tracked.add_(1)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), self.momentum)
+
+
+def synchronise_batch_norm(model: Any) -> Any:
+    """The model with statistics over all ranks: by torch's SyncBatchNorm on a GPU, by the above on a CPU. Parameters
+    stay the same objects. Without other ranks the model stays as it is."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return model
+    if torch.cuda.is_available():
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = AllRanksBatchNorm2d
+    return model
+
+
+def freeze_batch_norm(model: nn.Module) -> None:
+    """Normalise by a trained model's running statistics in training, too, and leave them as they are. Scale and shift
+    are still learnt. The Trainer puts the model into training mode before each step; a hook takes its batch norms
+    out."""
+
+    def as_in_evaluation(module: nn.Module, _: Any) -> None:
+        module.training = False
+
+    for module in batch_norms(model):
+        module.register_forward_pre_hook(as_in_evaluation)

@@ -1,0 +1,220 @@
+"""Image classifiers: any pretrained one, or a ResNet or AlexNet from scratch at a size that suits the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+from finetune.data.columns import Labels
+from finetune.data.hub import hub_is_reachable
+from finetune.data.image_decoding import CHANNELS
+from finetune.errors import RequestError, first_line
+from finetune.models.alexnet import (
+    ALEXNET_SIZES,
+    AlexNetConfig,
+    AlexNetForImageClassification,
+    alexnet_pipeline,
+    draw_weights,
+)
+from finetune.models.batch_norm import batch_norms, freeze_batch_norm, synchronise_batch_norm
+from finetune.models.classifier import trained_labels
+from finetune.models.pipeline import PipelineModel
+from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification
+from finetune.models.source import from_pretrained, refuse_without_weights
+
+# The width of the first stage; each later one doubles it. All have the layout of ResNet-18: four stages of two basic
+# blocks (arXiv 1512.03385, table 1). `resnet18` is that network, 11.7M parameters with 1,000 classes.
+RESNET_WIDTHS = {"tiny": 16, "small": 32, "resnet18": 64}
+SIZES = {"resnet": tuple(RESNET_WIDTHS), "alexnet": tuple(ALEXNET_SIZES)}
+
+
+@dataclass
+class ImageModelArguments:
+    """Which model. Without a name, one of `model_type` and `model_size` is trained from scratch."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "hub id or folder of any image classifier"})
+    model_revision: str = field(default="main", metadata={"help": "branch, tag or commit on the hub"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "run Python code that comes with the model"})
+    model_type: str = field(default="resnet", metadata={"help": "from scratch: resnet or alexnet"})
+    model_size: str = field(
+        default="tiny",
+        metadata={"help": "; ".join(f"{kind}: {', '.join(sizes)}" for kind, sizes in SIZES.items())},
+    )
+    norm: str = field(default="batch", metadata={"help": "from scratch, of a resnet: batch or group"})
+    dropout: float | None = field(default=None, metadata={"help": "from scratch, of an alexnet; default 0.5"})
+    sync_batch_norm: bool = field(default=False, metadata={"help": "batch norm over the pictures of all ranks"})
+    freeze_batch_norm: bool = field(
+        default=False, metadata={"help": "keep a pretrained model's statistics of batch norm"}
+    )
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """A model before its weights: `config` and `processor` are None when it is to be trained from scratch."""
+
+    config: Any | None
+    processor: Any | None
+    description: str
+    hub_id: str | None  # for the model card; None for a folder or a model from scratch
+
+    @property
+    def labels(self) -> Labels | None:
+        """What a trained model tells apart, in the order of its ids; None where it was never told."""
+        return trained_labels(self.config)
+
+
+def find_image_source(arguments: ImageModelArguments, image_size: int | None, will_train: bool) -> ImageSource:
+    """Look at the model's config and image processor, not its weights. Raises RequestError for what cannot be."""
+    _check_flags(arguments)
+    name = arguments.model_name_or_path
+    if name is None and not will_train:
+        raise RequestError("--do_train False: there is no trained model to ask. Give --model_name_or_path.")
+    if name is None:
+        norm = f", {arguments.norm} norm" if arguments.model_type == "resnet" else ""
+        what = f"{arguments.model_type} from scratch, size {arguments.model_size}{norm}"
+        return ImageSource(None, None, what, None)
+    config = from_pretrained(AutoConfig, "model_name_or_path", name, arguments)
+    refuse_without_weights(name)
+    place = Path(name).expanduser()
+    if place.is_dir() and not (place / "preprocessor_config.json").is_file():
+        raise RequestError(
+            f"--model_name_or_path {name}: the folder has no preprocessor_config.json, which says how large pictures "
+            "are and how they are normalised. Copy it from where the model comes from."
+        )
+    processor = from_pretrained(AutoImageProcessor, "model_name_or_path", name, arguments)
+    own = getattr(config, "image_size", None)
+    if image_size is not None:
+        if own not in (None, image_size) and getattr(config, "model_type", "") != "alexnet":
+            raise RequestError(f"--image_size is {image_size}, but the model reads {own} x {own}. Drop it.")
+        keys = ("shortest_edge",) if "shortest_edge" in processor.size else ("height", "width")
+        processor.size = dict.fromkeys(keys, image_size)
+    return ImageSource(config, processor, name, None if place.exists() else name)
+
+
+def _check_flags(arguments: ImageModelArguments) -> None:
+    kind, size, scratch = arguments.model_type, arguments.model_size, arguments.model_name_or_path is None
+    if kind not in SIZES:
+        raise RequestError(f"--model_type {kind}: give {' or '.join(SIZES)}.")
+    if size not in SIZES[kind]:
+        raise RequestError(f"--model_size {size}: a {kind} has {', '.join(SIZES[kind])}. Give one.")
+    if arguments.norm not in ("batch", "group"):
+        raise RequestError(f"--norm {arguments.norm}: give batch or group.")
+    if arguments.norm == "group" and not (scratch and kind == "resnet"):
+        raise RequestError("--norm group is for a resnet from scratch: what is trained keeps its norms. Drop it.")
+    if arguments.dropout is not None and not (scratch and kind == "alexnet" and 0 <= arguments.dropout < 1):
+        raise RequestError(
+            f"--dropout {arguments.dropout}: is for an alexnet from scratch, and at least 0 and less than 1."
+        )
+    if arguments.freeze_batch_norm and (scratch or arguments.sync_batch_norm):
+        why = "a model from scratch has no statistics to keep" if scratch else "--sync_batch_norm gathers new ones"
+        raise RequestError(f"--freeze_batch_norm: {why}. Drop it.")
+
+
+def settled_image_config(arguments: ImageModelArguments, source: ImageSource, data: Any, will_train: bool) -> Any:
+    """The model's config, with the names of the classes in `data`. Raises RequestError where a model that is not
+    trained here does not know them."""
+    labels, side = data.labels, data.account.side
+    if not will_train:
+        _check_knows(source, labels)
+    named = {"id2label": dict(enumerate(labels.names)), "label2id": {name: i for i, name in enumerate(labels.names)}}
+    if source.config is not None:
+        for key, value in named.items():
+            setattr(source.config, key, value)
+        return source.config
+    if arguments.model_type == "alexnet":
+        shape = {**ALEXNET_SIZES[arguments.model_size], "image_size": side, "num_channels": CHANNELS}
+        dropout = {} if arguments.dropout is None else {"dropout": arguments.dropout}
+        return AlexNetConfig(**{**shape, **dropout, **named})
+    width = RESNET_WIDTHS[arguments.model_size]
+    kind = GroupNormResNetConfig if arguments.norm == "group" else ResNetConfig
+    return kind(
+        num_channels=CHANNELS,
+        embedding_size=width,
+        hidden_sizes=[width, 2 * width, 4 * width, 8 * width],
+        depths=[2, 2, 2, 2],
+        layer_type="basic",
+        **named,
+    )
+
+
+def build_image_classifier(
+    arguments: ImageModelArguments, source: ImageSource, config: Any, side: int, seed: int
+) -> Any:
+    """The model. Build it after `TrainingArguments`: ZeRO-3 shards then. Raises RequestError where pictures of `side`
+    are too small for it."""
+    if source.config is None:
+        model = _from_scratch(config, seed)
+        _check_side(config, type(model), side)
+    else:
+        model = AutoModelForImageClassification.from_pretrained(
+            arguments.model_name_or_path,
+            config=config,
+            revision=arguments.model_revision,
+            trust_remote_code=arguments.trust_remote_code,
+            dtype=torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
+            ignore_mismatched_sizes=True,  # a head with another number of classes is made anew
+            local_files_only=source.hub_id is not None and not hub_is_reachable(),
+        )
+    for flag in ("sync_batch_norm", "freeze_batch_norm"):
+        if getattr(arguments, flag) and not batch_norms(model):
+            raise RequestError(f"--{flag}: the model has no batch norm. Drop it.")
+    if arguments.freeze_batch_norm:
+        freeze_batch_norm(model)
+    return synchronise_batch_norm(model) if arguments.sync_batch_norm else model
+
+
+def image_pipeline(arguments: ImageModelArguments, source: ImageSource, config: Any, seed: int) -> PipelineModel:
+    """An AlexNet as a list of layers, from scratch or to be filled from a folder. Raises RequestError for any other."""
+    if not isinstance(config, AlexNetConfig):
+        kind = getattr(config, "model_type", "model")
+        mend = "Use it without --pipeline_parallel_size" + (
+            ", or --model_type alexnet." if source.config is None else "."
+        )
+        raise RequestError(f"--pipeline_parallel_size: a {kind} is no list of layers here, an alexnet is. {mend}")
+    if source.hub_id:
+        raise RequestError(f"--model_name_or_path {source.hub_id}: a pipeline reads a folder. Download it first.")
+    if source.config is None:
+        _check_side(config, AlexNetForImageClassification, config.image_size)
+    return alexnet_pipeline(config, seed=seed if source.config is None else None)
+
+
+def _check_knows(source: ImageSource, labels: Labels) -> None:
+    known = source.labels.names if source.labels else ()
+    if labels.names != known:
+        raise RequestError(
+            f"--do_train False evaluates a trained model, but --model_name_or_path knows the classes "
+            f"{', '.join(known[:10]) or 'of nothing'}, and the data has {', '.join(labels.names[:10])}. Give the data "
+            "that it was trained for."
+        )
+
+
+def _from_scratch(config: Any, seed: int) -> Any:
+    # Not by `from_config`: under ZeRO-3 it draws the weights in another order, and the run would start elsewhere.
+    if isinstance(config, AlexNetConfig):
+        model = AlexNetForImageClassification(config)
+        draw_weights(model, seed)
+        return model
+    group = isinstance(config, GroupNormResNetConfig)
+    return (GroupNormResNetForImageClassification if group else ResNetForImageClassification)(config)
+
+
+def _check_side(config: Any, kind: Any, side: int) -> None:
+    """Run on the meta device, where tensors have shapes alone."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+            kind(config).eval()(torch.ones(2, CHANNELS, side, side))
+    except RuntimeError as error:
+        raise RequestError(
+            f"--image_size {side}: pictures are too small for this {config.model_type} ({first_line(error)}). "
+            "Give a larger one, or a smaller --model_size."
+        ) from error
