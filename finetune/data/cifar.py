@@ -93,7 +93,7 @@ def load_plain_pickle(path: Path) -> Any:
             return found
         return {name: value.values if isinstance(value, _Array) else value for name, value in found.items()}
     except pickle.UnpicklingError as error:
-        raise RequestError(f"{path}: {first_line(error)}") from error
+        raise RequestError(f"{path}: {first_line(error, 400)}") from error
     except (ValueError, TypeError, EOFError, IndexError, KeyError, AttributeError, ImportError, MemoryError) as error:
         # What a cut or random file makes of the pickle machine (Python's documentation of pickle.UnpicklingError).
         raise RequestError(f"{path}: cannot be read as a pickle ({first_line(error)}). Was it cut off?") from error

@@ -92,8 +92,8 @@ def classification_metrics(evaluated: Any) -> dict[str, float]:
 
 class CountedMetrics:
     """The figures of `classification_metrics`, and in `counts` the confusion matrix of the last evaluation (classes,
-    classes). It takes logits and ids, or the sums of a pipeline's evaluation (1, 1 + classes^2): the loss over all rows,
-    and a confusion matrix row by row."""
+    classes). It takes logits and ids, or the sums of a pipeline's evaluation (1, 1 + classes^2): the loss over all
+    rows, and a confusion matrix row by row."""
 
     def __init__(self, classes: int) -> None:
         self.counts: npt.NDArray[Any] = np.zeros((classes, classes), dtype=np.int64)

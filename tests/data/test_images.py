@@ -1,0 +1,418 @@
+"""Pictures from folders, CIFAR-10's files and hub layouts: read, checked, split, and changed the same way anywhere."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from finetune.data.cifar import NAMES, load_plain_pickle, read_cifar
+from finetune.data.columns import Labels
+from finetune.data.image_samples import Augmentation, AugmentationArguments, Pictures
+from finetune.data.image_sources import BadImageError, ImageArguments, load_images, open_picture
+from finetune.data.images import ImageData, prepare_images
+from finetune.data.tables import PreparationArguments
+from finetune.errors import RequestError
+
+
+def picture(path: Path, colour: tuple[int, ...] | int, size: tuple[int, int] = (20, 20), mode: str = "RGB") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, colour).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten red pictures and twenty blue ones, of two sizes, and two grey ones among the blue."""
+    for i in range(10):
+        picture(tmp_path / "data" / "red" / f"{i}.png", (250, 5, 5))
+    for i in range(18):
+        picture(tmp_path / "data" / "blue" / "deeper" / f"{i}.jpg", (5, 5, 250), (40, 30))
+    for i in range(2):
+        picture(tmp_path / "data" / "blue" / f"grey{i}.png", 128, mode="L")
+    return tmp_path / "data"
+
+
+def prepare(cut: dict[str, Any] | None = None, trained: Labels | None = None, **arguments: Any) -> ImageData:
+    return prepare_images(
+        ImageArguments(**arguments),
+        PreparationArguments(**(cut or {})),
+        AugmentationArguments(),
+        None,
+        seed=7,
+        leads=True,
+        reports=False,
+        trained=trained,
+    )
+
+
+def test_a_folder_is_split_by_class_resized_and_said_to_be(folder: Path) -> None:
+    (folder / "blue" / "notes.txt").write_text("not a picture")
+    data = prepare(train_dir=str(folder), image_size=24)
+    assert data.labels.names == ("blue", "red")
+    assert data.account.rows == {"train": 27, "validation": 3}
+    held_out = data.splits["validation"].labels
+    assert held_out is not None
+    assert sorted(held_out.tolist()) == [0, 0, 1]
+    assert data.splits["train"][0]["pixel_values"].shape == (3, 24, 24)
+    assert "24 x 24 pixels from 40 x 30, 20 x 20" in data.headline()
+    assert "1 other files not looked at" in data.headline()
+    again = prepare(train_dir=str(folder), image_size=24)
+    assert np.array_equal(again.splits["train"].pixels, data.splits["train"].pixels)
+
+
+def test_a_batch_is_what_the_saved_processor_makes_of_the_files(folder: Path, tmp_path: Path) -> None:
+    """Training, evaluation and `pipeline("image-classification")` must see the same numbers."""
+    from transformers import AutoImageProcessor
+
+    data = prepare(train_dir=str(folder), validation_dir=str(folder))
+    data.processor.save_pretrained(tmp_path / "saved")
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "saved")
+    files = sorted((folder / "blue").rglob("*.*")) + sorted((folder / "red").rglob("*.png"))
+    ours = data.collator([data.splits["validation"][i] for i in range(len(files))])
+    by_name = {str(path.relative_to(folder)): path for path in files}
+    for row, name in enumerate(sorted(by_name)):
+        theirs = processor(Image.open(by_name[name]).convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        assert torch.allclose(ours["pixel_values"][row], theirs, atol=1e-5), name
+    pixels = np.asarray(data.splits["train"].pixels) / 255
+    assert data.account.mean == pytest.approx(pixels.mean(axis=(0, 2, 3)).tolist(), abs=1e-5)
+    assert data.account.std == pytest.approx(pixels.std(axis=(0, 2, 3)).tolist(), abs=1e-5)
+
+
+def test_the_digits_are_there_offline_and_left_as_they_are() -> None:
+    data = prepare()
+    assert data.account.rows == {"train": 1617, "validation": 180}
+    assert data.labels.names == tuple("0123456789")
+    assert data.splits["train"].augmentation is None
+    assert data.splits["train"][0]["pixel_values"].shape == (3, 32, 32)
+
+
+def test_a_trained_model_keeps_its_order_of_classes(folder: Path) -> None:
+    assert prepare(train_dir=str(folder), trained=Labels("classification", ("red", "blue"))).labels.names[0] == "red"
+    bare = folder.parent / "bare"
+    picture(bare / "one.png", (250, 5, 5))
+    data = prepare(test_dir=str(bare), trained=Labels("classification", ("red", "blue")))
+    assert data.labels.names == ("red", "blue")
+    assert data.names["test"] == ["one.png"]
+    assert "labels" not in data.splits["test"][0]
+
+
+def _cut_off(folder: Path) -> None:
+    whole = (folder / "red" / "0.png").read_bytes()
+    (folder / "red" / "0.png").write_bytes(whole[: len(whole) // 2])
+
+
+def _text(folder: Path) -> None:
+    (folder / "red" / "0.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n")
+
+
+def _deep(folder: Path) -> None:
+    Image.fromarray(np.full((20, 20), 40_000, dtype=np.uint16)).save(folder / "red" / "0.png")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        pytest.param(_cut_off, "0.png .*", id="cut off"),
+        pytest.param(_text, "0.png is no picture", id="PostScript by the name of a picture"),
+        pytest.param(_deep, "0.png has pixels of more than 8 bits", id="16 bits"),
+    ],
+)
+def test_a_bad_picture_is_named_before_training_and_left_out_where_asked(spoil: Any, reason: str, folder: Path) -> None:
+    spoil(folder)
+    with pytest.raises(RequestError, match=f"1 of .* pictures that cannot be read: red/{reason}"):
+        prepare({"validation_fraction": 0.2}, train_dir=str(folder), validation_dir=str(folder))
+    data = prepare({"skip_bad_rows": True}, train_dir=str(folder), validation_dir=str(folder))
+    assert data.account.rows == {"train": 29, "validation": 29}
+    assert "2 bad pictures left out" in data.headline()
+
+
+def test_a_picture_larger_than_meant_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture(tmp_path / "large.png", 0, (300, 300), "L")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300 * 200)
+    with pytest.raises(BadImageError, match="300 x 300 pixels"):
+        open_picture(tmp_path / "large.png")
+
+
+def _lone_class(folder: Path) -> dict[str, str]:
+    return {"train_dir": str(folder / "blue")}
+
+
+def _empty(folder: Path) -> dict[str, str]:
+    (folder.parent / "empty").mkdir()
+    return {"train_dir": str(folder.parent / "empty")}
+
+
+def _empty_class(folder: Path) -> dict[str, str]:
+    (folder / "green").mkdir()
+    return {"train_dir": str(folder)}
+
+
+def _splits(folder: Path) -> dict[str, str]:
+    picture(folder.parent / "both" / "train" / "red" / "0.png", 0)
+    picture(folder.parent / "both" / "val" / "red" / "0.png", 0)
+    return {"train_dir": str(folder.parent / "both")}
+
+
+def _unknown_class(folder: Path) -> dict[str, str]:
+    picture(folder.parent / "val" / "green" / "0.png", 0)
+    return {"train_dir": str(folder), "validation_dir": str(folder.parent / "val")}
+
+
+def _two_sources(folder: Path) -> dict[str, str]:
+    return {"train_dir": str(folder), "cifar_dir": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        pytest.param(_lone_class, r"has 1 class\(es\): deeper. To tell pictures apart takes two", id="one class"),
+        pytest.param(_empty, "no sub-folder with pictures .* it holds nothing", id="empty folder"),
+        pytest.param(_empty_class, "has no picture in green", id="empty class"),
+        pytest.param(_splits, "holds train, val, which are splits and no classes", id="splits"),
+        pytest.param(_unknown_class, "validation data has classes .* 'green'", id="unknown class"),
+        pytest.param(_two_sources, "--train_dir and --cifar_dir are all given", id="two sources"),
+        pytest.param(lambda _: {"train_dir": "nowhere"}, "there is no such folder", id="no folder"),
+        pytest.param(lambda _: {"cifar_dir": "nowhere"}, "there is no such folder", id="no CIFAR"),
+        pytest.param(lambda _: {"image_size": 0}, "--image_size is 0", id="no pixels"),
+        pytest.param(lambda _: {"dataset_name": "nobody/nothing"}, "Offline. Give a folder by --train_dir", id="hub"),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_refused_with_its_mend(
+    made: Any, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune.data.files.hub_is_reachable", lambda: False)
+    with pytest.raises(RequestError, match=message):
+        prepare(**made(folder))
+
+
+def test_a_hub_data_set_in_a_local_folder_is_read(folder: Path, tmp_path: Path) -> None:
+    from datasets import ClassLabel, Dataset, Features
+    from datasets import Image as ImageFeature
+
+    paths = [str(path) for path in sorted(folder.rglob("*.*")) if path.is_file()]
+    ids = [int("red" in path) for path in paths]
+    features = Features({"picture": ImageFeature(), "colour": ClassLabel(names=["blue", "red"])})
+    table = Dataset.from_dict({"picture": paths, "colour": ids}, features=features)
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    table.to_parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
+    data = prepare(dataset_name=str(tmp_path / "hub"))
+    assert data.account.label_counts == {"blue": 18, "red": 9}
+    with pytest.raises(RequestError, match=r"no column kind.*picture \(Image\), colour \(ClassLabel\)"):
+        prepare(dataset_name=str(tmp_path / "hub"), label_column_name="kind")
+
+
+# CIFAR-10
+
+
+def cifar_rows(count: int, seed: int) -> tuple[np.ndarray, list[int]]:
+    random = np.random.default_rng(seed)
+    labels = random.permutation(np.arange(count) % 10)
+    return random.integers(0, 256, (count, 3072), dtype=np.uint8), labels.tolist()
+
+
+def write_cifar(folder: Path, kind: str, count: int = 40) -> None:
+    """As its authors' files are: bytes as keys, planes of red, green and blue."""
+    folder.mkdir(exist_ok=True)
+    for number, name in enumerate((*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")):
+        rows, labels = cifar_rows(count, number)
+        if kind == "python":
+            (folder / name).write_bytes(as_python_2_pickles(rows, labels))
+        else:
+            records = np.concatenate([np.asarray(labels, dtype=np.uint8)[:, None], rows], axis=1)
+            (folder / f"{name}.bin").write_bytes(records.tobytes())
+
+
+def as_python_2_pickles(rows: np.ndarray, labels: list[int]) -> bytes:
+    """{"data": rows, "labels": labels} with the opcodes that Python 2 wrote: text as bytes, numpy's names of then."""
+    shape = b"".join(b"M" + struct.pack("<H", side) for side in rows.shape)
+    kind = b"cnumpy\ndtype\n(U\x02u1K\x00K\x01tR(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    content = b"T" + struct.pack("<i", rows.nbytes) + rows.tobytes()
+    array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR(K\x01(" + shape + b"t" + kind
+    listed = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return b"\x80\x02}U\x04data" + array + b"I00\n" + content + b"tbsU\x06labels" + listed + b"s."
+
+
+@pytest.mark.parametrize("kind", ["python", "binary"])
+def test_both_versions_of_cifar_give_the_same_pictures(kind: str, tmp_path: Path) -> None:
+    write_cifar(tmp_path / "cifar", kind)
+    found = read_cifar(tmp_path / "cifar")
+    pixels, labels = found["train"]
+    rows, expected = cifar_rows(40, 1)  # the second batch
+    assert pixels.shape == (200, 32, 32, 3)
+    assert labels[40:80].tolist() == expected
+    assert np.array_equal(pixels[40][5, 9], rows[0].reshape(3, 32, 32)[:, 5, 9])
+    raw = load_images(ImageArguments(cifar_dir=str(tmp_path / "cifar")))
+    assert raw.names == NAMES
+    assert np.array_equal(np.asarray(raw.splits["test"].read(3)), found["test"][0][3])
+    data = prepare(cifar_dir=str(tmp_path / "cifar"))
+    assert data.account.rows == {"train": 180, "validation": 20, "test": 40}
+    assert np.array_equal(data.splits["test"].pixels[3].transpose(1, 2, 0), found["test"][0][3])
+    assert data.splits["train"].augmentation == Augmentation(crop_padding=4, horizontal_flip=True, seed=7)
+
+
+class _RunsCode:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.marker,))
+
+
+def _calls_touch(marker: Path) -> bytes:
+    return pickle.dumps({b"data": _RunsCode(marker)}, protocol=2)
+
+
+def _calls_system(marker: Path) -> bytes:
+    return b"cos\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR."
+
+
+def _calls_eval_in_numpy(marker: Path) -> bytes:
+    """numpy itself has functions that run code."""
+    return b"cnumpy.testing._private.utils\nrunstring\n(S'open(%r, \"w\")'\n}tR." % str(marker)
+
+
+def _dotted(marker: Path) -> bytes:
+    """Protocol 4 looks up attributes of attributes."""
+    return b"\x80\x04\x8c\x05numpy\x8c\x0endarray.tofile\x93."
+
+
+def _object_array(marker: Path) -> bytes:
+    return pickle.dumps({b"data": np.array([_RunsCode(marker)], dtype=object)}, protocol=2)
+
+
+def _fills_a_class(marker: Path) -> bytes:
+    """BUILD on a name that was only looked up."""
+    return b"cnumpy\nndarray\n}S'x'\nI1\nsb."
+
+
+def _cut_short(marker: Path) -> bytes:
+    return pickle.dumps({b"data": np.zeros((4, 3072), dtype=np.uint8), b"labels": [0] * 4}, protocol=2)[:-200]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(_calls_touch, "asks for .*, which no batch of CIFAR-10 needs", id="__reduce__"),
+        pytest.param(_calls_system, "asks for os.system", id="os.system"),
+        pytest.param(_calls_eval_in_numpy, "asks for numpy.testing", id="code by numpy"),
+        pytest.param(_dotted, "asks for numpy.ndarray.tofile", id="dotted name"),
+        pytest.param(_object_array, "asks for|array of object", id="array of objects"),
+        pytest.param(_fills_a_class, "fills something|cannot be read as a pickle", id="fills a class"),
+        pytest.param(_cut_short, "cannot be read as a pickle|truncated", id="cut short"),
+        pytest.param(lambda _: b"<html>Not found</html>", "invalid load key", id="a page in its place"),
+    ],
+)
+def test_a_pickle_that_asks_for_more_than_numbers_runs_nothing(content: Any, message: str, tmp_path: Path) -> None:
+    marker = tmp_path / "it ran"
+    write_cifar(tmp_path / "cifar", "python", count=10)
+    (tmp_path / "cifar" / "data_batch_3").write_bytes(content(marker))
+    with pytest.raises(RequestError, match=message) as caught:
+        read_cifar(tmp_path / "cifar")
+    assert "data_batch_3" in str(caught.value)
+    assert not marker.exists()
+
+
+def test_an_array_cannot_say_that_it_holds_pointers(tmp_path: Path) -> None:
+    """numpy's own __setstate__ would believe a dtype's flags, and take the bytes for addresses of objects."""
+    plain = pickle.dumps(np.arange(4, dtype="<u4"), protocol=2)
+    assert loaded(tmp_path, plain).tolist() == [0, 1, 2, 3]
+    flags = b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00t"  # a dtype's state ends with element size, alignment and flags
+    assert plain.count(flags) == 1
+    flagged = plain.replace(flags, flags[:-2] + b"\x3ft")
+    assert loaded(tmp_path, flagged).tolist() == [0, 1, 2, 3]
+
+
+def loaded(tmp_path: Path, content: bytes) -> Any:
+    """The array whose stream is put between the opcodes of a dict."""
+    (tmp_path / "one").write_bytes(b"\x80\x02}U\x04data" + content[2:-1] + b"s.")
+    found = load_plain_pickle(tmp_path / "one")
+    return next(iter(found.values()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil", "message"),
+    [
+        pytest.param(
+            "binary", lambda path: path.write_bytes(path.read_bytes()[:-7]), "no multiple|records of 3,073", id="cut"
+        ),
+        pytest.param(
+            "binary", lambda path: path.write_bytes(b"\x0b" + path.read_bytes()[1:]), "has the labels .11.", id="label"
+        ),
+        pytest.param(
+            "python", lambda path: path.write_bytes(pickle.dumps([1, 2])), "is no batch of CIFAR-10", id="a list"
+        ),
+        pytest.param("python", lambda path: path.unlink(), "cannot be read .No such file", id="a batch is missing"),
+    ],
+)
+def test_a_broken_batch_is_named(kind: str, spoil: Any, message: str, tmp_path: Path) -> None:
+    write_cifar(tmp_path / "cifar", kind, count=10)
+    spoil(tmp_path / "cifar" / f"data_batch_2{'.bin' if kind == 'binary' else ''}")
+    with pytest.raises(RequestError, match=message):
+        read_cifar(tmp_path / "cifar")
+
+
+# Augmentation
+
+
+def striped() -> np.ndarray:
+    return np.arange(3 * 16 * 16, dtype=np.int64).reshape(3, 16, 16).astype(np.uint8)
+
+
+def test_a_picture_is_changed_by_its_own_seed_whoever_asks_and_when() -> None:
+    change = Augmentation(crop_padding=2, horizontal_flip=True, seed=3)
+    pixels = np.stack([striped()] * 40)
+    one, other = Pictures(pixels, None, change), Pictures(pixels, None, change)
+    for epoch in (0, 1):
+        one.begin_epoch(epoch)
+        other.begin_epoch(epoch)
+        forward = [one[i]["pixel_values"] for i in range(40)]
+        backward = [other[i]["pixel_values"] for i in reversed(range(40))]
+        assert all(torch.equal(a, b) for a, b in zip(forward, reversed(backward), strict=True))
+    one.begin_epoch(0)
+    first = [one[i]["pixel_values"] for i in range(40)]
+    assert sum(not torch.equal(a, b) for a, b in zip(first, forward, strict=True)) > 30
+    assert len({tuple(picture.flatten().tolist()) for picture in first}) > 20
+
+
+def test_workers_of_a_loader_learn_of_the_epoch() -> None:
+    from torch.utils.data import DataLoader
+
+    change = Augmentation(crop_padding=2, horizontal_flip=True, seed=3)
+    pictures = Pictures(np.stack([striped()] * 8), None, change)
+    loader = DataLoader(pictures, batch_size=4, num_workers=1)
+    epochs = []
+    for epoch in (0, 1):
+        pictures.begin_epoch(epoch)
+        epochs.append(torch.cat([batch["pixel_values"] for batch in loader]))
+    expected = torch.stack([pictures[i]["pixel_values"] for i in range(8)])
+    assert torch.equal(epochs[1], expected)
+    assert not torch.equal(epochs[0], epochs[1])
+
+
+def test_a_crop_moves_over_black_and_a_flip_mirrors() -> None:
+    picture = striped() | 1  # nowhere black
+    seen_flip = seen_black = False
+    for index in range(60):
+        changed = Augmentation(crop_padding=3, horizontal_flip=False, seed=0)(picture, 0, index)
+        inside = changed[:, 3:-3, 3:-3]
+        places = [
+            (down, right)
+            for down in range(-3, 4)
+            for right in range(-3, 4)
+            if np.array_equal(inside, picture[:, 3 - down : 13 - down, 3 - right : 13 - right])
+        ]
+        assert len(places) == 1, "what is left is a part of the picture, moved"
+        (down, right), black = places[0], (changed == 0).all(axis=0)
+        assert black.sum() == 16 * 16 - (16 - abs(down)) * (16 - abs(right))
+        seen_black = seen_black or bool(black.any())
+        flipped = Augmentation(crop_padding=0, horizontal_flip=True, seed=0)(picture, 0, index)
+        assert np.array_equal(flipped, picture) or np.array_equal(flipped, picture[:, :, ::-1])
+        seen_flip = seen_flip or np.array_equal(flipped, picture[:, :, ::-1])
+    assert seen_flip
+    assert seen_black
