@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
 }
 TRAINER = [name for name in LAYOUTS if not name.startswith("pipeline")]
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "ResNet, batch norm": ({}, TRAINER),
+    "ResNet, batch norm a rank": ({}, TRAINER),
     "ResNet, batch norm over all ranks": ({"sync_batch_norm": True}, TRAINER),
     "ResNet, group norm": ({"norm": "group"}, TRAINER),
     "AlexNet": ({"model_type": "alexnet", "dropout": 0.0}, list(LAYOUTS)),

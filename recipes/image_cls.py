@@ -118,7 +118,8 @@ def image_trainer(session, source, data, config, metrics):
     """The Hugging Face Trainer. The model is built after TrainingArguments, for ZeRO-3 shards it while it is built."""
     model_args, _, _, _, class_args, run_args = session.arguments
     training = session.training
-    model = build_image_classifier(model_args, source, config, data.account.side, training.seed)
+    recomputes = bool(training.activation_checkpointing)
+    model = build_image_classifier(model_args, source, config, data.account.side, training.seed, recomputes)
     settle_loss_scaling(model)
     counts = [data.account.label_counts.get(name, 0) for name in data.labels.names]
     weights = class_args.class_weights if training.do_train else "none"

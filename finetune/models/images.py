@@ -148,10 +148,10 @@ def settled_image_config(arguments: ImageModelArguments, source: ImageSource, da
 
 
 def build_image_classifier(
-    arguments: ImageModelArguments, source: ImageSource, config: Any, side: int, seed: int
+    arguments: ImageModelArguments, source: ImageSource, config: Any, side: int, seed: int, recomputes: bool = False
 ) -> Any:
     """The model. Build it after `TrainingArguments`: ZeRO-3 shards then. Raises RequestError where pictures of `side`
-    are too small for it."""
+    are too small for it, and where it `recomputes` activations and cannot."""
     if source.config is None:
         model = _from_scratch(config, seed)
         _check_side(config, type(model), side)
@@ -164,6 +164,11 @@ def build_image_classifier(
             dtype=torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
             ignore_mismatched_sizes=True,  # a head with another number of classes is made anew
             local_files_only=source.hub_id is not None and not hub_is_reachable(),
+        )
+    if recomputes and not model.supports_gradient_checkpointing:
+        raise RequestError(
+            f"--activation_checkpoint_interval: transformers' {type(model).__name__} cannot compute activations again. "
+            "Drop it; smaller micro-batches save memory, too."
         )
     for flag in ("sync_batch_norm", "freeze_batch_norm"):
         if getattr(arguments, flag) and not batch_norms(model):

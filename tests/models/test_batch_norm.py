@@ -1,0 +1,168 @@
+"""Batch norm over several ranks, kept as trained, and its replacement that looks at one picture at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, multiprocessing, nn
+from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
+
+from finetune.data.columns import Labels
+from finetune.data.images import ImageAccount, ImageData
+from finetune.errors import RequestError
+from finetune.models.batch_norm import AllRanksBatchNorm2d, batch_norms, freeze_batch_norm, synchronise_batch_norm
+from finetune.models.images import (
+    ImageModelArguments,
+    build_image_classifier,
+    find_image_source,
+    image_pipeline,
+    settled_image_config,
+)
+from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification
+from finetune.training.loss import honours_num_items_in_batch
+from finetune.training.statistics import SharedStatistics
+
+SHAPE = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic", "num_labels": 3}
+ROWS = 8
+
+
+def a_model() -> ResNetForImageClassification:
+    torch.manual_seed(0)
+    return ResNetForImageClassification(ResNetConfig(**SHAPE))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(ROWS, 3, 32, 32) * torch.linspace(0.2, 3, ROWS).view(-1, 1, 1, 1), torch.arange(ROWS) % 3
+
+
+def one_rank(rank: int, port_file: str, folder: str) -> None:
+    """Its part of the batch through batch norm over all ranks, and apart through that of a rank alone."""
+    distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+    pictures, labels = batch()
+    own = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+    model = synchronise_batch_norm(a_model())
+    loss = model(pictures[own], labels=labels[own]).loss
+    loss.backward()
+    for parameter in model.parameters():
+        distributed.all_reduce(parameter.grad)
+        parameter.grad /= 2
+    alone = a_model()
+    alone(pictures[own])
+    SharedStatistics(alone).on_step_end(None, None, None)
+    if rank == 0:
+        found = {"loss": loss.detach(), "grads": [p.grad for p in model.parameters()], "state": model.state_dict()}
+        torch.save({**found, "alone": alone.state_dict()}, Path(folder, "found.pt"))
+    distributed.destroy_process_group()
+
+
+def test_over_all_ranks_it_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    multiprocessing.spawn(one_rank, args=(str(tmp_path / "meet"), str(tmp_path)), nprocs=2)
+    found = torch.load(tmp_path / "found.pt")
+    model = a_model()
+    pictures, labels = batch()
+    model(pictures, labels=labels).loss.backward()
+    for mine, theirs in zip(found["grads"], (p.grad for p in model.parameters()), strict=True):
+        assert torch.allclose(mine, theirs, atol=2e-5, rtol=1e-3)
+    expected = model.state_dict()
+    assert found["state"].keys() == expected.keys(), "it must save as a plain one"
+    for name, value in expected.items():
+        assert torch.allclose(found["state"][name].float(), value.float(), atol=1e-5), name
+
+    # Without it, the running statistics are the mean of both ranks' after each step.
+    halves = []
+    for rank in range(2):
+        alone = a_model()
+        alone(pictures[rank * ROWS // 2 : (rank + 1) * ROWS // 2])
+        halves.append(alone.state_dict())
+    names = [name for name in expected if "running" in name]
+    assert names
+    for name in names:
+        assert torch.allclose(found["alone"][name], (halves[0][name] + halves[1][name]) / 2, atol=1e-6), name
+    assert any(not torch.allclose(halves[0][name], halves[1][name], rtol=0.05) for name in names)
+
+
+def test_a_single_process_keeps_plain_batch_norm() -> None:
+    assert not any(isinstance(norm, AllRanksBatchNorm2d) for norm in batch_norms(synchronise_batch_norm(a_model())))
+
+
+def test_a_frozen_one_normalises_as_in_evaluation_and_gathers_nothing() -> None:
+    model = a_model()
+    pictures, _ = batch()
+    model(pictures)  # gathers some statistics
+    expected = model.eval()(pictures).logits
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    freeze_batch_norm(model)
+    assert torch.equal(model.train()(pictures).logits, expected)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_group_norm_makes_each_picture_independent_and_opens_again(tmp_path: Path) -> None:
+    model = GroupNormResNetForImageClassification(GroupNormResNetConfig(**SHAPE)).train()
+    assert not batch_norms(model)
+    assert sum(isinstance(module, nn.GroupNorm) for module in model.modules()) > 4
+    pictures, _ = batch()
+    whole = model(pictures).logits
+    assert torch.allclose(whole[:2], model(pictures[:2]).logits, atol=1e-5)
+    plain = a_model().train()
+    assert not torch.allclose(plain(pictures).logits[:2], plain(pictures[:2]).logits, atol=1e-2)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert type(again) is GroupNormResNetForImageClassification
+    assert torch.equal(again.eval()(pictures).logits, model.eval()(pictures).logits)
+
+
+def test_a_resnet_does_not_divide_by_the_items_that_the_trainer_counts() -> None:
+    """So the Trainer must be told not to multiply its loss."""
+    assert honours_num_items_in_batch(a_model()) is False
+
+
+def data(side: int) -> ImageData:
+    account = ImageAccount("a test", False, {"train": 1}, {}, {}, side, [], 0, [0.5] * 3, [0.5] * 3)
+    return ImageData({}, Labels("classification", ("a", "b")), account, None, {})
+
+
+def build(side: int = 32, **flags: object) -> object:
+    arguments = ImageModelArguments(**flags)  # type: ignore[arg-type]
+    source = find_image_source(arguments, None, will_train=True)
+    config = settled_image_config(arguments, source, data(side), will_train=True)
+    return build_image_classifier(arguments, source, config, side, seed=1)
+
+
+def test_resnet18_is_the_published_network() -> None:
+    arguments = ImageModelArguments(model_size="resnet18")
+    source = find_image_source(arguments, None, will_train=True)
+    config = settled_image_config(arguments, source, data(224), will_train=True)
+    config.num_labels = 1000
+    with torch.device("meta"):
+        model = ResNetForImageClassification(config)
+    assert model.num_parameters() == 11_689_512  # torchvision's documentation, ResNet18_Weights.num_params
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        pytest.param({"model_type": "vgg"}, "give resnet or alexnet", id="type"),
+        pytest.param({"model_size": "original"}, "a resnet has tiny, small, resnet18", id="size of another"),
+        pytest.param({"norm": "layer"}, "give batch or group", id="norm"),
+        pytest.param({"norm": "group", "model_type": "alexnet"}, "is for a resnet from scratch", id="norm of none"),
+        pytest.param({"dropout": 0.1}, "is for an alexnet from scratch", id="dropout"),
+        pytest.param({"freeze_batch_norm": True}, "has no statistics to keep", id="freezing nothing"),
+        pytest.param({"sync_batch_norm": True, "norm": "group"}, "the model has no batch norm", id="nothing to sync"),
+        pytest.param({"model_type": "alexnet", "model_size": "original"}, "too small for this alexnet", id="too small"),
+        pytest.param({"model_name_or_path": "./nowhere"}, "there is no such folder", id="no folder"),
+    ],
+)
+def test_flags_that_contradict_are_refused(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        build(**flags)
+
+
+def test_a_resnet_is_no_pipeline() -> None:
+    arguments = ImageModelArguments()
+    source = find_image_source(arguments, None, will_train=True)
+    config = settled_image_config(arguments, source, data(32), will_train=True)
+    with pytest.raises(RequestError, match=r"a resnet is no list of layers here.*--model_type alexnet"):
+        image_pipeline(arguments, source, config, seed=1)
