@@ -27,6 +27,8 @@ SHORT: dict[str, Any] = {
     "learning_rate": 1e-3,
     "warmup_steps": 0,
 }
+# What Adam makes of a gradient that is all but zero is rounding's choice; see benchmarks/images.py.
+SAME: dict[str, Any] = {**SHORT, "optim": "sgd", "learning_rate": 0.02}
 ALEXNET: dict[str, Any] = {"model_type": "alexnet", "dropout": 0.0}
 TWO: dict[str, Any] = {"ranks": 2}
 
@@ -150,7 +152,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def losses(name: str, values: dict[str, Any]) -> list[float]:
         if name not in known:
-            one = {**SHORT, **values, "per_device_train_batch_size": 32}
+            one = {**SAME, **values, "per_device_train_batch_size": 32}
             known[name] = train("python", tmp_path_factory.mktemp("alone") / "run", one).column("loss")
         return known[name]
 
@@ -171,14 +173,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_loss_is_the_same_in_every_layout(
     name: str, values: dict[str, Any], launcher: str, layout: dict[str, Any], alone: Any, tmp_path: Path
 ) -> None:
-    run = train(launcher, tmp_path / "run", {**SHORT, **values, **layout}, **TWO)
+    run = train(launcher, tmp_path / "run", {**SAME, **values, **layout}, **TWO)
     assert run.column("loss") == pytest.approx(alone(name, values), rel=1e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_batch_norm_over_all_ranks_has_the_loss_of_one_process(launcher: str, alone: Any, tmp_path: Path) -> None:
-    values = {**SHORT, "per_device_train_batch_size": 16}
+    values = {**SAME, "per_device_train_batch_size": 16}
     run = train(launcher, tmp_path / "run", {**values, "sync_batch_norm": True}, **TWO)
     assert run.column("loss") == pytest.approx(alone("batch norm", {}), rel=1e-2)
 
@@ -186,7 +188,7 @@ def test_batch_norm_over_all_ranks_has_the_loss_of_one_process(launcher: str, al
 @pytest.mark.slow
 def test_alexnet_as_a_pipeline_has_the_loss_of_one_process_and_resumes(alone: Any, tmp_path: Path) -> None:
     batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "schedule_step": 3}
-    values = {**SHORT, **ALEXNET, **batch, "pipeline_parallel_size": 2, "save_strategy": "steps", "save_steps": 4}
+    values = {**SAME, **ALEXNET, **batch, "pipeline_parallel_size": 2, "save_strategy": "steps", "save_steps": 4}
     run = train("deepspeed", tmp_path / "run", values, ranks=2)
     assert run.column("loss") == pytest.approx(alone("alexnet, plain", ALEXNET), rel=1e-2)
     wanted = "README.md confusion_matrix.png training_curve.png schedule.png preprocessor_config.json ds_config.json"
