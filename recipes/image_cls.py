@@ -26,6 +26,8 @@ from finetune.training.metrics import CountedMetrics, check_metric
 from finetune.training.output_dir import check_same_model, open_output_dir
 from finetune.training.pipeline.arguments import PipelineArguments, asks_for_pipeline
 from finetune.training.pipeline.images import ImagePipelineTrainer
+from finetune.training.profiling.arguments import ProfileArguments
+from finetune.training.profiling.callback import profiling
 from finetune.training.report import headline, write_image_report, write_predictions
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
 from finetune.training.start import start
@@ -53,7 +55,8 @@ SCRATCH = {"learning_rate": 3e-3, "num_train_epochs": 8, "warmup_steps": 0.1, "l
 def main() -> None:
     # Start: parse, check, settle the machine. With --pipeline_parallel_size the engine is DeepSpeed's pipeline.
     engine = PipelineArguments if asks_for_pipeline(sys.argv[1:]) else ClassArguments
-    groups = (ImageModelArguments, ImageArguments, PreparationArguments, AugmentationArguments, engine, RunArguments)
+    data_groups = (ImageArguments, PreparationArguments, AugmentationArguments)
+    groups = (ImageModelArguments, *data_groups, engine, ProfileArguments, RunArguments)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
     model_args, image_args, preparation, augmentation, *_ = session.arguments
     training, folder = session.training, Path(session.training.output_dir)
@@ -116,7 +119,7 @@ def main() -> None:
 
 def image_trainer(session, source, data, config, metrics):
     """The Hugging Face Trainer. The model is built after TrainingArguments, for ZeRO-3 shards it while it is built."""
-    model_args, _, _, _, class_args, run_args = session.arguments
+    model_args, _, _, _, class_args, profile_args, run_args = session.arguments
     training = session.training
     recomputes = bool(training.activation_checkpointing)
     model = build_image_classifier(model_args, source, config, data.account.side, training.seed, recomputes)
@@ -132,7 +135,7 @@ def image_trainer(session, source, data, config, metrics):
         data_collator=data.collator,
         compute_metrics=metrics,
         compute_loss_func=loss_for(weights, training.label_smoothing_factor, data.labels.task, counts),
-        callbacks=[MetricsFile(), SharedStatistics(model), *early_stopping(run_args)],
+        callbacks=[MetricsFile(), SharedStatistics(model), *profiling(profile_args), *early_stopping(run_args)],
     )
 
 

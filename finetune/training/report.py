@@ -114,7 +114,7 @@ def write_image_report(folder: Path, data: Any, counts: Any | None, source: Any,
     """`training_curve.png`, `confusion_matrix.png` and README.md of an image classifier. `counts` (classes, classes)
     are those of its last evaluation, `kind` is the model's type, `stages` are those of a pipeline."""
     account = data.account
-    pictures = _training_curve(folder, "eval_accuracy")
+    pictures = _pictures(folder, "eval_accuracy")
     if counts is not None:
         pictures += _confusion_matrix(folder, counts, data.labels)
     if (folder / "schedule.png").is_file():

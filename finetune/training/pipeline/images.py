@@ -10,6 +10,7 @@ from transformers.trainer_utils import TrainOutput
 from finetune.models.images import image_pipeline
 from finetune.training.pipeline.layout import describe, lay_out
 from finetune.training.pipeline.trainer import PipelineTrainer
+from finetune.training.profiling.callback import profiling
 from finetune.training.run_folder import MetricsFile
 from finetune.training.trainer import early_stopping
 
@@ -21,7 +22,7 @@ class ImagePipelineTrainer(PipelineTrainer):
     is_deepspeed_enabled = True
 
     def __init__(self, session: Any, source: Any, data: Any, config: Any, metrics: Any) -> None:
-        model_args, _, _, _, pipeline_args, run_args = session.arguments
+        model_args, _, _, _, pipeline_args, profile_args, run_args = session.arguments
         training, train = session.training, data.splits["train"]
         model = image_pipeline(model_args, source, config, training.seed)
         interval = run_args.activation_checkpoint_interval or 0
@@ -38,7 +39,7 @@ class ImagePipelineTrainer(PipelineTrainer):
             data_collator=data.collator,
             processing_class=data.processor,
             compute_metrics=metrics,
-            callbacks=[MetricsFile(), *early_stopping(run_args)],
+            callbacks=[MetricsFile(), *profiling(profile_args), *early_stopping(run_args)],
             checkpoint_interval=interval,
             weights=Path(source.description).expanduser() if source.config is not None else None,
             schedule_step=pipeline_args.schedule_step,
