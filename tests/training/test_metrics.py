@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from finetune.data.causal_lm import CorpusArguments
 from finetune.errors import RequestError
 from finetune.training.metrics import (
+    CountedMetrics,
     classification_metrics,
     confusion,
     language_metrics,
@@ -86,3 +87,18 @@ def test_confusion_has_true_labels_in_rows_also_for_classes_that_never_occur() -
 
 def test_log_softmax_does_not_overflow() -> None:
     assert log_softmax(np.array([1000.0, 0.0])).tolist() == pytest.approx([0.0, -1000.0])
+
+
+def test_a_pipelines_sums_give_the_figures_of_the_rows() -> None:
+    """One class of the four is never seen, and one is seen but never guessed."""
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(50, 4)) - [0, 0, 50, 50]
+    ids = random.choice([0, 1, 2], size=50)
+    whole = classification_metrics(SimpleNamespace(predictions=logits, label_ids=ids))
+    counts = confusion(logits, ids, 4)
+    sums = np.concatenate([[whole["loss"] * 50], counts.ravel()])[None]  # (1, 1 + classes^2)
+    of_sums, of_rows = CountedMetrics(4), CountedMetrics(4)
+    assert of_sums(SimpleNamespace(predictions=sums, label_ids=None)) == pytest.approx(whole)
+    assert of_rows(SimpleNamespace(predictions=logits, label_ids=ids)) == pytest.approx(whole)
+    assert np.array_equal(of_sums.counts, counts)
+    assert np.array_equal(of_rows.counts, counts)
