@@ -1,4 +1,4 @@
-"""What pictures are made of: shapes, scales and ticks. `finetune.plan.report.render` writes them as SVG and PNG.
+"""What pictures are made of: shapes, scales and ticks. `finetune.page.render` writes them as SVG and PNG.
 
 Places and sizes are in pixels from the upper left corner. A colour is "#rrggbb", or one of the page's own (INK, ...),
 which are others by day and by night.
@@ -34,6 +34,7 @@ class Line:
     colour: str = INK
     width: float = 1.5
     dashed: bool = False
+    opacity: float = 1.0
 
 
 @dataclass(frozen=True)
