@@ -140,11 +140,11 @@ def ticks_left(picture: Picture, scale: Scale, across: Scale, words: str) -> Non
     for value in scale.ticks(4):
         y = scale(value)
         picture.add(Line(((across.start, y), (across.end, y)), GRID, 1))
-        picture.add(Word(across.start - 5, y + 4, _short(value), "end", MUTED))
+        picture.add(Word(across.start - 5, y + 4, shortly(value), "end", MUTED))
     picture.add(Word(across.end, scale.end - 4, words, "end", MUTED))
 
 
-def _short(value: float) -> str:
+def shortly(value: float) -> str:
     """12000 as 12k: axes have little room."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 10 * size or (letter != "k" and value >= size):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from finetune.page.drawing import Picture
-from finetune.page.html import document, figure, linked, pairs, table_html
+from finetune.page.html import WIDE, document, figure, linked, pairs, table_html
 from finetune.page.render import escaped, svg
 from finetune.page.sorting import SORTING
 from finetune.page.table import Table
@@ -27,7 +27,7 @@ from finetune.report.blocks import (
     Tiles,
     Words,
 )
-from finetune.report.curves import draw, shortened
+from finetune.report.curves import WIDTH, Panel, draw, shortened
 
 STYLE = """
 h1{font-size:24px;letter-spacing:-.01em}h2{margin:40px 0 10px;padding-top:14px;border-top:1px solid var(--grid)}
@@ -41,7 +41,7 @@ th button:hover{color:var(--accent)}
 th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
 tbody tr:hover{background:color-mix(in srgb,var(--grid) 45%,transparent)}
 .panels{display:grid;grid-template-columns:1fr 1fr;gap:14px 20px}.panels figure{margin:0;min-width:0}
-.panels svg{width:100%}.by{display:none}
+.panels svg{width:100%}.panels .main{grid-column:1/-1}.by{display:none}
 .axes{margin:0 0 10px;padding:0;border:0;font-size:13.5px}.axes legend{float:left;margin-right:10px;color:var(--muted)}
 .axes label{margin-right:12px;white-space:nowrap;cursor:pointer}
 .key{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13.5px;margin:0 0 10px;padding:0;list-style:none}
@@ -51,6 +51,10 @@ tbody tr:hover{background:color-mix(in srgb,var(--grid) 45%,transparent)}
 .tiles div{flex:1 1 120px;border:1px solid var(--grid);border-radius:8px;padding:8px 12px}
 .tiles dt{font-weight:400;color:var(--muted);font-size:13px}
 .tiles dd{font-size:21px;font-weight:600;margin:0;font-variant-numeric:tabular-nums}
+.scroll{background:linear-gradient(90deg,var(--ground) 30%,transparent) 0 0/40px 100% no-repeat local,
+linear-gradient(270deg,var(--ground) 30%,transparent) 100% 0/40px 100% no-repeat local,
+linear-gradient(90deg,var(--muted),transparent) 0 0/8px 100% no-repeat scroll,
+linear-gradient(270deg,var(--muted),transparent) 100% 0/8px 100% no-repeat scroll}
 details{margin:10px 0}summary{cursor:pointer;color:var(--accent);font-size:13.5px}
 pre{max-height:420px;overflow:auto;font-size:13px}footer{margin-top:40px}
 @media(max-width:700px){.panels{grid-template-columns:1fr}h1{font-size:20px}}
@@ -116,11 +120,8 @@ def _curves(block: Curves, numbers: Iterator[int]) -> str:
         rules += f".curves:has(#{group}-{axis}:checked) .by-{axis}{{display:block}}"
     panels = ""
     for panel in block.panels:
-        drawn = "".join(
-            f'<div class="by by-{axis}">{svg(_numbered(draw(panel, axis), numbers), "panel")}</div>'
-            for axis in block.axes
-        )
-        panels += f"<figure><h4>{escaped(panel.title)}</h4>{drawn}</figure>"
+        drawn = "".join(f'<div class="by by-{axis}">{_panel(panel, axis, numbers)}</div>' for axis in block.axes)
+        panels += f"<figure{' class=main' if panel.is_main else ''}><h4>{escaped(panel.title)}</h4>{drawn}</figure>"
     key = "".join(
         f'<li><svg width="12" height="12" aria-hidden="true"><rect width="12" height="12" rx="2" '
         f'style="fill:var(--{colour})"/></svg>{escaped(shortened(name))}</li>' for name, colour in block.key
@@ -130,6 +131,14 @@ def _curves(block: Curves, numbers: Iterator[int]) -> str:
         f'<div class="curves"><style>{rules}</style>{choice}{f"<ul class=key>{key}</ul>" if key else ""}'
         f'<div class="panels">{panels}</div></div>'
     )
+
+
+def _panel(panel: Panel, axis: str, numbers: Iterator[int]) -> str:
+    if not panel.is_main:
+        return svg(_numbered(draw(panel, axis), numbers), "panel")
+    wide, narrow = (svg(_numbered(draw(panel, axis, width), numbers), kind)
+                    for width, kind in ((WIDE, "wide"), (WIDTH, "narrow")))  # fmt: skip
+    return wide + narrow
 
 
 def _numbered(picture: Picture, numbers: Iterator[int]) -> Picture:

@@ -33,7 +33,7 @@ Keep = Callable[[str, str | bytes, str], str]  # title, content, ending -> where
 
 
 def write_markdown(report: Report, path: Path) -> None:
-    """`path`, and its pictures in the folder `NAME_files` beside it. Raises RequestError where one cannot be written."""
+    """`path`, and its pictures in the folder `NAME_files` beside it. Raises RequestError where it cannot write."""
     pictures: dict[str, str | bytes] = {}
     folder, numbers = f"{_slug(path.stem)}_files", count(1)
 

@@ -49,7 +49,7 @@ class Cell:
         if len(self.done) == len(self.rows):
             return DONE
         last = str(next(row.get("status") for row in reversed(self.rows) if row.get("status") != DONE))
-        return f"{last} ({len(self.done)} of {len(self.rows)} done)" if self.done else last
+        return f"{last} {len(self.rows) - len(self.done)}/{len(self.rows)}" if self.done else last
 
     @property
     def global_batch(self) -> int:

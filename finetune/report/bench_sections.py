@@ -56,18 +56,18 @@ def _summary(bench: Bench) -> list[Block]:
 
 
 def _summary_table(bench: Bench) -> Table:
-    columns = ("cell", "model", "layout", "ranks", "micro-batch", "status", "samples/s", "spread", "tokens/s", "x DDP",
-               "peak GiB", "resident GiB", "final loss")  # fmt: skip
+    columns = ("cell", "status", "x DDP", "samples/s", "spread", "tokens/s", "peak GiB", "average GiB", "resident GiB",
+               "final loss", "model", "layout", "ranks", "micro-batch")  # fmt: skip
     rows = []
     for cell in bench.cells:
         spread, share = cell.spread, bench.rate_to_ddp(cell)
         rows.append((
-            cell.name, cell.model, cell.layout, cell.word("world_size"), cell.word("micro_batch"), cell.status,
-            figure(cell.rate), "" if spread is None else f"{spread:.1%}", figure(cell.median("tokens_per_second")),
-            "" if share is None else f"{share:.2f}", _gib(cell.most("peak_bytes")), _gib(cell.most("rss_peak_bytes")),
-            figure(cell.final_loss),
+            cell.name, cell.status, "" if share is None else f"{share:.2f}", figure(cell.rate),
+            "" if spread is None else f"{spread:.1%}", figure(cell.median("tokens_per_second")),
+            _gib(cell.most("peak_bytes")), _gib(cell.most("average_bytes")), _gib(cell.most("rss_peak_bytes")),
+            figure(cell.final_loss), cell.model, cell.layout, cell.word("world_size"), cell.word("micro_batch"),
         ))  # fmt: skip
-    table = Table("All cells", columns, tuple(rows), texts=("model", "layout", "status"))
+    table = Table("All cells; click a head to sort", columns, tuple(rows), texts=("model", "layout", "status"))
     return table.without(name for name, column in zip(columns, zip(*rows, strict=True), strict=True) if not any(column))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.page.drawing import Dot, Line, Picture, Point, Scale, letters, ticks_below, ticks_left
+from finetune.page.drawing import SMALL, Dot, Line, Picture, Point, Scale, letters, shortly, ticks_below, ticks_left
 from finetune.page.render import SERIES
 from finetune.page.words import number
 from finetune.report.axes import AXES, WORDS, smoothed, thinned
@@ -78,10 +78,9 @@ def _scales(panel: Panel, axis: str, top: float, width: float) -> tuple[Scale, S
     if 0 < start < end / 5:
         start = 0.0
     bottom = low if low == 0 else low - room
-    left = 10 + letters("0.000", 11)
-    return Scale(start, end if end > start else start + 1, left, width - 12), Scale(
-        bottom, high + room, top + HEIGHT, top
-    )
+    up = Scale(bottom, high + room, top + HEIGHT, top)
+    left = 8 + max(letters(shortly(value), SMALL) for value in (*up.ticks(4), 1000))
+    return Scale(start, end if end > start else start + 1, left, width - 12), up
 
 
 def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale, each: int) -> None:

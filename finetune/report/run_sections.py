@@ -28,6 +28,8 @@ TILES = {
     "samples_per_second": "samples a second", "step_seconds_median": "median step, s", "peak_memory_gib": "peak GiB",
 }  # fmt: skip
 MOST_TILES = 6
+SHORT = {"eval_loss": "eval loss", "real_tokens_per_second": "tokens/s", "samples_per_second": "samples/s",
+         "step_seconds_median": "step s", "peak_memory_gib": "peak GiB"}  # fmt: skip
 SPEED = ("real_tokens_per_second", "samples_per_second", "step_seconds_median", "step_seconds_p95", "mfu",
          "padding_share", "peak_memory_gib", "train_runtime")  # fmt: skip
 SHOWN_BY_SVG = {"confusion_matrix.png", "schedule.png", "training_curve.png"}
@@ -107,7 +109,7 @@ def _beside(runs: Sequence[Run]) -> Table:
         (run.name, "done" if run.finished else "not ended", f"{run.steps:,}",
          *(said(run.results.get(key)) for key in keys)) for run in runs
     )  # fmt: skip
-    columns = ("run", "state", "steps", *(key.removeprefix("eval_").replace("_", " ") for key in keys))
+    columns = ("run", "state", "steps", *(SHORT.get(key, key.removeprefix("eval_").replace("_", " ")) for key in keys))
     return Table("Beside each other", columns, rows, texts=("state",))
 
 

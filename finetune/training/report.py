@@ -15,7 +15,7 @@ from finetune.errors import RunError
 from finetune.training.metrics import confusion, log_softmax
 from finetune.training.model_card import Card, results_of, write_card
 from finetune.training.plots import plot_confusion, plot_training
-from finetune.training.run_folder import read_metrics
+from finetune.training.run_folder import read_metrics, write_json
 
 SHOWN_AT_THE_END = (
     "eval_accuracy",
@@ -71,6 +71,7 @@ def write_report(folder: Path, data: Any, evaluated: Any | None, source: Any) ->
     if evaluated is not None and data.labels.names:
         counts = confusion(evaluated.predictions, evaluated.label_ids, len(data.labels.names))
         plot_confusion(counts, data.labels.names, folder / "confusion_matrix.png")
+        write_json(folder / "confusion_matrix.json", {"labels": list(data.labels.names), "counts": counts.tolist()})
         pictures.append(("confusion_matrix.png", "True against predicted labels of the validation split"))
     account = data.account
     facts = [f"Text: {', '.join(account.columns.text)}."]

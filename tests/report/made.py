@@ -47,7 +47,9 @@ def run_folder(folder: Path, steps: int = 30, *, seed: int = 0, finished: bool =
         json.dumps({"labels": ["asyncio", "email", "http"], "counts": [[40, 3, 2], [1, 52, 0], [4, 4, 31]]})
     )
     (folder / "samples.md").write_text("## Step 30\n\n```\nThe interpreter reads <stdin> & more\n```\n")
-    (folder / "README.md").write_text("---\ntags: [finetune]\n---\n# text classification on built\\-in docstrings\n\nIt is.\n")
+    (folder / "README.md").write_text(
+        "---\ntags: [finetune]\n---\n# text classification on built\\-in docstrings\n\nIt is.\n"
+    )
     return folder
 
 
@@ -94,7 +96,8 @@ def bench_row(model: str, layout: str, repeat: int, chance: random.Random) -> di
         "losses": [2.0 * math.exp(-step / 12) + 0.4 for step in range(20)] if done else [],
         "parameters": 12_345_678,
         "memory": {
-            "peak_bytes": [peak, int(peak * 0.97)][:world], "average_bytes": [int(peak * 0.8), int(peak * 0.78)][:world],
+            "peak_bytes": [peak, int(peak * 0.97)][:world],
+            "average_bytes": [int(peak * 0.8), int(peak * 0.78)][:world],
             "rss_peak_bytes": [peak + GIB // 2] * world,
             "by_kind": {"parameters": peak // 4, "gradients": peak // 5, "optimizer states": peak // 3},
         } if done else {},
