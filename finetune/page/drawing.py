@@ -132,7 +132,10 @@ def _decades(low: float, high: float) -> list[float]:
 def ticks_below(picture: Picture, scale: Scale, top: float, bottom: float, words: str) -> None:
     for value in scale.ticks(max(3, int((scale.end - scale.start) / 90))):
         x = scale(value)
-        picture.add(Line(((x, top), (x, bottom)), GRID, 1), Word(x, bottom + 14, f"{value:,.5g}", "middle", MUTED))
+        text = f"{value:,.5g}"
+        beyond = x + letters(text, SMALL) / 2 > picture.width
+        word = Word(picture.width if beyond else x, bottom + 14, text, "end" if beyond else "middle", MUTED)
+        picture.add(Line(((x, top), (x, bottom)), GRID, 1), word)
     picture.add(Word(scale.start, bottom + 29, words, colour=MUTED))
 
 

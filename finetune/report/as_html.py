@@ -53,8 +53,8 @@ tbody tr:hover{background:color-mix(in srgb,var(--grid) 45%,transparent)}
 .tiles dd{font-size:21px;font-weight:600;margin:0;font-variant-numeric:tabular-nums}
 .scroll{background:linear-gradient(90deg,var(--ground) 30%,transparent) 0 0/40px 100% no-repeat local,
 linear-gradient(270deg,var(--ground) 30%,transparent) 100% 0/40px 100% no-repeat local,
-linear-gradient(90deg,var(--muted),transparent) 0 0/8px 100% no-repeat scroll,
-linear-gradient(270deg,var(--muted),transparent) 100% 0/8px 100% no-repeat scroll}
+linear-gradient(90deg,var(--grid),transparent) 0 0/12px 100% no-repeat scroll,
+linear-gradient(270deg,var(--grid),transparent) 100% 0/12px 100% no-repeat scroll}
 details{margin:10px 0}summary{cursor:pointer;color:var(--accent);font-size:13.5px}
 pre{max-height:420px;overflow:auto;font-size:13px}footer{margin-top:40px}
 @media(max-width:700px){.panels{grid-template-columns:1fr}h1{font-size:20px}}

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.dsconfig.secret import HIDDEN, TOKEN
 from finetune.report.axes import as_number
-from finetune.report.run import read_json, read_lines, without_secrets
+from finetune.report.run import read_lines, without_secrets
 
 RESULTS = "results.jsonl"
 DONE, DDP = "done", "ddp"
+PUBLISHED = Path(__file__).parents[1] / "bench" / "published.json"
 
 
 @dataclass(frozen=True)
@@ -184,18 +186,24 @@ def read_bench(folder: Path, name: str) -> Bench:
     cells = [Cell(cell, tuple(repeats.values())) for cell, repeats in groups.items()]
     if not cells:
         notes.append(f"{RESULTS}: it has no results yet.")
-    grids = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.yaml"))}
+    grids = {
+        path.name: TOKEN.sub(HIDDEN, path.read_text(encoding="utf-8", errors="replace"))
+        for path in sorted(folder.glob("*.yaml"))
+    }
     return Bench(name, folder, cells, published(notes), grids, notes)
 
 
 def published(notes: list[str]) -> list[dict[str, Any]]:
-    """What others have measured: {model, layout, metric, value, source, ...}."""
-    path = Path(__file__).parents[1] / "bench" / "published.json"
-    if not path.is_file():
+    """What others have measured: a list of {model, layout, metric, value, source, ...}, or one under any name."""
+    if not PUBLISHED.is_file():
         return []
-    found = read_json(path, notes) if path.read_text(encoding="utf-8").lstrip().startswith("{") else {}
-    rows: Any = found.get("figures", []) if found else json.loads(path.read_text(encoding="utf-8"))
-    return [row for row in rows if isinstance(row, dict)]
+    try:
+        found = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    except ValueError:
+        notes.append(f"{PUBLISHED.name}: left out, it is no JSON.")
+        return []
+    lists = [found] if isinstance(found, list) else [value for value in found.values() if isinstance(value, list)]
+    return [row for rows in lists for row in rows if isinstance(row, dict)]
 
 
 def numbers(found: Any) -> list[float]:

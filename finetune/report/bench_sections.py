@@ -67,7 +67,7 @@ def _summary_table(bench: Bench) -> Table:
             _gib(cell.most("peak_bytes")), _gib(cell.most("average_bytes")), _gib(cell.most("rss_peak_bytes")),
             figure(cell.final_loss), cell.model, cell.layout, cell.word("world_size"), cell.word("micro_batch"),
         ))  # fmt: skip
-    table = Table("All cells; click a head to sort", columns, tuple(rows), texts=("model", "layout", "status"))
+    table = Table("All cells", columns, tuple(rows), texts=("model", "layout", "status"))
     return table.without(name for name, column in zip(columns, zip(*rows, strict=True), strict=True) if not any(column))
 
 

@@ -21,6 +21,7 @@ def confusion_picture(found: dict[str, Any], width: float) -> Picture | None:
     names = [shortened(str(label), LONG_LABEL) for label in labels]
     right, whole = sum(row[index] for index, row in enumerate(counts)), sum(map(sum, counts))
     alt = f"{right:,} of {whole:,} are right; rows are true labels, columns predicted ones."
+    names = [f"{place} {name}" for place, name in enumerate(names, 1)]
     left = min(max(letters(name, SMALL) for name in names) + 10, width * 0.38)
     cell = min(CELL, (width - left - 2) / len(names))
     picture = Picture("confusion", "True labels against predicted ones", alt, width)
@@ -28,7 +29,7 @@ def confusion_picture(found: dict[str, Any], width: float) -> Picture | None:
     top = 34.0
     for row, name in enumerate(names):
         y = top + cell * row
-        kept = shortened(f"{row + 1} {name}", max(int((left - 8) / letters("x", SMALL)), 6))
+        kept = shortened(name, max(int((left - 8) / letters("x", SMALL)), 6))
         picture.add(Word(left - 6, y + cell / 2 + 4, kept, "end"))
         if cell >= 14 or row % 5 == 4:
             picture.add(Word(left + cell * (row + 0.5), top - 6, str(row + 1), "middle", MUTED, min(SMALL, cell * 0.7)))

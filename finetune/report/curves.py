@@ -13,7 +13,7 @@ from finetune.report.axes import AXES, WORDS, smoothed, thinned
 WIDTH, HEIGHT = 420.0, 190.0  # of a panel in pixels; the height is that of the curves alone
 POINTS = 320  # of all curves of a panel together, about two to a pixel column
 FEWEST_POINTS = 60  # of a curve, however many there are
-DOTTED = 40  # points up to which each is a dot that says its value
+DOTTED, FEW = 90, 12  # points of a panel, and of a curve, up to which each is a dot that says its value
 LONG_NAME = 34  # letters
 
 
@@ -62,8 +62,11 @@ def draw(panel: Panel, axis: str, width: float = WIDTH, *, with_key: bool = Fals
     ticks_left(picture, up, across, "")
     ticks_below(picture, across, up.start, up.start, WORDS[axis])
     each = max(FEWEST_POINTS, POINTS // len(panel.curves))
+    dotted = sum(len(curve.points[axis]) for curve in panel.curves) <= DOTTED
     for curve in panel.curves:
         _add(picture, curve, curve.points[axis], across, up, each)
+        if dotted or len(curve.points[axis]) <= FEW:
+            _dots(picture, curve, curve.points[axis], across, up)
     picture.height = up.start + 34
     return picture
 
@@ -80,7 +83,9 @@ def _scales(panel: Panel, axis: str, top: float, width: float) -> tuple[Scale, S
     bottom = low if low == 0 else low - room
     up = Scale(bottom, high + room, top + HEIGHT, top)
     left = 8 + max(letters(shortly(value), SMALL) for value in (*up.ticks(4), 1000))
-    return Scale(start, end if end > start else start + 1, left, width - 12), up
+    if start == end:
+        start, end = min(0.0, start), max(end, start + 1)
+    return Scale(start, end, left, width - 12), up
 
 
 def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale, each: int) -> None:
@@ -95,10 +100,13 @@ def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale,
         return
     if len(points) > 1:
         picture.add(Line(placed(points), curve.colour, 1.8, curve.dashed))
-    if len(points) <= DOTTED:
-        for x, y in points:
-            says = f"{curve.name}: {number(y)} at {number(x)}"
-            picture.add(Dot(across(x), up(y), curve.colour, says, 3.0 if curve.dashed or len(points) == 1 else 2.0))
+
+
+def _dots(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale) -> None:
+    """They say their values where the pointer rests on them."""
+    radius = 3.0 if curve.dashed or len(points) == 1 else 2.0
+    for x, y in points:
+        picture.add(Dot(across(x), up(y), curve.colour, f"{curve.name}: {number(y)} at {number(x)}", radius))
 
 
 def _said(curve: Curve, axis: str) -> str:

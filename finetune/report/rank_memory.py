@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from finetune.page.drawing import ACCENT, MUTED, NORMAL, Box, Picture, Scale, Word, folded, ticks_below
+from finetune.page.drawing import ACCENT, MUTED, NORMAL, Box, Picture, Scale, Word, letters, ticks_below
 from finetune.page.words import GIB, gib
+from finetune.report.curves import shortened
 
 MOST_RANKS = 8  # of a run; of more, the first and the fullest are drawn
 
@@ -19,8 +20,9 @@ def rank_bars(measured: Sequence[tuple[str, Sequence[float]]], width: float) -> 
     top = y = 4.0
     shapes: list[Box | Word] = []
     for name, sizes in measured:
-        for line in folded(name, width, NORMAL) if len(measured) > 1 else ():
-            shapes.append(Word(0, y + 13, line, size=NORMAL, bold=True))
+        if len(measured) > 1:
+            kept = shortened(name, int(0.9 * width / letters("x", NORMAL)))  # bold letters are wider
+            shapes.append(Word(0, y + 13, kept, size=NORMAL, bold=True))
             y += 19
         for rank in _shown(sizes):
             x = scale(sizes[rank] / GIB)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from finetune.dsconfig.secret import HIDDEN, hidden, is_secret
+from finetune.dsconfig.secret import HIDDEN, TOKEN, hidden, is_secret, names_a_secret
 from finetune.report.axes import as_number
 
 METRICS, RESULTS, ENVIRONMENT, RECIPE = "metrics.jsonl", "all_results.json", "environment.json", "recipe.yaml"
@@ -73,8 +73,8 @@ def read_run(folder: Path, name: str) -> Run:
     run.schedule = read_json(folder / "schedule.json", notes)
     run.confusion = read_json(folder / "confusion_matrix.json", notes)
     run.profile = read_json(folder / "profile" / "summary.json", notes)
-    run.samples = _read_text(folder / "samples.md", notes)
-    run.card = _read_text(folder / "README.md", notes)
+    run.samples = TOKEN.sub(HIDDEN, _read_text(folder / "samples.md", notes))
+    run.card = TOKEN.sub(HIDDEN, _read_text(folder / "README.md", notes))
     for picture in sorted((*folder.glob("*.png"), *folder.glob("profile/*.png"))):
         data = _read_picture(picture, notes)
         if data:
@@ -130,7 +130,7 @@ def _shown(key: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_shown(key, one) for one in value]
     if isinstance(value, str):
-        return HIDDEN if is_secret(key, value) else hidden(value)
+        return HIDDEN if is_secret(key, value) or names_a_secret(key) else hidden(value)
     return value
 
 

@@ -65,6 +65,8 @@ def _panel(runs: Sequence[Run], key: str) -> Panel | None:
         evaluated = "evaluation" if one else f"{run.name}, evaluation"
         if key == LOSS and (curve := _curve(run, "eval_loss", evaluated, 1 if one else index, dashed=True)):
             curves.append(curve)
+    if key != LOSS and all(len(points) < 2 for curve in curves for points in curve.points.values()):
+        return None  # the results say it
     title = TITLES.get(key) or key.removeprefix("eval_").replace("_", " ").capitalize()
     name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in key)[:40]
     title += " of the evaluation" if key.startswith("eval_") else ""

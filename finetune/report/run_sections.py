@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Sequence
 
 from finetune.page.html import NARROW, WIDE
@@ -24,10 +25,11 @@ from finetune.report.words import duration, figure, ratio, said
 
 TILES = {
     "eval_accuracy": "accuracy", "eval_f1_macro": "macro F1", "eval_pearson": "Pearson",
-    "eval_bits_per_byte": "bits a byte", "eval_loss": "evaluation loss", "real_tokens_per_second": "tokens a second",
-    "samples_per_second": "samples a second", "step_seconds_median": "median step, s", "peak_memory_gib": "peak GiB",
+    "eval_bits_per_byte": "bits a byte", "eval_loss": "eval loss", "real_tokens_per_second": "tokens/s",
+    "samples_per_second": "samples/s", "step_seconds_median": "step, s", "peak_memory_gib": "peak GiB",
 }  # fmt: skip
 MOST_TILES = 6
+SAMPLE = re.compile(r"^## Step (\d+)\n\n(`{3,})\n(.*?)\n\2$", re.MULTILINE | re.DOTALL)
 SHORT = {"eval_loss": "eval loss", "real_tokens_per_second": "tokens/s", "samples_per_second": "samples/s",
          "step_seconds_median": "step s", "peak_memory_gib": "peak GiB"}  # fmt: skip
 SPEED = ("real_tokens_per_second", "samples_per_second", "step_seconds_median", "step_seconds_p95", "mfu",
@@ -45,7 +47,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
         Section("Confusion matrix", _of_each(runs, _confusion)),
         Section("Pipeline schedule", _of_each(runs, _schedule)),
         Section("Profile", _of_each(runs, _profile)),
-        Section("Samples", _of_each(runs, lambda run: [Code(run.samples)] if run.samples else [])),
+        Section("Samples", _of_each(runs, _samples)),
         Section("Pictures", _of_each(runs, _pictures)),
         Section("Settings", tuple(_settings(runs))),
         Section("Environment and command", _of_each(runs, _environment)),
@@ -159,13 +161,14 @@ def _planned_table(pairs: Sequence[tuple[Run, Plan]]) -> Table:
              ratio(made.peak_bytes, peak)),
         ]  # fmt: skip
     columns = ("run", "figure", "planned", "measured", "planned / measured")
-    return Table("Planned against measured", columns, tuple(rows), texts=("figure",))
+    table = Table("Planned against measured", columns, tuple(rows), texts=("figure",))
+    return table if len(pairs) > 1 else table.without(("run",))
 
 
 def _planned_words(pairs: Sequence[tuple[Run, Plan]]) -> str:
     machines = " and ".join(dict.fromkeys(made.machine.name for _, made in pairs))
     return (
-        f"Planned by `finetune plan` from the run's flags, for the shipped profile of {machines}; another machine of "
+        f"Planned by finetune plan from the run's flags, for the shipped profile of {machines}; another machine of "
         "that kind may be faster or slower."
     )
 
@@ -190,6 +193,16 @@ def _schedule(run: Run) -> list[Block]:
 
 def _profile(run: Run) -> list[Block]:
     return list(profile_table(run.profile))
+
+
+def _samples(run: Run) -> list[Block]:
+    """The last one, and the others folded; or the text as it is, where `finetune.training.samples` has not written it."""
+    found = [(step, text) for step, _, text in SAMPLE.findall(run.samples)]
+    if not found:
+        return [Code(run.samples)] if run.samples else []
+    blocks: list[Block] = [Words(f"At step {found[-1][0]}:", "muted"), Code(found[-1][1])]
+    earlier = tuple(one for step, text in found[:-1] for one in (Words(f"At step {step}:", "muted"), Code(text)))
+    return [*blocks, Folded("Earlier ones", earlier)] if earlier else blocks
 
 
 def _pictures(run: Run) -> list[Block]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.page.html import NARROW, WIDE
 from finetune.plan.report.speed_pictures import lanes
-from finetune.plan.schedule import Event, Schedule
+from finetune.plan.schedule import FORWARD, Event, Schedule
 from finetune.report.axes import as_number
 from finetune.report.blocks import Block, Drawn
 
@@ -32,7 +32,7 @@ def _schedule(found: Any) -> Schedule | None:
     if not read or max(event.end for event in read) <= min(event.start for event in read):
         return None
     stages = max(event.stage for event in read) + 1
-    return Schedule(stages, len({event.micro_batch for event in read}), tuple(read))
+    return Schedule(stages, len({event.micro_batch for event in read if event.kind == FORWARD}), tuple(read))
 
 
 def _event(found: Any) -> Event | None:
