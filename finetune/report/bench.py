@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune.dsconfig.secret import HIDDEN, TOKEN
+from finetune.page.words import gib
 from finetune.report.axes import as_number
-from finetune.report.run import read_lines, without_secrets
+from finetune.report.run import read_json, read_lines, without_secrets
 
 RESULTS = "results.jsonl"
-DONE, DDP = "done", "ddp"
+GRID = "grid.json"  # the cells that were asked for
+SHOWN = 6  # of those that were not run
+DONE, DDP, PIPELINE = "done", "ddp", "pipeline"
 PUBLISHED = Path(__file__).parents[1] / "bench" / "published.json"
 
 
@@ -121,7 +123,7 @@ class Bench:
     name: str
     folder: Path
     cells: list[Cell]
-    published: list[dict[str, Any]] = field(default_factory=list)
+    study: dict[str, Any] = field(default_factory=dict)
     grids: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -134,8 +136,16 @@ class Bench:
 
     def facts(self, key: str) -> list[str]:
         """What the rows say of `versions`, `machine` or the like: one text, or several where they differ."""
-        found = [row[key] for cell in self.cells for row in cell.rows if row.get(key)]
-        return list(dict.fromkeys(_fact(value) for value in found))
+        return self._said(row.get(key) for cell in self.cells for row in cell.rows)
+
+    @property
+    def measured_by(self) -> list[str]:
+        """What the bytes of memory are."""
+        held = (row.get("memory") for cell in self.cells for row in cell.done)
+        return self._said(memory.get("measured_by") for memory in held if isinstance(memory, dict))
+
+    def _said(self, values: Iterable[Any]) -> list[str]:
+        return list(dict.fromkeys(_fact(value) for value in values if value))
 
     def base(self, cell: Cell) -> Cell | None:
         """The DDP run of the same model, ranks, samples a step and precision; of the same micro-batch if there is."""
@@ -164,8 +174,9 @@ class Bench:
         return cell.rate / base.rate if cell.rate is not None and base.rate else None
 
     def memory_to_ddp(self, cell: Cell) -> float | None:
+        """Of the average, which is what the study of GPT-lite gives."""
         base = self.base(cell)
-        ours, theirs = cell.most("peak_bytes"), base.most("peak_bytes") if base else None
+        ours, theirs = cell.most("average_bytes"), base.most("average_bytes") if base else None
         return ours / theirs if ours is not None and theirs else None
 
 
@@ -186,24 +197,21 @@ def read_bench(folder: Path, name: str) -> Bench:
     cells = [Cell(cell, tuple(repeats.values())) for cell, repeats in groups.items()]
     if not cells:
         notes.append(f"{RESULTS}: it has no results yet.")
+    asked = read_json(folder / GRID, notes).get("cells")
+    due = [str(cell) for cell in asked if cell not in groups] if isinstance(asked, list) else []
+    if due and cells:
+        shown = ", ".join(due[:SHOWN]) + (f" and {len(due) - SHOWN} more" if len(due) > SHOWN else "")
+        notes.append(f"Not run yet, `--resume` does: {shown}.")
     grids = {
         path.name: TOKEN.sub(HIDDEN, path.read_text(encoding="utf-8", errors="replace"))
         for path in sorted(folder.glob("*.yaml"))
     }
-    return Bench(name, folder, cells, published(notes), grids, notes)
+    return Bench(name, folder, cells, _study(notes), grids, notes)
 
 
-def published(notes: list[str]) -> list[dict[str, Any]]:
-    """What others have measured: a list of {model, layout, metric, value, source, ...}, or one under any name."""
-    if not PUBLISHED.is_file():
-        return []
-    try:
-        found = json.loads(PUBLISHED.read_text(encoding="utf-8"))
-    except ValueError:
-        notes.append(f"{PUBLISHED.name}: left out, it is no JSON.")
-        return []
-    lists = [found] if isinstance(found, list) else [value for value in found.values() if isinstance(value, list)]
-    return [row for rows in lists for row in rows if isinstance(row, dict)]
+def _study(notes: list[str]) -> dict[str, Any]:
+    """What others have measured (finetune/bench/published.json): title, source, machine, figures."""
+    return read_json(PUBLISHED, notes)
 
 
 def numbers(found: Any) -> list[float]:
@@ -216,10 +224,18 @@ def of_done(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _fact(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {one if isinstance(one, str) else json.dumps(one, default=str)}"
-                         for key, one in value.items() if one not in (None, [], {}, ""))  # fmt: skip
-    return str(value)
+    """An object in a line: words as they are, bytes in GiB, numbers with their names."""
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(_item(str(key), one) for key, one in value.items() if one not in (None, [], {}, ""))
+
+
+def _item(key: str, value: Any) -> str:
+    size = as_number(value)
+    if size is not None:
+        return f"{gib(size)} GiB" if key.endswith("_bytes") else f"{value} {key}"
+    text = value if isinstance(value, str) else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if key in ("system", "processor", "gpus") else f"{key} {text}"
 
 
 def _hashable(value: Any) -> Any:

@@ -27,7 +27,7 @@ from finetune.page.drawing import (
 from finetune.page.words import GIB, gib, number, spelled
 from finetune.plan.report.kinds import in_order
 from finetune.plan.report.memory_pictures import COLOURS, OTHER
-from finetune.report.bench import Bench, Cell
+from finetune.report.bench import PIPELINE, Bench, Cell
 from finetune.report.curves import HEIGHT, WIDTH, colour_of, shortened
 
 MOST_RANKS = 4  # of a cell, each with its bar; of more, the first and the fullest
@@ -40,7 +40,7 @@ def throughput_bars(bench: Bench, model: str, width: float) -> Picture:
     alt = "; ".join(f"{cell.name}: {_rate_words(bench, cell)}" for cell in cells)
     picture = Picture("throughput", f"Throughput: {model}", alt, width)
     left, above = _left(cells, width)
-    scale = Scale(0, max(rates, default=1.0), left, width - 124)
+    scale = Scale(0, max(rates, default=0.0) or 1.0, left, width - 124)
     top = y = 2.0
     shapes: list[Shape] = []
     for cell in cells:
@@ -92,7 +92,8 @@ def _label(shapes: list[Shape], cell: Cell, y: float, left: float, above: bool) 
 def cell_words(cell: Cell) -> str:
     """Its layout and what else sets it off from others of its model."""
     stages, interval = cell.count("pipeline_parallel_size", 1), cell.count("checkpoint_interval")
-    words = cell.layout + (f", {stages} stages" if stages > 1 else "") + (", checkpointing" if interval else "")
+    of_stages = f", {stages} stage{'s' if stages > 1 else ''}" if stages > 1 or cell.layout == PIPELINE else ""
+    words = cell.layout + of_stages + (", checkpointing" if interval and cell.layout != "checkpointing" else "")
     accumulation = f"x{cell.count('accumulation')}" if cell.count("accumulation", 1) > 1 else ""
     return shortened(f"{words}, {cell.count('world_size', 1)} x {cell.count('micro_batch', 1)}{accumulation}", 44)
 
@@ -107,7 +108,7 @@ def rank_memory(bench: Bench, model: str, width: float) -> Picture | None:
     y = picture.legend([("average", ACCENT), ("peak", MUTED)], 0) + 4
     left, above = _left(cells, width)
     left += 44
-    scale = Scale(0, max(size for cell in cells for size in cell.memory("peak_bytes")) / GIB or 1, left, width - 58)
+    scale = Scale(0, max(size for cell in cells for size in cell.memory("peak_bytes")) / GIB or 1.0, left, width - 58)
     top, shapes = y, list[Shape]()
     for cell in cells:
         peaks, averages = cell.memory("peak_bytes"), cell.memory("average_bytes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from finetune.page.drawing import Picture, Point
@@ -10,7 +10,7 @@ from finetune.page.html import NARROW, WIDE
 from finetune.page.table import Table
 from finetune.page.words import gib
 from finetune.report.axes import SECONDS, STEP, as_number
-from finetune.report.bench import Bench, Cell, numbers, of_done
+from finetune.report.bench import DDP, Bench, Cell, numbers, of_done
 from finetune.report.bench_pictures import (
     cell_words,
     kind_memory,
@@ -88,6 +88,8 @@ def _drawn(draw: Callable[[float], Picture]) -> Drawn:
 
 def _memory(bench: Bench) -> list[Block]:
     blocks: list[Block] = []
+    if by := bench.measured_by:
+        blocks.append(Words(f"Peak and average are bytes by {' and '.join(by)}.", "muted"))
     for model in bench.models:
         for draw in (rank_memory, kind_memory):
             wide, narrow = draw(bench, model, WIDE), draw(bench, model, NARROW)
@@ -146,31 +148,39 @@ def _points(cell: Cell) -> dict[str, list[Point]]:
 
 
 def _published(bench: Bench) -> list[Block]:
-    rows = [row for figures in bench.published if (row := _beside(bench, figures)) is not None]
+    found = bench.study.get("figures")
+    figures = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    rows = [row for one in figures for row in _beside(bench, one, figures) if one.get("model") in bench.models]
     if not rows:
         return []
-    columns = ("model", "layout", "figure, to DDP", "published", "ours", "ours / published", "source")
-    texts = ("layout", "figure, to DDP", "source")
-    machine = "; ".join(bench.facts("machine"))
-    dates = sorted(bench.facts("started"))
-    when = f" on {dates[0][:10]}" if dates else ""
-    ours = f"Ours: {machine}{when}." if machine else f"Ours were measured{when}." if when else ""
-    table = Table("As ratios to DDP", columns, tuple(rows), texts=texts, folding=("source",))
-    return [table, *([Words(ours, "muted")] if ours else [])]
+    columns = ("model", "layout", "figure", "published", "ours", "ours / published")
+    table = Table("As ratios to DDP of the same model", columns, tuple(rows), texts=("layout", "figure"))
+    study = bench.study
+    theirs = f"Published: {said(study.get('title'))}, on {said(study.get('machine'))} ({said(study.get('source'))}). "
+    dates = sorted(day[:10] for day in bench.facts("started"))
+    when = "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    ours = f"Ours: {' | '.join(bench.facts('machine'))}; {when}. {said(study.get('note'))}"
+    return [table, Words(theirs + ours, "muted")]
 
 
-def _beside(bench: Bench, figures: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """A published figure, with ours of the same model and layout where there is one."""
-    value = as_number(figures.get("value"))
-    if value is None or figures.get("model") not in bench.models:
-        return None
-    metric = str(figures.get("metric", ""))
-    compare = bench.memory_to_ddp if "memory" in metric or "bytes" in metric else bench.rate_to_ddp
-    cells = [cell for cell in bench.of(str(figures["model"])) if cell.layout == figures.get("layout")]
-    ours = next((found for cell in cells if (found := compare(cell)) is not None), None)
-    source = ", ".join(said(figures[key]) for key in ("source", "machine", "date") if figures.get(key))
-    return (said(figures.get("model")), said(figures.get("layout")), metric.replace("_", " "), f"{value:.2f}",
-            "" if ours is None else f"{ours:.2f}", ratio(ours, value), source)  # fmt: skip
+def _beside(bench: Bench, one: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A published layout's ratios, with ours of the same model, layout and stages where there is such a cell."""
+    model, layout, stages = one.get("model"), one.get("layout"), one.get("pipeline_parallel_size", 1)
+    ddp = next((other for other in figures if other.get("model") == model and other.get("layout") == DDP), {})
+    held, base = as_number(one.get("average_memory_gb")), as_number(ddp.get("average_memory_gb"))
+    cells = [cell for cell in bench.of(str(model)) if cell.layout == layout
+             and cell.count("pipeline_parallel_size", 1) == stages]  # fmt: skip
+    rows = list[tuple[str, ...]]()
+    for name, theirs, compare in (
+        ("throughput", as_number(one.get("throughput_to_ddp")), bench.rate_to_ddp),
+        ("average memory", held / base if held and base and one is not ddp else None, bench.memory_to_ddp),
+    ):
+        if theirs is not None:
+            ours = next((found for cell in cells if (found := compare(cell)) is not None), None)
+            words = f"{said(layout)}, {stages} stages" if stages != 1 else said(layout)
+            mine = "" if ours is None else f"{ours:.2f}"
+            rows.append((said(model), words, name, f"{theirs:.2f}", mine, ratio(ours, theirs)))
+    return rows
 
 
 def _failures(bench: Bench) -> list[Block]:

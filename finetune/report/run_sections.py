@@ -196,7 +196,7 @@ def _profile(run: Run) -> list[Block]:
 
 
 def _samples(run: Run) -> list[Block]:
-    """The last one, and the others folded; or the text as it is, where `finetune.training.samples` has not written it."""
+    """The last one, and the others folded; or the text as it is, if not of `finetune.training.samples`."""
     found = [(step, text) for step, _, text in SAMPLE.findall(run.samples)]
     if not found:
         return [Code(run.samples)] if run.samples else []

@@ -98,11 +98,12 @@ def bench_row(model: str, layout: str, repeat: int, chance: random.Random) -> di
         "memory": {
             "peak_bytes": [peak, int(peak * 0.97)][:world],
             "average_bytes": [int(peak * 0.8), int(peak * 0.78)][:world],
-            "rss_peak_bytes": [peak + GIB // 2] * world,
+            "measured_by": "the allocator", "rss_peak_bytes": [peak + GIB // 2] * world,
             "by_kind": {"parameters": peak // 4, "gradients": peak // 5, "optimizer states": peak // 3},
         } if done else {},
         "planned": {"peak_bytes": int(peak * 1.08), "step_seconds": 1.2 * batch / (base * speed)},
         "versions": {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23.0"},
-        "machine": {"cpu": "2 cores", "gpus": [], "memory_gib": 24}, "git_revision": "46dee73",
+        "machine": {"system": "Linux x86_64", "cores": 2, "memory_bytes": 24 * GIB, "gpus": []},
+        "git_revision": "46dee73",
         "started": "2026-11-22T07:18:01Z", "seconds": 12.5, "log": f"logs/{model}-{layout}-{repeat}.txt",
     }  # fmt: skip

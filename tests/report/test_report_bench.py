@@ -104,23 +104,28 @@ def test_a_repeat_that_was_run_again_counts_once(folder: Path) -> None:
 
 
 def test_published_figures_stand_beside_ours(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    published = [
-        {"model": "gptlite", "layout": "zero2", "metric": "throughput_to_ddp", "value": 0.9, "source": "the post",
-         "machine": "8 x A100", "date": "2023-10"},
-        {"model": "gptlite", "layout": "zero3", "metric": "memory_to_ddp", "value": 0.5, "source": "the post"},
-        {"model": "unknown", "layout": "zero2", "metric": "throughput_to_ddp", "value": 0.1, "source": "the post"},
-    ]  # fmt: skip
+    published = {
+        "title": "the post", "source": "https://example.org/post", "machine": "8 x A100",
+        "figures": [
+            {"model": "gptlite", "layout": "zero2", "throughput_to_ddp": 0.9},
+            {"model": "gptlite", "layout": "ddp", "average_memory_gb": 4.0},
+            {"model": "gptlite", "layout": "zero3", "average_memory_gb": 2.0},
+            {"model": "gptlite", "layout": "pipeline", "pipeline_parallel_size": 8, "throughput_to_ddp": 0.77},
+            {"model": "unknown", "layout": "zero2", "throughput_to_ddp": 0.1},
+        ],
+    }  # fmt: skip
     (tmp_path / "published.json").write_text(json.dumps(published))
     monkeypatch.setattr(bench_module, "PUBLISHED", tmp_path / "published.json")
     page = page_of(folder)
     section = page.text.partition("As ratios to DDP")[2].partition("What failed")[0]
     bench = read_bench(folder, "bench")
     ours = bench.rate_to_ddp(cell_of(bench, "gptlite-zero2-2x8"))
-    assert f"gptlite zero2 throughput to ddp 0.90 {ours:.2f}" in section
-    assert "the post, 8 x A100, 2023-10" in section
+    assert f"gptlite zero2 throughput 0.90 {ours:.2f}" in section
+    assert "the post, on 8 x A100" in section
     held = bench.memory_to_ddp(cell_of(bench, "gptlite-zero3-2x8"))
-    assert f"gptlite zero3 memory to ddp 0.50 {held:.2f}" in section
-    assert "Ours: cpu 2 cores, memory_gib 24 on 2026-11-22." in section
+    assert f"gptlite zero3 average memory 0.50 {held:.2f}" in section
+    assert "gptlite pipeline, 8 stages throughput 0.77 " in section  # ours had two
+    assert "Ours: Linux x86_64, 2 cores, 24.00 GiB; 2026-11-22." in section
     assert "unknown" not in section
 
 
