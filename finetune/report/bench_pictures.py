@@ -147,7 +147,7 @@ def kind_memory(bench: Bench, model: str, width: float) -> Picture | None:
     kinds = in_order({kind for cell in cells for kind in cell.by_kind})
     alt = "; ".join(f"{cell.name}: {gib(sum(cell.by_kind.values()))} GiB" for cell in cells)
     picture = Picture("kind-memory", f"Memory of rank 0, by kind: {model}", alt, width)
-    y = picture.legend([(spelled(kind), COLOURS.get(kind, OTHER)) for kind in kinds], 0) + 6
+    y = picture.legend([(spelled(kind), kind_colour(kind)) for kind in kinds], 0) + 6
     left, above = _left(cells, width)
     scale = Scale(0, max(sum(cell.by_kind.values()) for cell in cells) / GIB, left, width - 58)
     top, shapes = y, list[Shape]()
@@ -158,13 +158,18 @@ def kind_memory(bench: Bench, model: str, width: float) -> Picture | None:
             if size := cell.by_kind.get(kind, 0):
                 x, end = scale(below / GIB), scale((below + size) / GIB)
                 says = f"{spelled(kind)}: {gib(size)} GiB"
-                shapes.append(Box(x, place, max(end - x - (end - x > 3), 0.4), 17, COLOURS.get(kind, OTHER), says))
+                shapes.append(Box(x, place, max(end - x - (end - x > 3), 0.4), 17, kind_colour(kind), says))
                 below += size
         shapes.append(Word(scale(below / GIB) + 5, place + 13, gib(below), bold=True))
     ticks_below(picture, scale, top, y, "GiB (2**30 bytes)")
     picture.add(*shapes)
     picture.height = y + 34
     return picture
+
+
+def kind_colour(kind: str) -> str:
+    """That of the plan's pictures, for the kinds that are the same."""
+    return COLOURS.get(kind.removesuffix(" and other"), OTHER)
 
 
 def planned_against_measured(bench: Bench, what: str, title: str, words: str) -> Picture | None:

@@ -14,6 +14,7 @@ WIDTH, HEIGHT = 420.0, 190.0  # of a panel in pixels; the height is that of the 
 POINTS = 320  # of all curves of a panel together, about two to a pixel column
 FEWEST_POINTS = 60  # of a curve, however many there are
 DOTTED, FEW = 90, 12  # points of a panel, and of a curve, up to which each is a dot that says its value
+EXTRA, MOST_EXTRA = 1.3, 5.2  # pixels of a line's width
 LONG_NAME = 34  # letters
 
 
@@ -63,8 +64,10 @@ def draw(panel: Panel, axis: str, width: float = WIDTH, *, with_key: bool = Fals
     ticks_below(picture, across, up.start, up.start, WORDS[axis])
     each = max(FEWEST_POINTS, POINTS // len(panel.curves))
     dotted = sum(len(curve.points[axis]) for curve in panel.curves) <= DOTTED
-    for curve in panel.curves:
-        _add(picture, curve, curve.points[axis], across, up, each)
+    for place, curve in enumerate(panel.curves):
+        # What comes later is thinner, so that of curves which are the same each is seen.
+        extra = min(EXTRA * (len(panel.curves) - 1 - place), MOST_EXTRA)
+        _add(picture, curve, curve.points[axis], across, up, each, extra)
         if dotted or len(curve.points[axis]) <= FEW:
             _dots(picture, curve, curve.points[axis], across, up)
     picture.height = up.start + 34
@@ -88,7 +91,8 @@ def _scales(panel: Panel, axis: str, top: float, width: float) -> tuple[Scale, S
     return Scale(start, end, left, width - 12), up
 
 
-def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale, each: int) -> None:
+def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale, each: int,
+         extra: float) -> None:  # fmt: skip
     """Where there are more points than pixels, all of them faintly below their means."""
 
     def placed(some: Sequence[Point]) -> tuple[Point, ...]:
@@ -96,10 +100,10 @@ def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale,
 
     if len(points) > each:
         picture.add(Line(placed(thinned(points, each)), curve.colour, 1, opacity=0.35))
-        picture.add(Line(placed(smoothed(points, max(each // 4, 12))), curve.colour, 2, curve.dashed))
+        picture.add(Line(placed(smoothed(points, max(each // 4, 12))), curve.colour, 2 + extra, curve.dashed))
         return
     if len(points) > 1:
-        picture.add(Line(placed(points), curve.colour, 1.8, curve.dashed))
+        picture.add(Line(placed(points), curve.colour, 1.8 + extra, curve.dashed))
 
 
 def _dots(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale) -> None:

@@ -16,7 +16,7 @@ from finetune.report.axes import as_number
 from finetune.report.blocks import Block, Code, Drawn, Facts, Folded, Heading, Image, Section, Tiles, Words
 from finetune.report.confusion import confusion_picture
 from finetune.report.planned import planned
-from finetune.report.profile import profile_table
+from finetune.report.profile import profile_blocks
 from finetune.report.rank_memory import rank_bars
 from finetune.report.run import Run
 from finetune.report.run_curves import curves_of
@@ -46,7 +46,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
         Section("Speed and memory", tuple(_cost(runs, plans))),
         Section("Confusion matrix", _of_each(runs, _confusion)),
         Section("Pipeline schedule", _of_each(runs, _schedule)),
-        Section("Profile", _of_each(runs, _profile)),
+        Section("Profile", _of_each(runs, lambda run: profile_blocks(run.profile))),
         Section("Samples", _of_each(runs, _samples)),
         Section("Pictures", _of_each(runs, _pictures)),
         Section("Settings", tuple(_settings(runs))),
@@ -158,7 +158,7 @@ def _planned_table(pairs: Sequence[tuple[Run, Plan]]) -> Table:
             (run.name, "samples/s", figure(made.seconds.samples_per_second), figure(rate),
              ratio(made.seconds.samples_per_second, rate)),
             (run.name, "peak of a rank, GiB", gib(made.peak_bytes), gib(peak) if peak else "",
-             ratio(made.peak_bytes, peak)),
+             ratio(made.peak_bytes, peak) if run.environment.get("gpus") else ""),
         ]  # fmt: skip
     columns = ("run", "figure", "planned", "measured", "planned / measured")
     table = Table("Planned against measured", columns, tuple(rows), texts=("figure",))
@@ -169,7 +169,8 @@ def _planned_words(pairs: Sequence[tuple[Run, Plan]]) -> str:
     machines = " and ".join(dict.fromkeys(made.machine.name for _, made in pairs))
     return (
         f"Planned by finetune plan from the run's flags, for the shipped profile of {machines}; another machine of "
-        "that kind may be faster or slower."
+        "that kind may be faster or slower. Planned bytes are those of tensors; a CPU run measures the "
+        "process with its libraries, so the two are not divided."
     )
 
 
@@ -189,10 +190,6 @@ def _confusion(run: Run) -> list[Block]:
 def _schedule(run: Run) -> list[Block]:
     drawn = schedule_pictures(run.schedule)
     return drawn or _image(run, "schedule.png", "A step of the pipeline, planned and measured")
-
-
-def _profile(run: Run) -> list[Block]:
-    return list(profile_table(run.profile))
 
 
 def _samples(run: Run) -> list[Block]:

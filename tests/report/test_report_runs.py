@@ -151,13 +151,14 @@ def test_an_unfinished_run_with_a_torn_last_line_is_shown_as_far_as_it_is(tmp_pa
 
 
 MARKED = ("metrics.jsonl", "all_results.json", "environment.json", "recipe.yaml", "schedule.json",
-          "confusion_matrix.json", "ds_config.json")  # fmt: skip
+          "confusion_matrix.json", "ds_config.json", "profile/summary.json")  # fmt: skip
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "[1, 2]", '{"a": NaN}', "\udcff", "[" * 100_000, "1e999"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "[1, 2]", '{"a": NaN}', "\udcff", "[" * 3_000, "1e999"])
 def test_any_file_may_be_broken(content: str, tmp_path: Path) -> None:
     for broken in MARKED:
-        folder = run_folder(tmp_path / broken.partition(".")[0])
+        folder = run_folder(tmp_path / broken.partition(".")[0].replace("/", "-"))
+        (folder / "profile").mkdir()
         (folder / broken).write_bytes(content.encode("utf-8", "surrogateescape"))
         page, _, _ = page_of([folder], tmp_path)
         assert "The run" in page.text
@@ -254,7 +255,11 @@ def hostile_run(folder: Path, bad: str) -> Path:
     (folder / "samples.md").write_text(f"## Step 3\n\n```\n{bad}\n```\n\n")
     (folder / "README.md").write_text(f"# {bad}\n")
     (folder / "profile").mkdir(exist_ok=True)
-    (folder / "profile" / "summary.json").write_text(json.dumps({bad: [{"part": bad, bad: 1.0}]}))
+    (folder / "profile" / "summary.json").write_text(
+        json.dumps(
+            {"steps": [bad], "ranks": [{"rank": bad, "steps": [{"parts_nanoseconds": {bad: 1e6, "forward": 2e6}}]}]}
+        )
+    )
     return folder
 
 
@@ -290,6 +295,20 @@ def test_any_text_at_all_leaves_the_page_whole(bad: str, tmp_path_factory: pytes
     folder = hostile_run(tmp_path / "run", bad + "</script><img src=x onerror=alert(1)>")
     _, text, _ = page_of([folder], tmp_path, command=bad)
     assert_harmless(text)
+
+
+def test_a_profile_is_a_table_by_part_and_rank(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "profile").mkdir()
+    steps = [{"parts_nanoseconds": {"forward": 2e6 * step, "communication": 1e6}} for step in (1, 3)]
+    ranks = [{"rank": rank, "steps": steps} for rank in range(2)]
+    record = {"steps": [4, 5], "untraced_step_seconds": 0.25, "ranks": ranks}
+    (folder / "profile" / "summary.json").write_text(json.dumps(record))
+    page, _, _ = page_of([folder], tmp_path)
+    table = page.text.partition("Where a step's time goes")[2].partition("Samples")[0]
+    assert "forward 4 80.0% 4 4 4 communication 1 20.0% 1 1 1 step 5 100.0% 5 5 5" in table
+    assert "Means over 2 traced steps. A step that is not traced takes 250 ms." in table
+    assert "rank 1, communication: 1 ms" in page.texts
 
 
 @pytest.mark.parametrize("value", [True, "3", None, [1], math.nan, math.inf, 10**400])
