@@ -38,6 +38,15 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Area:
+    """What its points enclose."""
+
+    points: tuple[Point, ...]
+    colour: str
+    opacity: float = 1.0
+
+
+@dataclass(frozen=True)
 class Dot:
     """`hollow`: a ring."""
 
@@ -66,7 +75,7 @@ class Word:
         return letters(self.text, self.size)
 
 
-Shape = Box | Line | Dot | Word
+Shape = Box | Line | Area | Dot | Word
 
 
 @dataclass

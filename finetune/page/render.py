@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from finetune.page.drawing import Box, Dot, Line, Picture, Shape
+from finetune.page.drawing import Area, Box, Dot, Line, Picture, Shape
 from finetune.page.words import plain
 
 PIXELS_PER_INCH, POINTS_PER_INCH = 96, 72
@@ -80,6 +80,9 @@ def _shape(shape: Shape) -> str:
         faint = f";opacity:{shape.opacity:g}" if shape.opacity < 1 else ""
         look = f"fill:none;stroke:{colour};stroke-width:{shape.width:g}{dashes}{faint}"
         return f'<polyline points="{points}" style="{look}"/>'
+    if isinstance(shape, Area):
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
+        return f'<polygon points="{points}" style="fill:{colour};opacity:{shape.opacity:g}"/>'
     if isinstance(shape, Dot):
         place = f'cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}"'
         look = f"fill:{'none' if shape.hollow else colour};stroke:{colour};stroke-width:1.5"
@@ -102,7 +105,7 @@ def escaped(text: str) -> str:
 
 def paint(axes: Any, shape: Shape, down: float) -> None:
     """On axes whose unit is a pixel, `down` pixels below, and over what is there."""
-    from matplotlib.patches import Ellipse, Rectangle
+    from matplotlib.patches import Ellipse, Polygon, Rectangle
 
     colour, points = DAY.get(shape.colour, shape.colour), POINTS_PER_INCH / PIXELS_PER_INCH
     level: dict[str, Any] = {"zorder": 1}  # one for all: then they are drawn in the order in which they come
@@ -114,6 +117,9 @@ def paint(axes: Any, shape: Shape, down: float) -> None:
         look = {"color": colour, "linewidth": shape.width * points, "linestyle": (0, (4, 3)) if shape.dashed else "-",
                 "alpha": shape.opacity}  # fmt: skip
         axes.plot(x, [v + down for v in y], **look, **level)
+    elif isinstance(shape, Area):
+        corners = [(x, y + down) for x, y in shape.points]
+        axes.add_patch(Polygon(corners, facecolor=colour, linewidth=0, alpha=shape.opacity, **level))
     elif isinstance(shape, Dot):
         look = {"facecolor": "none" if shape.hollow else colour, "edgecolor": colour, "linewidth": 1.5 * points}
         axes.add_patch(Ellipse((shape.x, shape.y + down), 2 * shape.radius, 2 * shape.radius, **look, **level))

@@ -126,7 +126,8 @@ def _curves(block: Curves, numbers: Iterator[int]) -> str:
         f'<li><svg width="12" height="12" aria-hidden="true"><rect width="12" height="12" rx="2" '
         f'style="fill:var(--{colour})"/></svg>{escaped(shortened(name))}</li>' for name, colour in block.key
     )  # fmt: skip
-    choice = f'<fieldset class="axes"><legend>over</legend>{inputs}</fieldset>'
+    hidden = " hidden" if len(block.axes) < 2 else ""  # there is nothing to choose
+    choice = f'<fieldset class="axes"{hidden}><legend>over</legend>{inputs}</fieldset>'
     return (
         f'<div class="curves"><style>{rules}</style>{choice}{f"<ul class=key>{key}</ul>" if key else ""}'
         f'<div class="panels">{panels}</div></div>'

@@ -94,7 +94,8 @@ def _folded(block: Folded, keep: Keep) -> Iterator[str]:
 
 
 def _picture(picture: Picture, keep: Keep) -> str:
-    return f"![{cell(plain(picture.alt))}]({keep(picture.title, svg_file(picture), 'svg')})"
+    linked = f"![{cell(plain(picture.alt))}]({keep(picture.title, svg_file(picture), 'svg')})"
+    return f"**{cell(plain(picture.title))}**\n\n{linked}"
 
 
 def _slug(text: str) -> str:

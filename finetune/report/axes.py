@@ -68,14 +68,13 @@ def _rate(row: Mapping[str, Any], what: str) -> float | None:
     return as_number(row.get(f"{what}_per_second"))
 
 
-def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most about `most` of them: of each stretch the lowest and the highest, so that no peak is lost."""
-    if len(points) <= most:
-        return list(points)
-    kept = [points[0]]
-    for part in _stretches(points, max(most // 2 - 1, 1)):
-        kept += sorted({min(part, key=_height), max(part, key=_height)})
-    return [*kept, points[-1]]
+def envelope(points: Sequence[Point], most: int) -> tuple[list[Point], list[Point]]:
+    """The lowest and the highest of at most `most` stretches, so that no peak is lost, from end to end."""
+    parts = _stretches(points, most)
+    places = [part[len(part) // 2][0] for part in parts]
+    places[0], places[-1] = points[0][0], points[-1][0]
+    lowest = [(x, min(y for _, y in part)) for x, part in zip(places, parts, strict=True)]
+    return lowest, [(x, max(y for _, y in part)) for x, part in zip(places, parts, strict=True)]
 
 
 def smoothed(points: Sequence[Point], most: int) -> list[Point]:
@@ -87,7 +86,3 @@ def smoothed(points: Sequence[Point], most: int) -> list[Point]:
 def _stretches(points: Sequence[Point], count: int) -> list[Sequence[Point]]:
     edges = [round(index * len(points) / count) for index in range(count + 1)]
     return [points[a:b] for a, b in pairwise(edges) if b > a]
-
-
-def _height(point: Point) -> float:
-    return point[1]

@@ -181,7 +181,7 @@ def planned_against_measured(bench: Bench, what: str, title: str, words: str) ->
         return None
     ratios = [planned / measured for _, planned, measured in found]
     spread = f"median {statistics.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}"
-    alt = f"Planned / measured over {len(found)} cells: {spread}."
+    alt = f"Planned / measured: {spread}; cells: {len(found)}."
     picture = Picture(f"planned-{what}", title, alt, WIDTH)
     models = list(dict.fromkeys(cell.model for cell, _, _ in found))
     y = picture.legend([(shortened(model), colour_of(index)) for index, model in enumerate(models)], 0) + 14

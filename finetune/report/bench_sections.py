@@ -89,7 +89,7 @@ def _drawn(draw: Callable[[float], Picture]) -> Drawn:
 def _memory(bench: Bench) -> list[Block]:
     blocks: list[Block] = []
     if by := bench.measured_by:
-        blocks.append(Words(f"Peak and average are bytes by {' and '.join(by)}.", "muted"))
+        blocks.append(Words(f"Peak and average: {' and '.join(by)}.", "muted"))
     for model in bench.models:
         for draw in (rank_memory, kind_memory):
             wide, narrow = draw(bench, model, WIDE), draw(bench, model, NARROW)

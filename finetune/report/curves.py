@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.page.drawing import SMALL, Dot, Line, Picture, Point, Scale, letters, shortly, ticks_below, ticks_left
+from finetune.page.drawing import (
+    SMALL,
+    Area,
+    Dot,
+    Line,
+    Picture,
+    Point,
+    Scale,
+    letters,
+    shortly,
+    ticks_below,
+    ticks_left,
+)
 from finetune.page.render import SERIES
 from finetune.page.words import number
-from finetune.report.axes import AXES, WORDS, smoothed, thinned
+from finetune.report.axes import AXES, WORDS, envelope, smoothed
 
 WIDTH, HEIGHT = 420.0, 190.0  # of a panel in pixels; the height is that of the curves alone
 POINTS = 320  # of all curves of a panel together, about two to a pixel column
 FEWEST_POINTS = 60  # of a curve, however many there are
 DOTTED, FEW = 90, 12  # points of a panel, and of a curve, up to which each is a dot that says its value
-EXTRA, MOST_EXTRA = 1.3, 5.2  # pixels of a line's width
+EXTRA, MOST_EXTRA = 1.2, 4.8  # pixels of a line's width
 LONG_NAME = 34  # letters
 
 
@@ -66,7 +78,8 @@ def draw(panel: Panel, axis: str, width: float = WIDTH, *, with_key: bool = Fals
     dotted = sum(len(curve.points[axis]) for curve in panel.curves) <= DOTTED
     for place, curve in enumerate(panel.curves):
         # What comes later is thinner, so that of curves which are the same each is seen.
-        extra = min(EXTRA * (len(panel.curves) - 1 - place), MOST_EXTRA)
+        above = sum(other.dashed == curve.dashed for other in panel.curves[place + 1 :])
+        extra = min(EXTRA * above, MOST_EXTRA)
         _add(picture, curve, curve.points[axis], across, up, each, extra)
         if dotted or len(curve.points[axis]) <= FEW:
             _dots(picture, curve, curve.points[axis], across, up)
@@ -93,13 +106,14 @@ def _scales(panel: Panel, axis: str, top: float, width: float) -> tuple[Scale, S
 
 def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale, each: int,
          extra: float) -> None:  # fmt: skip
-    """Where there are more points than pixels, all of them faintly below their means."""
+    """Where there are more points than pixels, their range faintly below their means."""
 
     def placed(some: Sequence[Point]) -> tuple[Point, ...]:
         return tuple((across(x), up(y)) for x, y in some)
 
     if len(points) > each:
-        picture.add(Line(placed(thinned(points, each)), curve.colour, 1, opacity=0.35))
+        lowest, highest = envelope(points, max(each // 2, 24))
+        picture.add(Area((*placed(lowest), *reversed(placed(highest))), curve.colour, 0.25))
         picture.add(Line(placed(smoothed(points, max(each // 4, 12))), curve.colour, 2 + extra, curve.dashed))
         return
     if len(points) > 1:

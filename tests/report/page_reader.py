@@ -25,7 +25,7 @@ class PageReader(HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in {"rect", "circle", "polyline"}
+        assert tag in {"rect", "circle", "polyline", "polygon"}
         self.tags.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:

@@ -20,7 +20,7 @@ from report_folders import HOSTILE, run_folder
 
 from finetune.cli import main
 from finetune.errors import RequestError
-from finetune.report.axes import SECONDS, STEP, TOKENS, as_number, places, smoothed, thinned
+from finetune.report.axes import SECONDS, STEP, TOKENS, as_number, envelope, places, smoothed
 from finetune.report.run import read_run
 from finetune.report.run_curves import curves_of
 from finetune.report.write import write
@@ -92,15 +92,17 @@ def test_ten_thousand_steps_are_a_small_page_that_keeps_every_peak(tmp_path: Pat
     assert "highest 1,234" in text or "highest 1,235" in text
 
 
-def test_thinning_keeps_the_ends_and_the_extremes() -> None:
+def test_what_stands_for_many_points_keeps_the_ends_and_the_extremes() -> None:
     points = [(float(i), math.sin(i / 50)) for i in range(10_000)]
     points[777], points[888] = (777.0, 9.0), (888.0, -9.0)
-    kept = thinned(points, 200)
-    assert len(kept) <= 202
-    assert {points[0], points[-1], points[777], points[888]} <= set(kept)
-    assert kept == sorted(kept)
-    assert thinned(points[:200], 200) == points[:200]
+    lowest, highest = envelope(points, 200)
+    assert len(lowest) == len(highest) == 200
+    assert (lowest[0][0], lowest[-1][0]) == (0, 9999)
+    assert [x for x, _ in lowest] == [x for x, _ in highest] == sorted(x for x, _ in lowest)
+    assert max(highest, key=lambda point: point[1]) == (pytest.approx(777, abs=50), 9.0)
+    assert min(lowest, key=lambda point: point[1]) == (pytest.approx(888, abs=50), -9.0)
     assert [len(smoothed(points[:count], 50)) for count in (10, 50, 5000)] == [10, 50, 50]
+    assert smoothed([(0.0, 1.0), (2.0, 3.0)], 1) == [(1.0, 2.0)]
 
 
 def test_tokens_and_seconds_of_training_add_up_over_rows_of_several_steps() -> None:
