@@ -15,6 +15,7 @@ from finetune.report.axes import as_number
 
 METRICS, RESULTS, ENVIRONMENT, RECIPE = "metrics.jsonl", "all_results.json", "environment.json", "recipe.yaml"
 MARKS = (METRICS, RESULTS, "train_results.json", "eval_results.json", ENVIRONMENT, RECIPE)  # of a run folder
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other takes seconds for a file of brackets
 LONGEST_TEXT = 20_000  # letters of samples.md or of the card that are shown
 LARGEST_PICTURE_BYTES = 2_000_000
 
@@ -140,7 +141,7 @@ def _first(folder: Path, names: tuple[str, ...], notes: list[str]) -> dict[str, 
 
 def _read_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(_read_text(path, notes, None))
+        found = yaml.load(_read_text(path, notes, None), Loader=SAFE_LOADER)
     except (yaml.YAMLError, ValueError, RecursionError):
         notes.append(f"{path.name}: left out, it is torn or no YAML.")
         return {}
