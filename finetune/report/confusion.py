@@ -21,13 +21,13 @@ def confusion_picture(found: dict[str, Any], width: float) -> Picture | None:
     names = [shortened(str(label), LONG_LABEL) for label in labels]
     right, whole = sum(row[index] for index, row in enumerate(counts)), sum(map(sum, counts))
     alt = f"{right:,} of {whole:,} are right; rows are true labels, columns predicted ones."
-    names = [f"{place} {name}" for place, name in enumerate(names, 1)]
-    left = min(max(letters(name, SMALL) for name in names) + 10, width * 0.38)
+    numbered = [f"{place} {name}" for place, name in enumerate(names, 1)]
+    left = min(max(letters(name, SMALL) for name in numbered) + 10, width * 0.38)
     cell = min(CELL, (width - left - 2) / len(names))
     picture = Picture("confusion", "True labels against predicted ones", alt, width)
     picture.add(Word(left, 12, "predicted, numbered as the rows", colour=MUTED))
     top = 34.0
-    for row, name in enumerate(names):
+    for row, name in enumerate(numbered):
         y = top + cell * row
         kept = shortened(name, max(int((left - 8) / letters("x", SMALL)), 6))
         picture.add(Word(left - 6, y + cell / 2 + 4, kept, "end"))
