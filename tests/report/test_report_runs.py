@@ -44,7 +44,8 @@ def test_a_run_s_page_has_its_figures_curves_labels_samples_and_command(tmp_path
     page, _, notes = page_of([run_folder(tmp_path / "run")], tmp_path, "finetune report run")
     assert notes == []
     for words in ("Done: 30 steps in 1.8 s on 2 ranks.", "0.83", "61,000", "Loss", "Accuracy of the evaluation",
-                  "Learning rate", "Norm of the gradients", "Tokens a second, all ranks", "123 of 137 are right", "email taken for asyncio: 1, 2%",
+                  "Learning rate", "Norm of the gradients", "Tokens a second, all ranks", "123 of 137 are right",
+                  "email taken for asyncio: 1, 2%",
                   "The interpreter reads <stdin> & more", "deepspeed --num_gpus 2 recipes/seq_cls.py --max_steps 30",
                   "torch 2.13.0, deepspeed 0.19.8", "finetune report run", "Planned against measured"):  # fmt: skip
         assert words in page.text, words
