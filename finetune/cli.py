@@ -67,6 +67,14 @@ def parser() -> argparse.ArgumentParser:
     add("--master_addr", metavar="HOST", help="where the ranks meet, if it is another host, which must be reached")
     add("--master_port", type=int, default=29500, metavar="PORT", help="where the ranks meet (default 29500)")
     _plan_options(commands.add_parser("plan", help="what a run takes and how fast it goes, before anything is loaded"))
+    report = commands.add_parser(
+        "report", help="what runs and benches did, as one page that loads nothing, or Markdown"
+    )
+    report.set_defaults(handler=_report)
+    add = report.add_argument
+    add("paths", nargs="+", metavar="RUN_OR_BENCH", help="the --output_dir of a recipe or of `finetune bench`")
+    add("--html", metavar="FILE", help="the page (default: report.html in the folder, or here for several)")
+    add("--markdown", metavar="FILE", help="for a model card, its pictures in a folder beside it")
     launch = commands.add_parser("launch", help="print the command that starts a recipe on the machine or cluster")
     launch.set_defaults(handler=_launch)
     add = launch.add_argument
@@ -125,6 +133,12 @@ def _check(asked: argparse.Namespace) -> int:
 
 def _plan(asked: argparse.Namespace) -> int:
     from finetune.commands.plan import run
+
+    return run(asked)
+
+
+def _report(asked: argparse.Namespace) -> int:
+    from finetune.commands.report import run
 
     return run(asked)
 

@@ -14,12 +14,18 @@ TOKEN = re.compile(
 )
 MEMBER = re.compile(r"""(["']?(\w+)["']?\s*:\s*)("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s,}\]]+)""")
 LEAST_CHARACTERS = 8
+WORDS = ("token", "key", "password", "secret")
 HIDDEN = "***"
 
 
 def is_secret(key: str, value: str) -> bool:
     """True for what looks like a secret under this key, or under any."""
     return bool(TOKEN.search(value)) or (bool(KEY.search(key)) and len(value) >= LEAST_CHARACTERS and value != "auto")
+
+
+def names_a_secret(flag: str) -> bool:
+    """Of a recipe's flag, whatever its value is."""
+    return any(part in WORDS for part in flag.lower().replace("-", "_").split("_"))
 
 
 def hidden(text: str) -> str:

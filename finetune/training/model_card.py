@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from finetune.page.markdown import cell, fenced
 from finetune.training.run_folder import write_text
 
-# Autoescape is for HTML; Markdown cells are made safe by `cell` below, and front matter by JSON, which YAML contains.
+# Autoescape is for HTML; Markdown cells are made safe by `cell`, and front matter by JSON, which YAML contains.
 TEMPLATE = """---
 library_name: transformers
 pipeline_tag: {{ card.pipeline_tag }}
@@ -89,7 +89,7 @@ class Card:
 def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any]) -> str:
     """Markdown with the hub's front matter. Names and paths from data are escaped."""
     engine = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
-    engine.filters |= {"cell": _cell, "json": json.dumps, "fenced": fenced}
+    engine.filters |= {"cell": cell, "json": json.dumps, "fenced": fenced}
     return engine.from_string(TEMPLATE).render(
         card=card,
         metrics=[(name, _number(value)) for name, value in metrics.items() if isinstance(value, int | float)],
@@ -108,21 +108,6 @@ def results_of(folder: Path) -> dict[str, Any]:
     """What the Trainer gathered in all_results.json; nothing where it did not."""
     path = folder / "all_results.json"
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-
-
-def fenced(text: str) -> str:
-    """A block of Markdown that shows `text` as it is, whatever fences it has itself."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}\n{text}\n{fence}"
-
-
-def _cell(text: Any) -> str:
-    """One line that neither ends a table cell nor starts markup."""
-    line = " ".join(str(text).split())
-    for character in "\\|<>`*_[]#!":
-        line = line.replace(character, "\\" + character)
-    return line
 
 
 def _number(value: float) -> str:

@@ -15,7 +15,7 @@ from finetune.errors import RunError
 from finetune.training.metrics import confusion, log_softmax
 from finetune.training.model_card import Card, results_of, write_card
 from finetune.training.plots import plot_confusion, plot_training
-from finetune.training.run_folder import read_metrics
+from finetune.training.run_folder import read_metrics, write_json
 
 SHOWN_AT_THE_END = (
     "eval_accuracy",
@@ -183,6 +183,7 @@ def write_language_report(
 
 def _confusion_matrix(folder: Path, counts: Any, labels: Labels) -> list[tuple[str, str]]:
     plot_confusion(counts, labels.names, folder / "confusion_matrix.png")
+    write_json(folder / "confusion_matrix.json", {"labels": list(labels.names), "counts": counts.tolist()})
     return [("confusion_matrix.png", "True against predicted labels of the validation split")]
 
 

@@ -21,6 +21,7 @@ import yaml
 from transformers import TrainerCallback
 
 from finetune.dsconfig.load import NVME_FOLDER
+from finetune.dsconfig.secret import names_a_secret
 from finetune.errors import RunError, disk_is_full
 from finetune.training.launch import Launch
 from finetune.training.output_dir import RUN_RECORD
@@ -28,7 +29,6 @@ from finetune.training.output_dir import RUN_RECORD
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "tokenizers", "scikit-learn", "numpy")
 ONCE = ("config", "resume", "overwrite_output_dir")  # flags that a second run must not repeat
 FULL_DISK_BYTES = 16 * 2**20
-SECRET_WORDS = ("token", "key", "password", "secret")
 
 
 class MetricsFile(TrainerCallback):
@@ -61,7 +61,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def write_records(folder: Path, values: dict[str, Any], argv: Sequence[str], launch: Launch) -> None:
     """`recipe.yaml`, which `--config` takes to run again, and `environment.json`."""
-    kept = {k: v for k, v in sorted(values.items()) if v is not None and not _is_secret(k) and k not in ONCE}
+    kept = {k: v for k, v in sorted(values.items()) if v is not None and not names_a_secret(k) and k not in ONCE}
     write_text(folder / RUN_RECORD, yaml.safe_dump(_plain(kept), sort_keys=True))
     record = {
         "command": command_line(argv, launch),
@@ -87,7 +87,7 @@ def command_line(argv: Sequence[str], launch: Launch) -> str:
         if word.startswith(("--local_rank", "--local-rank")):
             continue
         name = word.split("=")[0]
-        secret = word.startswith("--") and _is_secret(name)
+        secret = word.startswith("--") and names_a_secret(name)
         words.append("***" if hide else f"{name}=***" if secret and "=" in word else word)
         hide = secret and "=" not in word
     return shlex.join(words)
@@ -134,10 +134,6 @@ def explained_disk_errors(folder: Path) -> Iterator[None]:
 def _torch_met_a_full_disk(error: BaseException, folder: Path) -> bool:
     """torch.save gives no errno (torch, caffe2/serialize/inline_container.cc)."""
     return "inline_container" in str(error) and shutil.disk_usage(folder).free < FULL_DISK_BYTES
-
-
-def _is_secret(name: str) -> bool:
-    return any(part in SECRET_WORDS for part in name.lower().replace("-", "_").split("_"))
 
 
 def _version(name: str) -> str:

@@ -13,7 +13,7 @@ from finetune.data.encoding import refuse_unknown_characters
 from finetune.data.tokenizer import letters_of
 from finetune.errors import RequestError
 from finetune.models.source import positions_of
-from finetune.training.model_card import fenced
+from finetune.page.markdown import fenced
 
 SAMPLES_FILE = "samples.md"
 

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 import pytest
 from rich.console import Console
 
+from finetune.page.words import gib, number, seconds_words
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import RankMemory
@@ -20,7 +21,6 @@ from finetune.plan.plan import Plan, plan
 from finetune.plan.report.kinds import rank_kinds
 from finetune.plan.report.show import show
 from finetune.plan.report.tables import layout_table, memory_table, step_table
-from finetune.plan.report.words import gib, number, seconds_words
 from finetune.plan.search import Candidate, Found, slower_by
 from finetune.plan.seconds import StepSeconds
 from finetune.plan.step import Moment

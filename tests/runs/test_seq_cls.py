@@ -67,6 +67,7 @@ def test_the_run_folder_is_complete_and_opens_with_label_names(own_run: Finished
         "README.md all_results.json config.json confusion_matrix.png environment.json eval_results.json metrics.jsonl"
     )
     wanted += " model.safetensors predictions.csv recipe.yaml tokenizer.json train_results.json training_curve.png"
+    wanted += " confusion_matrix.json"
     assert set(wanted.split()) <= {path.name for path in own_run.folder.iterdir()}
     classify = pipeline("text-classification", str(own_run.folder), device="cpu")
     assert classify("a great and superb film")[0]["label"] == "good"
@@ -74,6 +75,16 @@ def test_the_run_folder_is_complete_and_opens_with_label_names(own_run: Finished
     figures = [row for row in own_run.steps if "padding_share" in row]
     assert len(figures) == OWN["max_steps"]
     assert all(0 <= row["padding_share"] < 0.5 and row["real_tokens_per_second"] > 0 for row in figures)
+
+
+def test_a_run_is_reported_with_its_labels_and_all_that_it_logged(own_run: Finished, tmp_path: Path) -> None:
+    from finetune.report.write import write
+
+    assert write([own_run.folder], html=tmp_path / "report.html", markdown=tmp_path / "report.md") == []
+    page = (tmp_path / "report.html").read_text()
+    for words in (f"Done: {OWN['max_steps']} steps", " taken for good: ", "Norm of the gradients", "macro F1"):
+        assert words in page, words
+    assert "| eval\\_f1\\_macro | " in (tmp_path / "report.md").read_text()
 
 
 def test_a_trained_model_predicts_without_the_training_data(

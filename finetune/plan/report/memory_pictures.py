@@ -5,11 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from finetune.plan.engines.layout import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, STATES
-from finetune.plan.engines.pipeline import PIPE
-from finetune.plan.memory import BATCH, BUFFERS, WORKSPACE
-from finetune.plan.program import ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY
-from finetune.plan.report.drawing import (
+from finetune.page.drawing import (
     ACCENT,
     INK,
     LIMIT,
@@ -27,8 +23,13 @@ from finetune.plan.report.drawing import (
     ticks_below,
     ticks_left,
 )
+from finetune.page.words import GIB, gib, spelled
+from finetune.plan.engines.layout import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, STATES
+from finetune.plan.engines.pipeline import PIPE
+from finetune.plan.memory import BATCH, BUFFERS, WORKSPACE
+from finetune.plan.program import ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY
 from finetune.plan.report.kinds import SAVED, in_order, on_host, rank_kinds
-from finetune.plan.report.words import GIB, gib, moment_words, spelled
+from finetune.plan.report.words import moment_words
 
 if TYPE_CHECKING:
     from finetune.plan.memory import RankMemory

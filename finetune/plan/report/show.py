@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from finetune.page.table import GAP, Table
+from finetune.page.words import plain
 from finetune.plan.report.tables import (
-    GAP,
     WHY,
-    Table,
     host_table,
     layout_table,
     memory_table_that_fits,
@@ -16,7 +16,7 @@ from finetune.plan.report.tables import (
     step_table,
     summary_table,
 )
-from finetune.plan.report.words import headline, mend_words, more_words, peak_words, plain, verdict
+from finetune.plan.report.words import headline, mend_words, more_words, peak_words, verdict
 
 if TYPE_CHECKING:
     from rich.console import Console

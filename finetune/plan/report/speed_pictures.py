@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from finetune.plan.report.drawing import (
+from finetune.page.drawing import (
     ACCENT,
     GRID,
     LIMIT,
@@ -25,7 +25,7 @@ from finetune.plan.report.drawing import (
     ticks_below,
     ticks_left,
 )
-from finetune.plan.report.words import GIB, gib, number, seconds_words
+from finetune.page.words import GIB, gib, number, seconds_words
 from finetune.plan.schedule import BACKWARD, FORWARD, IDLE, RECEIVE, SEND, Schedule
 
 if TYPE_CHECKING:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from finetune.page.table import Table
+from finetune.page.words import GIB, gib, number, seconds_words, spelled
 from finetune.plan.report.kinds import fills_host, in_order, on_host, rank_kinds
-from finetune.plan.report.words import GIB, gib, moment_words, number, seconds_words, spelled
+from finetune.plan.report.words import moment_words
 from finetune.plan.search import slower_by
 
 if TYPE_CHECKING:
@@ -17,40 +17,9 @@ if TYPE_CHECKING:
     from finetune.plan.search import Candidate, Found
 
 AS_FAST = 1e-3  # a plan is no better than this
-GAP = 2  # columns between two of a table
 LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES = "layout", "micro", "accum", "ckpt", "stages"
 PEAK, OF_LIMIT, STEP, RATE, RELATIVE = "peak GiB", "of limit", "step s", "samples/s", "relative"
 WHY = "why slower, a sample"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Texts. Where there is little room, columns go in the order of `expendable`; the first is text, the rest are
-    numbers, but for `texts`. `total`: the rows from this one on sum up those before."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    expendable: tuple[str, ...] = ()
-    texts: tuple[str, ...] = ()
-    total: int | None = None
-
-    @property
-    def width(self) -> int:
-        heads = (name.split("\n") for name in self.columns)
-        cells = zip(heads, zip(*self.rows, strict=True), strict=True)
-        return sum(max(map(len, (*head, *column))) + GAP for head, column in cells)
-
-    def without(self, names: Iterable[str]) -> Table:
-        kept = [index for index, name in enumerate(self.columns) if name not in set(names)]
-        rows = tuple(tuple(row[index] for index in kept) for row in self.rows)
-        return dataclasses.replace(self, columns=tuple(self.columns[index] for index in kept), rows=rows)
-
-    def fitted(self, width: int) -> Table:
-        gone: list[str] = []
-        while self.without(gone).width > width and len(gone) < len(self.expendable):
-            gone.append(self.expendable[len(gone)])
-        return self.without(gone)
 
 
 def memory_table(plan: Plan, kinds: Sequence[tuple[str, RankMemory]]) -> Table:
@@ -153,7 +122,7 @@ def layout_table(plan: Plan, found: Found) -> Table:
         ))  # fmt: skip
     columns = ("#", LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES, PEAK, OF_LIMIT, STEP, RATE, RELATIVE, WHY)
     title = f"Layouts that fit, of {gib(plan.limit_bytes)} GiB a rank, the fastest first"
-    table = Table(title, columns, tuple(rows), expendable=(OF_LIMIT, WHY, STEP), texts=(LAYOUT, WHY))
+    table = Table(title, columns, tuple(rows), expendable=(OF_LIMIT, WHY, STEP), texts=(LAYOUT, WHY), folding=(WHY,))
     jobs = [one.plan.job for one in found.fitting]
     same = [
         name for name, values in (

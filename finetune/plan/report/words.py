@@ -1,9 +1,10 @@
-"""Sentences and units, for the terminal, the page and the pictures."""
+"""Sentences about a plan, for the terminal, the page and the pictures."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from finetune.page.words import count_words, gib, number, plain, seconds_words
 from finetune.plan.job import NO_TEXT, PIPELINE, TRAINER
 from finetune.plan.report.kinds import fills_host, rank_kinds
 
@@ -11,8 +12,6 @@ if TYPE_CHECKING:
     from finetune.plan.plan import Plan
     from finetune.plan.search import Candidate
     from finetune.plan.step import Moment
-
-GIB = 2**30
 
 
 def headline(plan: Plan) -> str:
@@ -79,36 +78,3 @@ def moment_words(moment: Moment) -> str:
 
 def peak_words(plan: Plan) -> list[str]:
     return [f"The peak of {name} is in {moment_words(rank.peak)}." for name, rank in rank_kinds(plan)]
-
-
-def spelled(kind: str) -> str:
-    return kind.replace("_", " ")
-
-
-def gib(size: float) -> str:
-    """In GiB, 2**30 bytes; to a few MiB, or where all is small to a few KiB."""
-    return f"{size / GIB:,.2f}" if abs(size) >= GIB / 10 or not size else f"{size / GIB:,.4f}"
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def count_words(value: int) -> str:
-    for size, word in ((10**9, "billion"), (10**6, "million")):
-        if value >= size:
-            return f"{value / size:.4g} {word}"
-    return f"{value:,}"
-
-
-def seconds_words(seconds: float) -> str:
-    """In the unit that leaves one to three figures before the point."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{seconds / size:,.4g} {unit}"
-    return f"{seconds * 1e6:.3g} us" if seconds else "0 s"
-
-
-def plain(text: str) -> str:
-    """In one line, without what would move a terminal's cursor."""
-    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)

@@ -1,4 +1,4 @@
-"""What pictures are made of: shapes, scales and ticks. `finetune.plan.report.render` writes them as SVG and PNG.
+"""What pictures are made of: shapes, scales and ticks. `finetune.page.render` writes them as SVG and PNG.
 
 Places and sizes are in pixels from the upper left corner. A colour is "#rrggbb", or one of the page's own (INK, ...),
 which are others by day and by night.
@@ -34,6 +34,16 @@ class Line:
     colour: str = INK
     width: float = 1.5
     dashed: bool = False
+    opacity: float = 1.0
+
+
+@dataclass(frozen=True)
+class Area:
+    """What its points enclose."""
+
+    points: tuple[Point, ...]
+    colour: str
+    opacity: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class Word:
         return letters(self.text, self.size)
 
 
-Shape = Box | Line | Dot | Word
+Shape = Box | Line | Area | Dot | Word
 
 
 @dataclass
@@ -131,7 +141,10 @@ def _decades(low: float, high: float) -> list[float]:
 def ticks_below(picture: Picture, scale: Scale, top: float, bottom: float, words: str) -> None:
     for value in scale.ticks(max(3, int((scale.end - scale.start) / 90))):
         x = scale(value)
-        picture.add(Line(((x, top), (x, bottom)), GRID, 1), Word(x, bottom + 14, f"{value:,.5g}", "middle", MUTED))
+        text = f"{value:,.5g}"
+        beyond = x + letters(text, SMALL) / 2 > picture.width
+        word = Word(picture.width if beyond else x, bottom + 14, text, "end" if beyond else "middle", MUTED)
+        picture.add(Line(((x, top), (x, bottom)), GRID, 1), word)
     picture.add(Word(scale.start, bottom + 29, words, colour=MUTED))
 
 
@@ -139,11 +152,11 @@ def ticks_left(picture: Picture, scale: Scale, across: Scale, words: str) -> Non
     for value in scale.ticks(4):
         y = scale(value)
         picture.add(Line(((across.start, y), (across.end, y)), GRID, 1))
-        picture.add(Word(across.start - 5, y + 4, _short(value), "end", MUTED))
+        picture.add(Word(across.start - 5, y + 4, shortly(value), "end", MUTED))
     picture.add(Word(across.end, scale.end - 4, words, "end", MUTED))
 
 
-def _short(value: float) -> str:
+def shortly(value: float) -> str:
     """12000 as 12k: axes have little room."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 10 * size or (letter != "k" and value >= size):

@@ -1,0 +1,203 @@
+"""The sections of a report on a bench."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from finetune.page.drawing import Picture, Point
+from finetune.page.html import NARROW, WIDE
+from finetune.page.table import Table
+from finetune.page.words import gib
+from finetune.report.axes import SECONDS, STEP, as_number
+from finetune.report.bench import DDP, Bench, Cell, numbers, of_done
+from finetune.report.bench_pictures import (
+    cell_words,
+    kind_memory,
+    planned_against_measured,
+    rank_memory,
+    throughput_bars,
+)
+from finetune.report.blocks import Block, Code, Curves, Drawn, Facts, Folded, Panels, Section, Words
+from finetune.report.curves import Curve, Panel, colour_of
+from finetune.report.words import figure, ratio, said
+
+
+def bench_sections(bench: Bench, *, named: bool = False) -> list[Section]:
+    """`named`: with the bench's name in each title, where there are several."""
+    sections = [
+        Section("Summary", tuple(_summary(bench))),
+        Section("Throughput", tuple(_throughput(bench))),
+        Section("Memory", tuple(_memory(bench))),
+        Section("Planned against measured", tuple(_planned(bench))),
+        Section("Loss", tuple(_losses(bench))),
+        Section("Published figures beside ours", tuple(_published(bench))),
+        Section("What failed", tuple(_failures(bench))),
+        Section("Machine, versions and grid", tuple(_made(bench))),
+    ]
+    titled = f" of {bench.name}" if named else ""
+    return [Section(one.title + titled, one.blocks) for one in sections if one.blocks]
+
+
+def _summary(bench: Bench) -> list[Block]:
+    done = of_done(bench.cells)
+    words = f"{len(done)} of {len(bench.cells)} cells were measured"
+    rest = [cell for cell in bench.cells if not cell.done]
+    words += f"; {', '.join(f'{cell.name} ({cell.status})' for cell in rest[:6])} failed." if rest else "."
+    blocks: list[Block] = [Words(words, "verdict" if done else "bad")]
+    blocks += [Words(note, "muted") for note in bench.notes]
+    if bench.cells:
+        blocks.append(_summary_table(bench))
+        blocks.append(Words(
+            "Figures are medians over the repeats; the spread is half of their range. x DDP: throughput against DDP "
+            "with the same model, ranks, samples a step and precision, each repeat against the same repeat.", "muted"
+        ))  # fmt: skip
+    return blocks
+
+
+def _summary_table(bench: Bench) -> Table:
+    columns = ("cell", "status", "x DDP", "samples/s", "spread", "tokens/s", "peak GiB", "average GiB", "resident GiB",
+               "final loss", "model", "layout", "ranks", "micro-batch")  # fmt: skip
+    rows = []
+    for cell in bench.cells:
+        spread, share = cell.spread, bench.rate_to_ddp(cell)
+        rows.append((
+            cell.name, cell.status, "" if share is None else f"{share:.2f}", figure(cell.rate),
+            "" if spread is None else f"{spread:.1%}", figure(cell.median("tokens_per_second")),
+            _gib(cell.most("peak_bytes")), _gib(cell.most("average_bytes")), _gib(cell.most("rss_peak_bytes")),
+            figure(cell.final_loss), cell.model, cell.layout, cell.word("world_size"), cell.word("micro_batch"),
+        ))  # fmt: skip
+    table = Table("All cells", columns, tuple(rows), texts=("model", "layout", "status"))
+    return table.without(name for name, column in zip(columns, zip(*rows, strict=True), strict=True) if not any(column))
+
+
+def _gib(size: float | None) -> str:
+    return "" if size is None else gib(size)
+
+
+def _throughput(bench: Bench) -> list[Block]:
+    return [
+        _drawn(lambda width, model=model: throughput_bars(bench, model, width))  # type: ignore[misc]
+        for model in bench.models
+    ]
+
+
+def _drawn(draw: Callable[[float], Picture]) -> Drawn:
+    return Drawn(draw(WIDE), draw(NARROW))
+
+
+def _memory(bench: Bench) -> list[Block]:
+    blocks: list[Block] = []
+    if by := bench.measured_by:
+        blocks.append(Words(f"Peak and average: {' and '.join(by)}.", "muted"))
+    for model in bench.models:
+        for draw in (rank_memory, kind_memory):
+            wide, narrow = draw(bench, model, WIDE), draw(bench, model, NARROW)
+            if wide is not None and narrow is not None:
+                blocks.append(Drawn(wide, narrow))
+    return blocks
+
+
+def _planned(bench: Bench) -> list[Block]:
+    drawn = [
+        planned_against_measured(bench, "step_seconds", "Time of a step", "seconds"),
+        planned_against_measured(bench, "peak_bytes", "Peak memory of a rank", "GiB"),
+    ]
+    pictures = tuple(picture for picture in drawn if picture is not None)
+    if not pictures:
+        return []
+    rows = tuple(
+        (cell.name, figure(cell.planned("step_seconds")), figure(cell.step_seconds),
+         ratio(cell.planned("step_seconds"), cell.step_seconds), _gib(cell.planned("peak_bytes")),
+         _gib(cell.most("peak_bytes")), ratio(cell.planned("peak_bytes"), cell.most("peak_bytes")),
+         _gib(cell.most("average_bytes")))
+        for cell in bench.cells if cell.planned("step_seconds") or cell.planned("peak_bytes")
+    )  # fmt: skip
+    columns = ("cell", "step s\nplanned", "step s\nmeasured", "planned /\nmeasured", "peak GiB\nplanned",
+               "peak GiB\nmeasured", "planned / \nmeasured", "average GiB\nmeasured")  # fmt: skip
+    return [Panels(pictures), Table("Planned against measured", columns, rows)]
+
+
+def _losses(bench: Bench) -> list[Block]:
+    """A panel for all that should be the same: the cells of one model and one number of samples a step."""
+    groups: dict[tuple[str, int], list[Cell]] = {}
+    for cell in of_done(bench.cells):
+        if any(len(numbers(row.get("losses"))) > 1 for row in cell.done):
+            groups.setdefault((cell.model, cell.global_batch), []).append(cell)
+    if not groups:
+        return []
+    layouts = list(dict.fromkeys(cell.layout for cells in groups.values() for cell in cells))
+    panels = []
+    for place, ((model, batch), cells) in enumerate(groups.items()):
+        curves = tuple(Curve(cell_words(cell), colour_of(layouts.index(cell.layout)), _points(cell)) for cell in cells)
+        panels.append(Panel(f"loss-{place}", f"{model}, {batch:,} samples a step", curves))
+    axes = [axis for axis in (STEP, SECONDS) if all(axis in panel.axes for panel in panels)]
+    key = tuple((layout, colour_of(index)) for index, layout in enumerate(layouts))
+    said_below = Words("Layouts that compute the same lie over each other.", "muted")
+    return [Curves(tuple(panels), tuple(axes), key), said_below]
+
+
+def _points(cell: Cell) -> dict[str, list[Point]]:
+    row = next(row for row in cell.done if len(numbers(row.get("losses"))) > 1)
+    losses, seconds = numbers(row.get("losses")), numbers(row.get("step_seconds"))
+    points = {STEP: [(float(step), loss) for step, loss in enumerate(losses, 1)]}
+    if len(seconds) == len(losses):
+        ends = [sum(seconds[: index + 1]) for index in range(len(seconds))]
+        points[SECONDS] = list(zip(ends, losses, strict=True))
+    return points
+
+
+def _published(bench: Bench) -> list[Block]:
+    found = bench.study.get("figures")
+    figures = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    rows = [row for one in figures for row in _beside(bench, one, figures) if one.get("model") in bench.models]
+    if not rows:
+        return []
+    columns = ("model", "layout", "figure", "published", "ours", "ours / published")
+    table = Table("As ratios to DDP of the same model", columns, tuple(rows), texts=("layout", "figure"))
+    study = bench.study
+    theirs = f"Published: {said(study.get('title'))}, on {said(study.get('machine'))} ({said(study.get('source'))}). "
+    dates = sorted(day[:10] for day in bench.facts("started"))
+    when = "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    ours = f"Ours: {' | '.join(bench.facts('machine'))}; {when}. {said(study.get('note'))}"
+    return [table, Words(theirs + ours, "muted")]
+
+
+def _beside(bench: Bench, one: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A published layout's ratios, with ours of the same model, layout and stages where there is such a cell."""
+    model, layout, stages = one.get("model"), one.get("layout"), one.get("pipeline_parallel_size", 1)
+    ddp = next((other for other in figures if other.get("model") == model and other.get("layout") == DDP), {})
+    held, base = as_number(one.get("average_memory_gb")), as_number(ddp.get("average_memory_gb"))
+    cells = [cell for cell in bench.of(str(model)) if cell.layout == layout
+             and cell.count("pipeline_parallel_size", 1) == stages]  # fmt: skip
+    rows = list[tuple[str, ...]]()
+    for name, theirs, compare in (
+        ("throughput", as_number(one.get("throughput_to_ddp")), bench.rate_to_ddp),
+        ("average memory", held / base if held and base and one is not ddp else None, bench.memory_to_ddp),
+    ):
+        if theirs is not None:
+            ours = next((found for cell in cells if (found := compare(cell)) is not None), None)
+            words = f"{said(layout)}, {stages} stages" if stages != 1 else said(layout)
+            mine = "" if ours is None else f"{ours:.2f}"
+            rows.append((said(model), words, name, f"{theirs:.2f}", mine, ratio(ours, theirs)))
+    return rows
+
+
+def _failures(bench: Bench) -> list[Block]:
+    rows = tuple(
+        (cell.name, said(row.get("repeat")), said(row.get("status")), said(row.get("reason")), said(row.get("log")))
+        for cell in bench.cells for row in cell.rows if row.get("status") != "done"
+    )  # fmt: skip
+    columns = ("cell", "repeat", "status", "reason", "log")
+    texts = ("status", "reason", "log")
+    return [Table("Not measured, and why", columns, rows, texts=texts, folding=("reason",))] if rows else []
+
+
+def _made(bench: Bench) -> list[Block]:
+    """`started`: when the first repeat was."""
+    facts = [(key.replace("_", " "), " | ".join(found)) for key in ("machine", "versions", "git_revision")
+             if (found := bench.facts(key))]  # fmt: skip
+    if starts := sorted(bench.facts("started")):
+        facts.insert(0, ("started", starts[0]))
+    blocks: list[Block] = [Facts(tuple(facts))] if facts else []
+    return blocks + [Folded(name, (Code(text),)) for name, text in bench.grids.items()]

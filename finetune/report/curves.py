@@ -1,0 +1,135 @@
+"""Curves over an axis, small enough for a telephone, several beside each other on a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from finetune.page.drawing import (
+    SMALL,
+    Area,
+    Dot,
+    Line,
+    Picture,
+    Point,
+    Scale,
+    letters,
+    shortly,
+    ticks_below,
+    ticks_left,
+)
+from finetune.page.render import SERIES
+from finetune.page.words import number
+from finetune.report.axes import AXES, WORDS, envelope, smoothed
+
+WIDTH, HEIGHT = 420.0, 190.0  # of a panel in pixels; the height is that of the curves alone
+POINTS = 320  # of all curves of a panel together, about two to a pixel column
+FEWEST_POINTS = 60  # of a curve, however many there are
+DOTTED, FEW = 90, 12  # points of a panel, and of a curve, up to which each is a dot that says its value
+EXTRA, MOST_EXTRA = 1.2, 4.8  # pixels of a line's width
+LONG_NAME = 34  # letters
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`points` by axis; y is never missing. `dashed` sets an evaluation off from the training of the same run."""
+
+    name: str
+    colour: str
+    points: Mapping[str, Sequence[Point]]
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    name: str
+    title: str
+    curves: tuple[Curve, ...]
+    keyed: bool = False  # whether its own legend is needed beside that of all panels
+    is_main: bool = False  # it takes the whole width of a screen
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those that every curve can be drawn over."""
+        return tuple(axis for axis in AXES if all(curve.points.get(axis) for curve in self.curves))
+
+
+def colour_of(index: int) -> str:
+    return SERIES[index % len(SERIES)]
+
+
+def shortened(name: str, most: int = LONG_NAME) -> str:
+    """With its end, which is what tells runs apart."""
+    return name if len(name) <= most else f"{name[: most // 3]}…{name[len(name) - (most - most // 3 - 1) :]}"
+
+
+def draw(panel: Panel, axis: str, width: float = WIDTH, *, with_key: bool = False) -> Picture:
+    """Over one of its axes. `with_key`: for a picture that stands alone."""
+    alt = "; ".join(_said(curve, axis) for curve in panel.curves[:12])
+    picture = Picture(f"{panel.name}-by-{axis}", panel.title, f"{panel.title} over {WORDS[axis]}. {alt}.", width)
+    y = 4.0
+    if with_key or panel.keyed:
+        y = picture.legend([(shortened(curve.name), curve.colour) for curve in panel.curves], 0) + 2
+    y += 12
+    across, up = _scales(panel, axis, y, width)
+    ticks_left(picture, up, across, "")
+    ticks_below(picture, across, up.start, up.start, WORDS[axis])
+    each = max(FEWEST_POINTS, POINTS // len(panel.curves))
+    dotted = sum(len(curve.points[axis]) for curve in panel.curves) <= DOTTED
+    for place, curve in enumerate(panel.curves):
+        # What comes later is thinner, so that of curves which are the same each is seen.
+        above = sum(other.dashed == curve.dashed for other in panel.curves[place + 1 :])
+        extra = min(EXTRA * above, MOST_EXTRA)
+        _add(picture, curve, curve.points[axis], across, up, each, extra)
+        if dotted or len(curve.points[axis]) <= FEW:
+            _dots(picture, curve, curve.points[axis], across, up)
+    picture.height = up.start + 34
+    return picture
+
+
+def _scales(panel: Panel, axis: str, top: float, width: float) -> tuple[Scale, Scale]:
+    points = [point for curve in panel.curves for point in curve.points[axis]]
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    if 0 < low < high / 3:
+        low = 0.0
+    room = 0.06 * (high - low) or abs(high) * 0.05 or 1.0
+    start, end = min(x for x, _ in points), max(x for x, _ in points)
+    if 0 < start < end / 5:
+        start = 0.0
+    bottom = low if low == 0 else low - room
+    up = Scale(bottom, high + room, top + HEIGHT, top)
+    left = 8 + max(letters(shortly(value), SMALL) for value in (*up.ticks(4), 1000))
+    if start == end:
+        start, end = min(0.0, start), max(end, start + 1)
+    return Scale(start, end, left, width - 12), up
+
+
+def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale, each: int,
+         extra: float) -> None:  # fmt: skip
+    """Where there are more points than pixels, their range faintly below their means."""
+
+    def placed(some: Sequence[Point]) -> tuple[Point, ...]:
+        return tuple((across(x), up(y)) for x, y in some)
+
+    if len(points) > each:
+        lowest, highest = envelope(points, max(each // 2, 24))
+        picture.add(Area((*placed(lowest), *reversed(placed(highest))), curve.colour, 0.25))
+        picture.add(Line(placed(smoothed(points, max(each // 4, 12))), curve.colour, 2 + extra, curve.dashed))
+        return
+    if len(points) > 1:
+        picture.add(Line(placed(points), curve.colour, 1.8 + extra, curve.dashed))
+
+
+def _dots(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale) -> None:
+    """They say their values where the pointer rests on them."""
+    radius = 3.0 if curve.dashed or len(points) == 1 else 2.0
+    for x, y in points:
+        picture.add(Dot(across(x), up(y), curve.colour, f"{curve.name}: {number(y)} at {number(x)}", radius))
+
+
+def _said(curve: Curve, axis: str) -> str:
+    values = [y for _, y in curve.points[axis]]
+    if len(values) == 1:
+        return f"{curve.name}: {number(values[0])}"
+    ends = f"from {number(values[0])} to {number(values[-1])}"
+    return f"{curve.name}: {ends}, lowest {number(min(values))}, highest {number(max(values))}"

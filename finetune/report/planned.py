@@ -1,0 +1,37 @@
+"""What `finetune plan` says of a run that has been: its recipe's flags on the machine that it ran on."""
+
+from __future__ import annotations
+
+from finetune.commands.check import flag_value
+from finetune.errors import FinetuneError, first_line
+from finetune.plan.machine import Machine, find_machine
+from finetune.plan.plan import Plan, plan
+from finetune.plan.request import Asked, job_of
+from finetune.report.run import Run
+
+
+def planned(run: Run) -> Plan | None:
+    """None where no plan can be made, which is said in the run's notes."""
+    if not run.recipe:
+        return None
+    try:
+        machine = _machine(run)
+        asked = Asked({name: flag_value(value) for name, value in run.recipe.items()}, run.ranks, run.ranks)
+        job, _, _ = job_of(asked, machine)
+        return plan(job, machine)
+    except FinetuneError as error:
+        run.notes.append(f"Nothing is planned beside it: {first_line(error)}")
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        ArithmeticError,
+        OSError,
+    ) as error:  # a recipe.yaml that no run has written
+        run.notes.append(f"Nothing is planned beside it: recipe.yaml gives {first_line(error)}")
+    return None
+
+
+def _machine(run: Run) -> Machine:
+    gpus = run.environment.get("gpus")
+    return find_machine(str(gpus[0]) if isinstance(gpus, list) and gpus else "cpu")

@@ -1,0 +1,172 @@
+"""What a run folder holds, as far as it can be read: a run may be unfinished, a file torn, and the rest still tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.dsconfig.secret import HIDDEN, TOKEN, hidden, is_secret, names_a_secret
+from finetune.report.axes import as_number
+
+METRICS, RESULTS, ENVIRONMENT, RECIPE = "metrics.jsonl", "all_results.json", "environment.json", "recipe.yaml"
+MARKS = (METRICS, RESULTS, "train_results.json", "eval_results.json", ENVIRONMENT, RECIPE)  # of a run folder
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other takes seconds for a file of brackets
+LONGEST_TEXT = 20_000  # letters of samples.md or of the card that are shown
+LARGEST_PICTURE_BYTES = 2_000_000
+
+
+@dataclass
+class Run:
+    """`notes` say what could not be read. Everything in it is text and numbers from somewhere else."""
+
+    name: str
+    folder: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    results: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    ds_config: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
+    confusion: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] = field(default_factory=dict)
+    samples: str = ""
+    card: str = ""
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return "train_runtime" in self.results or (bool(self.results) and not self.training_rows)
+
+    @property
+    def training_rows(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if "loss" in row]
+
+    @property
+    def steps(self) -> int:
+        return int(max((as_number(row.get("step")) or 0 for row in self.rows), default=0))
+
+    @property
+    def ranks(self) -> int:
+        """Of which the memory was written down; 1 where it was not."""
+        per_rank = self.results.get("peak_memory_gib_per_rank")
+        return len(per_rank) if isinstance(per_rank, list) and per_rank else 1
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MARKS)
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Never raises for what is in the folder; it is said in `notes`."""
+    run = Run(name, folder)
+    notes = run.notes
+    run.rows = read_lines(folder / METRICS, notes)
+    run.results = _first(folder, (RESULTS, "train_results.json", "eval_results.json"), notes)
+    run.environment = without_secrets(read_json(folder / ENVIRONMENT, notes))
+    run.recipe = without_secrets(_read_yaml(folder / RECIPE, notes))
+    run.ds_config = without_secrets(read_json(folder / "ds_config.json", notes))
+    run.schedule = read_json(folder / "schedule.json", notes)
+    run.confusion = read_json(folder / "confusion_matrix.json", notes)
+    run.profile = read_json(folder / "profile" / "summary.json", notes)
+    run.samples = TOKEN.sub(HIDDEN, _read_text(folder / "samples.md", notes))
+    run.card = TOKEN.sub(HIDDEN, _read_text(folder / "README.md", notes))
+    for picture in sorted((*folder.glob("*.png"), *folder.glob("profile/*.png"))):
+        data = _read_picture(picture, notes)
+        if data:
+            run.pictures[picture.relative_to(folder).as_posix()] = data
+    if not run.finished:
+        notes.append(
+            "It has not ended, or ended early: its results are not there." if run.rows else "It has no results."
+        )
+    return run
+
+
+def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """JSON objects, one a line; nothing where there is no file. A kill tears the last line: it is left out and said."""
+    rows, torn = list[dict[str, Any]](), 0
+    for line in _read_text(path, notes, None).splitlines():
+        try:
+            row = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError):
+            torn += 1
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+        elif row is not None:
+            torn += 1
+    if torn:
+        notes.append(f"{path.name}: {torn:,} {'line' if torn == 1 else 'lines'} left out, torn or no JSON object.")
+    return rows
+
+
+def read_json(path: Path, notes: list[str]) -> dict[str, Any]:
+    text = _read_text(path, notes, None)
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        notes.append(f"{path.name}: left out, it is torn or no JSON.")
+        return {}
+    if not isinstance(found, dict):
+        notes.append(f"{path.name}: left out, it is no JSON object.")
+        return {}
+    return found
+
+
+def without_secrets(found: Mapping[str, Any]) -> dict[str, Any]:
+    """With "***" in place of what must not be shown (`finetune.dsconfig.secret`), at any depth."""
+    return {str(key): _shown(str(key), value) for key, value in found.items()}
+
+
+def _shown(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return without_secrets(value)
+    if isinstance(value, list):
+        return [_shown(key, one) for one in value]
+    if isinstance(value, str):
+        return HIDDEN if is_secret(key, value) or names_a_secret(key) else hidden(value)
+    return value
+
+
+def _first(folder: Path, names: tuple[str, ...], notes: list[str]) -> dict[str, Any]:
+    return next((found for name in names if (found := read_json(folder / name, notes))), {})
+
+
+def _read_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        found = yaml.load(_read_text(path, notes, None), Loader=SAFE_LOADER)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        notes.append(f"{path.name}: left out, it is torn or no YAML.")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_text(path: Path, notes: list[str], most: int | None = LONGEST_TEXT) -> str:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except OSError as error:
+        notes.append(f"{path.name}: cannot be read ({error.strerror}).")
+        return ""
+    if most is not None and len(text) > most:
+        notes.append(f"{path.name}: of {len(text):,} letters the last {most:,} are shown.")
+        return text[-most:]
+    return text
+
+
+def _read_picture(path: Path, notes: list[str]) -> bytes:
+    try:
+        if path.stat().st_size > LARGEST_PICTURE_BYTES:
+            notes.append(f"{path.name}: left out, it is larger than {LARGEST_PICTURE_BYTES:,} bytes.")
+            return b""
+        data = path.read_bytes()
+    except OSError as error:
+        notes.append(f"{path.name}: cannot be read ({error.strerror}).")
+        return b""
+    return data if data.startswith(b"\x89PNG\r\n\x1a\n") else b""

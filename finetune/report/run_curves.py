@@ -1,0 +1,88 @@
+"""The curves of one run, or of several over each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from finetune.page.drawing import Point
+from finetune.report.axes import SAMPLES, TOKENS, as_number, is_summary, places
+from finetune.report.blocks import Curves
+from finetune.report.curves import Curve, Panel, colour_of
+from finetune.report.run import Run
+
+LOSS = "loss"
+TITLES = {
+    LOSS: "Loss",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Norm of the gradients",
+    "real_tokens_per_second": "Tokens a second, all ranks",
+    "samples_per_second": "Samples a second, all ranks",
+    "step_seconds": "Seconds a step",
+}
+# Of the evaluation's own speed, and what is on an axis already, or the same in every row.
+NOT_DRAWN = set(
+    "step epoch time eval_loss eval_runtime eval_samples_per_second eval_steps_per_second eval_samples "
+    "eval_model_preparation_time total_flos num_input_tokens_seen padding_share".split()
+)
+MOST_PANELS = 14
+
+
+def curves_of(runs: Sequence[Run]) -> Curves | None:
+    """None where nothing has been logged."""
+    drawn = [run for run in runs if any(not is_summary(row) for row in run.rows)]
+    if not drawn:
+        return None
+    panels = tuple(panel for key in _keys(drawn) if (panel := _panel(drawn, key)) is not None)[:MOST_PANELS]
+    if not panels:
+        return None
+    axes = [axis for axis in panels[0].axes if all(axis in panel.axes for panel in panels)]
+    if TOKENS in axes and SAMPLES in axes:
+        axes.remove(SAMPLES)
+    several = len(drawn) > 1
+    key = tuple((run.name, colour_of(index)) for index, run in enumerate(drawn)) if several else ()
+    return Curves(panels, tuple(axes), key)
+
+
+def _keys(runs: Iterable[Run]) -> list[str]:
+    """What there is to draw: the loss, what evaluation says, how the optimizer fares, how fast it is, the rest."""
+    seen = {
+        key: None for run in runs for row in run.rows if not is_summary(row)
+        for key, value in row.items() if key not in NOT_DRAWN and as_number(value) is not None
+    }  # fmt: skip
+    if "real_tokens_per_second" in seen:
+        seen.pop("samples_per_second", None)
+    known = list(TITLES)
+    return sorted(seen, key=lambda key: (key != LOSS, not key.startswith("eval_"),
+                                         known.index(key) if key in known else len(known)))  # fmt: skip
+
+
+def _panel(runs: Sequence[Run], key: str) -> Panel | None:
+    curves = list[Curve]()
+    for index, run in enumerate(runs):
+        one = len(runs) == 1
+        if curve := _curve(run, key, "training" if one and key == LOSS else run.name, index, key.startswith("eval_")):
+            curves.append(curve)
+        evaluated = "evaluation" if one else f"{run.name}, evaluation"
+        if key == LOSS and (curve := _curve(run, "eval_loss", evaluated, 1 if one else index, dashed=True)):
+            curves.append(curve)
+    if key != LOSS and all(len(points) < 2 for curve in curves for points in curve.points.values()):
+        return None  # the results say it
+    title = TITLES.get(key) or key.removeprefix("eval_").replace("_", " ").capitalize()
+    name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in key)[:40]
+    title += " of the evaluation" if key.startswith("eval_") else ""
+    return Panel(f"curve-{name}", title, tuple(curves), key == LOSS and len(runs) == 1, key == LOSS) if curves else None
+
+
+def _curve(run: Run, key: str, name: str, index: int, dashed: bool) -> Curve | None:
+    points: dict[str, list[Point]] = {}
+    for row, at in zip(run.rows, places(run.rows), strict=True):
+        value = None if is_summary(row) else as_number(row.get(key))
+        if value is None:
+            continue
+        for axis, place in at.items():
+            some = points.setdefault(axis, [])
+            if some and some[-1][0] == place:
+                some[-1] = (place, value)  # the evaluation at the end repeats that of the last step
+            else:
+                some.append((place, value))
+    return Curve(name, colour_of(index), points, dashed) if points else None

@@ -1,0 +1,80 @@
+"""Reads run folders and benches, and writes their report.
+
+write([Path("runs/seq_cls"), Path("runs/other")], html=Path("report.html"), command="finetune report ...")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.errors import RequestError
+from finetune.page.html import write as write_text
+from finetune.report.as_html import as_html
+from finetune.report.as_markdown import write_markdown
+from finetune.report.bench import Bench, is_bench, read_bench
+from finetune.report.bench_sections import bench_sections
+from finetune.report.blocks import Report, Section
+from finetune.report.run import Run, is_run, read_run
+from finetune.report.run_sections import card_heading, run_sections
+
+
+def write(
+    paths: Sequence[Path], html: Path | None = None, markdown: Path | None = None, command: str = ""
+) -> list[str]:
+    """Write what is asked for, of run folders and bench folders in any mixture, and give what could not be read, to be
+    said. Raises RequestError for a path that is neither, and where a file cannot be written."""
+    runs, benches = read(paths)
+    report = Report(_title(runs, benches), tuple(_sections(runs, benches)), command)
+    if html is not None:
+        write_text(html, as_html(report))
+    if markdown is not None:
+        write_markdown(report, markdown)
+    found: list[Run | Bench] = [*runs, *benches]
+    return [f"{one.folder}: {note}" for one in found for note in one.notes]
+
+
+def read(paths: Sequence[Path]) -> tuple[list[Run], list[Bench]]:
+    """Raises RequestError for a path that is neither a run's folder nor a bench's."""
+    folders = list(dict.fromkeys(path.parent if path.is_file() else path for path in paths))
+    names = _names(folders)
+    runs, benches = list[Run](), list[Bench]()
+    for folder, name in zip(folders, names, strict=True):
+        if is_bench(folder):
+            benches.append(read_bench(folder, name))
+        elif is_run(folder):
+            runs.append(read_run(folder, name))
+        elif not folder.is_dir():
+            raise RequestError(f"{folder}: there is no such folder. Give the --output_dir of a run or of a bench.")
+        else:
+            raise RequestError(
+                f"{folder}: it holds neither a run (metrics.jsonl, all_results.json, ...) nor a bench (results.jsonl). "
+                "Give the --output_dir of a recipe, or of `finetune bench`."
+            )
+    return runs, benches
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """As short as tells them apart: the folder's name, with those above it where two have the same."""
+    parts = [folder.absolute().parts[1:] or ("/",) for folder in folders]
+    longest = max(map(len, parts), default=1)
+    for depth in range(1, longest + 1):
+        names = ["/".join(one[-depth:]) for one in parts]
+        if len(set(names)) == len(names):
+            return names
+    return names
+
+
+def _title(runs: Sequence[Run], benches: Sequence[Bench]) -> str:
+    names = [*(bench.name for bench in benches), *(run.name for run in runs)]
+    if len(names) == 1 and runs:
+        heading = card_heading(runs[0])
+        return f"{names[0]}: {heading}" if heading else names[0]
+    words = f"{len(names)} runs" if not benches else "Bench" if len(names) == 1 else f"{len(names)} folders"
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{words}: {shown}"
+
+
+def _sections(runs: Sequence[Run], benches: Sequence[Bench]) -> list[Section]:
+    sections = [section for bench in benches for section in bench_sections(bench, named=len(benches) > 1)]
+    return sections + (run_sections(runs) if runs else [])

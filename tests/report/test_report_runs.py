@@ -1,0 +1,328 @@
+"""`finetune report` over run folders: what is on the page, what is said of what is missing, torn or hostile."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from page_reader import PageReader
+from report_folders import HOSTILE, run_folder
+
+from finetune.cli import main
+from finetune.errors import RequestError
+from finetune.report.axes import SECONDS, STEP, TOKENS, as_number, envelope, places, smoothed
+from finetune.report.run import read_run
+from finetune.report.run_curves import curves_of
+from finetune.report.write import write
+
+
+def page_of(folders: list[Path], tmp_path: Path, command: str = "") -> tuple[PageReader, str, list[str]]:
+    notes = write(folders, html=tmp_path / "report.html", command=command)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    return PageReader(text), text, notes
+
+
+def png(colour: int = 0) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    head = chunk(b"IHDR", bytes([0, 0, 0, 1, 0, 0, 0, 1, 8, 0, 0, 0, 0]))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes([0, colour]))) + chunk(b"IEND", b"")
+
+
+def test_a_run_s_page_has_its_figures_curves_labels_samples_and_command(tmp_path: Path) -> None:
+    page, _, notes = page_of([run_folder(tmp_path / "run")], tmp_path, "finetune report run")
+    assert notes == []
+    for words in ("Done: 30 steps in 1.8 s on 2 ranks.", "0.83", "61,000", "Loss", "Accuracy of the evaluation",
+                  "Learning rate", "Norm of the gradients", "Tokens a second, all ranks", "123 of 137 are right",
+                  "email taken for asyncio: 1, 2%",
+                  "The interpreter reads <stdin> & more", "deepspeed --num_gpus 2 recipes/seq_cls.py --max_steps 30",
+                  "torch 2.13.0, deepspeed 0.19.8", "finetune report run", "Planned against measured"):  # fmt: skip
+        assert words in page.text, words
+
+
+def test_every_picture_says_in_words_what_it_shows(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "confusion_matrix.json").unlink()
+    (folder / "confusion_matrix.png").write_bytes(png())
+    page, text, _ = page_of([folder], tmp_path)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(pictures) > 10
+    for attributes in pictures:
+        labels = set(str(attributes["aria-labelledby"]).split())
+        assert attributes["role"] == "img"
+        assert len(labels) == 2
+        assert labels <= set(ids)
+    (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert image["alt"] == "True against predicted labels, run"
+    assert str(image["src"]) == "data:image/png;base64," + base64.b64encode(png()).decode()
+    assert "Loss over optimizer step. training: from" in text
+
+
+def test_the_page_asks_for_nothing_and_lets_only_its_own_script_run(tmp_path: Path) -> None:
+    page, text, _ = page_of([run_folder(tmp_path / "run")], tmp_path)
+    assert not {tag for tag, _ in page.tags} & {"link", "iframe", "object", "embed", "base", "form", "image", "use"}
+    (policy,) = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert str(policy).startswith("default-src 'none'; ")
+    (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    import hashlib
+
+    assert f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in str(policy)
+    assert not re.search(r"url\(|@import|src=\"(?!data:)|href=\"(?!#|https?:)", text)
+
+
+def test_ten_thousand_steps_are_a_small_page_that_keeps_every_peak(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", steps=10_000)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[7001]["grad_norm"] = 1234.5
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, text, _ = page_of([folder], tmp_path)
+    assert len(text.encode()) < 300_000
+    assert "highest 1,234" in text or "highest 1,235" in text
+
+
+def test_what_stands_for_many_points_keeps_the_ends_and_the_extremes() -> None:
+    points = [(float(i), math.sin(i / 50)) for i in range(10_000)]
+    points[777], points[888] = (777.0, 9.0), (888.0, -9.0)
+    lowest, highest = envelope(points, 200)
+    assert len(lowest) == len(highest) == 200
+    assert (lowest[0][0], lowest[-1][0]) == (0, 9999)
+    assert [x for x, _ in lowest] == [x for x, _ in highest] == sorted(x for x, _ in lowest)
+    assert max(highest, key=lambda point: point[1]) == (pytest.approx(777, abs=50), 9.0)
+    assert min(lowest, key=lambda point: point[1]) == (pytest.approx(888, abs=50), -9.0)
+    assert [len(smoothed(points[:count], 50)) for count in (10, 50, 5000)] == [10, 50, 50]
+    assert smoothed([(0.0, 1.0), (2.0, 3.0)], 1) == [(1.0, 2.0)]
+
+
+def test_tokens_and_seconds_of_training_add_up_over_rows_of_several_steps() -> None:
+    rows = [
+        {"step": 10, "loss": 3.0, "step_seconds": 0.5, "real_tokens_per_second": 100.0, "time": 5.0},
+        {"step": 10, "eval_loss": 2.9, "time": 65.0},  # a minute of evaluation is no training
+        {"step": 15, "loss": 2.0, "step_seconds": 1.0, "real_tokens_per_second": 200.0, "time": 70.0},
+        {"step": 15, "train_runtime": 70.0, "train_loss": 2.5},
+    ]
+    found = places(rows)
+    assert [one[STEP] for one in found] == [10, 10, 15, 15]
+    assert [one[SECONDS] for one in found] == [5, 5, 10, 10]
+    assert [one[TOKENS] for one in found] == [500, 500, 1500, 1500]
+
+
+def test_a_run_without_step_times_is_placed_by_its_clock() -> None:
+    found = places([{"step": 1, "loss": 3.0, "time": 100.0}, {"step": 2, "loss": 2.0, "time": 104.0}])
+    assert [one[SECONDS] for one in found] == [0, 4]
+    assert TOKENS not in found[0]
+
+
+def test_several_runs_lie_over_each_other_and_what_differs_is_told(tmp_path: Path) -> None:
+    folders = [run_folder(tmp_path / name / "run", seed=seed) for seed, name in enumerate("ab")]
+    page, _, _ = page_of(folders, tmp_path)
+    assert "Beside each other" in page.text
+    differing = page.text.partition("Flags that differ")[2].partition("All flags")[0]
+    assert "seed 0 1" in differing
+    assert "learning_rate" not in differing
+    assert {"a/run", "b/run"} <= set(page.texts)  # the folders have one name
+    curves = curves_of([read_run(folder, name) for folder, name in zip(folders, "ab", strict=True)])
+    assert curves is not None
+    assert curves.axes == ("step", "tokens", "time")
+    assert [curve.name for curve in curves.panels[0].curves] == ["a", "a, evaluation", "b", "b, evaluation"]
+
+
+def test_an_unfinished_run_with_a_torn_last_line_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", finished=False)
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text + '{"step": 31, "lo')
+    page, _, notes = page_of([folder], tmp_path)
+    assert "Not ended, at step 30." in page.text
+    assert notes == [
+        f"{folder}: metrics.jsonl: 1 line left out, torn or no JSON object.",
+        f"{folder}: It has not ended, or ended early: its results are not there.",
+    ]
+    assert all(note.partition(": ")[2] in page.text for note in notes)
+    assert "Learning rate" in page.text
+
+
+MARKED = ("metrics.jsonl", "all_results.json", "environment.json", "recipe.yaml", "schedule.json",
+          "confusion_matrix.json", "ds_config.json", "profile/summary.json")  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "[1, 2]", '{"a": NaN}', "\udcff", "[" * 3_000, "1e999"])
+def test_any_file_may_be_broken(content: str, tmp_path: Path) -> None:
+    for broken in MARKED:
+        folder = run_folder(tmp_path / broken.partition(".")[0].replace("/", "-"))
+        (folder / "profile").mkdir()
+        (folder / broken).write_bytes(content.encode("utf-8", "surrogateescape"))
+        page, _, _ = page_of([folder], tmp_path)
+        assert "The run" in page.text
+
+
+def test_any_file_may_be_missing(tmp_path: Path) -> None:
+    for gone in MARKED[:4]:
+        folder = run_folder(tmp_path / gone.partition(".")[0])
+        (folder / gone).unlink()
+        page_of([folder], tmp_path)
+    only = tmp_path / "only"
+    only.mkdir()
+    (only / "recipe.yaml").write_text("learning_rate: 0.5\n")
+    page, _, notes = page_of([only], tmp_path)
+    assert "Nothing has been logged yet." in page.text
+    assert any("It has no results." in note for note in notes)
+
+
+def test_a_folder_that_is_neither_and_one_that_is_not_there_are_said(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="it holds neither a run"):
+        write([tmp_path], html=tmp_path / "x.html")
+    with pytest.raises(RequestError, match="there is no such folder"):
+        write([tmp_path / "gone"], html=tmp_path / "x.html")
+
+
+def test_the_command_writes_where_it_is_told_and_beside_the_run_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = run_folder(tmp_path / "run"), run_folder(tmp_path / "other", seed=1)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "run"]) == 0
+    assert (folder / "report.html").is_file()
+    assert main(["report", "run", str(other)]) == 0
+    assert (tmp_path / "report.html").is_file()
+    assert main(["report", "run", "--html", "a.html", "--markdown", "card.md"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "wrote run/report.html", "wrote report.html", "wrote a.html", "wrote card.md"
+    ]  # fmt: skip
+    assert main(["report", "run", "--html", "nowhere/a.html"]) == 2
+    assert "there is no folder nowhere" in capsys.readouterr().err
+
+
+def test_markdown_has_its_pictures_beside_it(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "confusion_matrix.json").unlink()
+    (folder / "confusion_matrix.png").write_bytes(png())
+    write([folder], markdown=tmp_path / "card.md")
+    text = (tmp_path / "card.md").read_text()
+    linked = re.findall(r"^!\[[^\n]*\]\(([\w./-]+)\)$", text, re.MULTILINE)
+    assert len(linked) > 5
+    assert sorted(linked) == sorted(f"card_files/{path.name}" for path in (tmp_path / "card_files").iterdir())
+    assert (tmp_path / next(name for name in linked if name.endswith("png"))).read_bytes() == png()
+    for name in linked:
+        if name.endswith("svg"):
+            drawn = PageReader((tmp_path / name).read_text())
+            assert drawn.tags[0] == ("svg", {**drawn.tags[0][1], "xmlns": "http://www.w3.org/2000/svg"})
+    assert "| what | value |" in text
+    assert "| step, s |" in text
+
+
+SECRET = "hf_" + "A1b2C3d4" * 4
+
+
+def test_what_looks_secret_is_not_shown(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "recipe.yaml").write_text(f"hub_token: abcdefgh1234\nlearning_rate: 0.1\nnote: {SECRET}\n")
+    (folder / "ds_config.json").write_text(json.dumps({"comet": {"api_key": "zyxw98765432", "enabled": True}}))
+    found = json.loads((folder / "environment.json").read_text()) | {"command": f"python x.py --note {SECRET}"}
+    (folder / "environment.json").write_text(json.dumps(found))
+    (folder / "samples.md").write_text(f"it wrote {SECRET}")
+    write([folder], html=tmp_path / "a.html", markdown=tmp_path / "a.md")
+    for text in ((tmp_path / "a.html").read_text(), (tmp_path / "a.md").read_text()):
+        assert "***" in text
+        for secret in (SECRET, "abcdefgh1234", "zyxw98765432"):
+            assert secret not in text
+
+
+def hostile_run(folder: Path, bad: str) -> Path:
+    """With `bad` wherever a run has text."""
+    run_folder(folder)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row[bad] = 1.5 * row["step"]
+        row["eval_" + bad] = 2.5 * row["step"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results: dict[str, Any] = json.loads((folder / "all_results.json").read_text())
+    (folder / "all_results.json").write_text(json.dumps({**results, bad: 3}))
+    (folder / "recipe.yaml").write_text(json.dumps({bad: bad, "model_name_or_path": bad, "list": [bad]}))
+    (folder / "environment.json").write_text(json.dumps({
+        "command": bad, "machine": bad, "gpus": [bad], "packages": {bad: bad}, "started": bad,
+    }))  # fmt: skip
+    (folder / "confusion_matrix.json").write_text(json.dumps({"labels": [bad, "b"], "counts": [[1, 2], [3, 4]]}))
+    (folder / "ds_config.json").write_text(json.dumps({bad: [bad]}))
+    (folder / "samples.md").write_text(f"## Step 3\n\n```\n{bad}\n```\n\n")
+    (folder / "README.md").write_text(f"# {bad}\n")
+    (folder / "profile").mkdir(exist_ok=True)
+    (folder / "profile" / "summary.json").write_text(
+        json.dumps(
+            {"steps": [bad], "ranks": [{"rank": bad, "steps": [{"parts_nanoseconds": {bad: 1e6, "forward": 2e6}}]}]}
+        )
+    )
+    return folder
+
+
+def assert_harmless(text: str) -> PageReader:
+    page = PageReader(text)
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("script") == 1
+    assert "img" not in tags
+    assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
+    assert all(str(a["href"]).startswith(("http://", "https://", "#")) for tag, a in page.tags if tag == "a")
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
+    return page
+
+
+def test_hostile_text_stays_text_wherever_it_stands(tmp_path: Path) -> None:
+    name = HOSTILE.replace("/", "")[:60].replace("\x1b", "")
+    folders = [hostile_run(tmp_path / (name + end), HOSTILE) for end in "ab"]
+    _, text, _ = page_of(folders, tmp_path, command=HOSTILE)
+    page = assert_harmless(text)
+    assert page.text.count("<script>alert(1)</script>") > 20
+    write(folders, markdown=tmp_path / "card.md", command=HOSTILE)
+    outside = re.sub(r"^(`{3,}).*?^\1$", "", (tmp_path / "card.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert "<script" not in outside.replace("\\<script", "")
+    assert "<img" not in outside.replace("\\<img", "")
+    for picture in (tmp_path / "card_files").glob("*.svg"):
+        assert not {"script", "img"} & {tag for tag, _ in PageReader(picture.read_text()).tags}
+
+
+@settings(max_examples=15, deadline=None)
+@given(bad=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40))
+def test_any_text_at_all_leaves_the_page_whole(bad: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    tmp_path = tmp_path_factory.mktemp("any")
+    folder = hostile_run(tmp_path / "run", bad + "</script><img src=x onerror=alert(1)>")
+    _, text, _ = page_of([folder], tmp_path, command=bad)
+    assert_harmless(text)
+
+
+def test_a_profile_is_a_table_by_part_and_rank(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "profile").mkdir()
+    steps = [{"parts_nanoseconds": {"forward": 2e6 * step, "communication": 1e6}} for step in (1, 3)]
+    ranks = [{"rank": rank, "steps": steps} for rank in range(2)]
+    record = {"steps": [4, 5], "untraced_step_seconds": 0.25, "ranks": ranks}
+    (folder / "profile" / "summary.json").write_text(json.dumps(record))
+    page, _, _ = page_of([folder], tmp_path)
+    table = page.text.partition("Where a step's time goes")[2].partition("Samples")[0]
+    assert "forward 4 80.0% 4 4 4 communication 1 20.0% 1 1 1 step 5 100.0% 5 5 5" in table
+    assert "Means over 2 traced steps. A step that is not traced takes 250 ms." in table
+    assert "rank 1, communication: 1 ms" in page.texts
+
+
+@pytest.mark.parametrize("value", [True, "3", None, [1], math.nan, math.inf, 10**400])
+def test_what_is_no_number_is_not_drawn(value: Any) -> None:
+    assert as_number(value) is None
+
+
+def test_it_is_there_without_matplotlib_or_torch() -> None:
+    look = (
+        "import sys, finetune.report.write\n"
+        "print([name for name in ('torch', 'transformers', 'numpy', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
