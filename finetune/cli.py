@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     add("--master_addr", metavar="HOST", help="where the ranks meet, if it is another host, which must be reached")
     add("--master_port", type=int, default=29500, metavar="PORT", help="where the ranks meet (default 29500)")
     _plan_options(commands.add_parser("plan", help="what a run takes and how fast it goes, before anything is loaded"))
+    _bench_options(commands.add_parser("bench", help="run a grid of models and layouts, each for real, and compare"))
     report = commands.add_parser(
         "report", help="what runs and benches did, as one page that loads nothing, or Markdown"
     )
@@ -125,6 +126,22 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
         recipe.add_argument(f"--{name}", metavar="VALUE")
 
 
+def _bench_options(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(handler=_bench)
+    add = command.add_argument
+    add("target", metavar="YAML|FOLDER", help="a grid, such as recipes/configs/bench_laptop.yaml; or the folder of one "
+        "that has run, whose results are shown")  # fmt: skip
+    add("--output_dir", metavar="FOLDER", help="default: runs/ and the YAML's name")
+    add("--resume", action="store_true", help="run what is missing in that folder")
+    add("--scale", type=float, metavar="S", help="of the models' sizes, over the YAML's")
+    add("--repeats", type=int, metavar="N", help="launches of each cell, over the YAML's")
+    add("--only", metavar="PATTERN", help="cells whose name is like it: 'wide-*', or zero2,zero3 for those with either")
+    add("--dry_run", action="store_true", help="list what would be run, with what is planned of it")
+    add("--machine", metavar="NAME|FILE", help="the profile for what is planned (default: this machine's, if known)")
+    add("--compare", metavar="OLD", help="another benchmark's folder or results.jsonl; exit status 1 where worse")
+    add("--threshold", type=float, default=0.05, metavar="X", help="by how much worse, as a share (default 0.05)")
+
+
 def _check(asked: argparse.Namespace) -> int:
     from finetune.commands.check import run
 
@@ -139,6 +156,12 @@ def _plan(asked: argparse.Namespace) -> int:
 
 def _report(asked: argparse.Namespace) -> int:
     from finetune.commands.report import run
+
+    return run(asked)
+
+
+def _bench(asked: argparse.Namespace) -> int:
+    from finetune.commands.bench import run
 
     return run(asked)
 

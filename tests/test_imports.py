@@ -15,6 +15,8 @@ HEAVY = {"torch", "transformers", "deepspeed", "datasets", "numpy"}
     "module",
     [
         "finetune.cli",
+        "finetune.bench.runner",
+        "finetune.commands.bench",
         "finetune.commands.check",
         "finetune.commands.launch",
         "finetune.launchers",

@@ -1,11 +1,15 @@
-"""The benchmark MLPs: layers of one width, wide (3 of 8,192) or deep (2,048 of 256), as a Hugging Face model.
+"""The benchmark MLPs: layers of one width, wide (3 of 8,192) or deep (2,048 of 256), as a Hugging Face model and as a
+pipeline.
 
-model = MLPForClassification(MLPConfig(width=256, layers=2048))
-model(inputs=torch.randn(4, 256), labels=torch.zeros(4, dtype=torch.long)).loss
+    model = MLPForClassification(MLPConfig(width=256, layers=2048))
+    model(inputs=torch.randn(4, 256), labels=torch.zeros(4, dtype=torch.long)).loss
+    layers = mlp_pipeline(config, seed=42)     # the same layers, of which a stage builds its own alone
 """
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +17,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
+
+from finetune.models.pipeline import PipelineLayer, PipelineModel, layer_seed, layer_spec
 
 
 class MLPConfig(PreTrainedConfig):
@@ -27,12 +33,25 @@ class MLPConfig(PreTrainedConfig):
 
 
 class MLPLayer(GradientCheckpointingLayer):
-    def __init__(self, config: MLPConfig) -> None:
+    """With `seed` its weights are drawn as those of the layer at `place`."""
+
+    def __init__(self, config: MLPConfig, place: int = 0, seed: int | None = None) -> None:
         super().__init__()
         self.linear = nn.Linear(config.width, config.width, bias=config.bias)
+        if seed is not None:
+            draw_layer(self, seed, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.relu(self.linear(x))  # (B, width)
+
+
+class MLPHead(nn.Linear):
+    """The vector (B, width) to logits (B, classes)."""
+
+    def __init__(self, config: MLPConfig, seed: int | None = None) -> None:
+        super().__init__(config.width, config.num_labels)
+        if seed is not None:
+            draw_layer(self, seed, place=config.layers)
 
 
 class MLPForClassification(PreTrainedModel):
@@ -45,17 +64,14 @@ class MLPForClassification(PreTrainedModel):
     def __init__(self, config: MLPConfig) -> None:
         super().__init__(config)
         self.layers = nn.ModuleList(MLPLayer(config) for _ in range(config.layers))
-        self.head = nn.Linear(config.width, config.num_labels)
+        self.head = MLPHead(config)
         self.gradient_checkpointing = False
         self.post_init()
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _init_weights(self, module: nn.Module) -> None:
-        """torch's own for linear layers: He's, which keeps the scale through any number of ReLUs."""
         if isinstance(module, nn.Linear):
-            nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+            _draw(module)
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> SequenceClassifierOutput:
         """`inputs` (B, width), `labels` (B), to `logits` (B, classes)."""
@@ -65,6 +81,73 @@ class MLPForClassification(PreTrainedModel):
         logits = self.head(x)
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _draw(linear: nn.Linear) -> None:
+    """He's, which keeps the scale through any number of ReLUs (arXiv 1502.01852, eq. 10); biases start at zero."""
+    nn.init.kaiming_uniform_(linear.weight, nonlinearity="relu")
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+def draw_layer(layer: nn.Module, seed: int, place: int) -> None:
+    """Draw the weights of the layer at `place` from a seed of its own: they are the same whichever rank builds it.
+    torch's random state on the CPU stays."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(layer_seed(seed, place))
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                _draw(module)
+
+
+def draw_weights(model: MLPForClassification, seed: int) -> None:
+    """Draw all of a model's weights, as the stages of a pipeline draw theirs."""
+    for place, layer in enumerate([*model.layers, model.head]):
+        draw_layer(layer, seed, place)
+
+
+def mlp_pipeline(config: MLPConfig, seed: int | None) -> PipelineModel:
+    """An MLP for `finetune.training.pipeline`. With `seed` None weights are not drawn, for they are to be loaded."""
+    with torch.device("meta"):
+        total = MLPForClassification(config).num_parameters()
+    layers = [PipelineLayer(layer_spec(MLPLayer, config, i, seed), f"layers.{i}") for i in range(config.layers)]
+    return PipelineModel(
+        layers=[*layers, PipelineLayer(layer_spec(MLPHead, config, seed), "head")],
+        split=split_batch,
+        loss=summed_loss,
+        items=count_labels,
+        figures=row_figures,
+        multiplied_parameters=total,
+        save=partial(save_config, config),
+    )
+
+
+def split_batch(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the first stage reads, and what the last compares with."""
+    return batch["inputs"], batch["labels"]
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy in nats, summed over samples: logits (B, classes), labels (B)."""
+    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+
+
+def count_labels(labels: torch.Tensor) -> torch.Tensor:
+    """How many samples, as a tensor of no dimension."""
+    return torch.tensor(labels.numel())
+
+
+def row_figures(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of each sample its loss, and 1 where the class is right: (B, 2)."""
+    losses = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    return torch.stack([losses, (logits.argmax(-1) == labels).float()], dim=-1)
+
+
+def save_config(config: MLPConfig, folder: Path) -> None:
+    """What `save_pretrained` writes beside the weights."""
+    config.architectures, config.dtype = [MLPForClassification.__name__], torch.float32
+    config.save_pretrained(folder)
 
 
 AutoConfig.register(MLPConfig.model_type, MLPConfig, exist_ok=True)

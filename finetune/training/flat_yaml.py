@@ -24,17 +24,16 @@ class _OneOfEach(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_flat_yaml(name: str) -> dict[str, Any]:
-    """The file's lines. Raises RequestError, with line and column, for what is no such file."""
-    path = Path(name).expanduser()
+def read_flat_yaml(name: str, said: str | None = None) -> dict[str, Any]:
+    """The file's lines. Raises RequestError, with line and column, for what is no such file; `said` is how it was asked
+    for, other than by --config."""
+    path, said = Path(name).expanduser(), said or f"--config {name}"
     try:
         if path.stat().st_size > MAX_YAML_BYTES:
-            raise RequestError(f"--config {name}: {path.stat().st_size:,} bytes is no recipe config.")
+            raise RequestError(f"{said}: {path.stat().st_size:,} bytes is no recipe config.")
         content = yaml.load(path.read_text(encoding="utf-8"), _OneOfEach)
     except OSError as error:
-        raise RequestError(
-            f"--config {name}: cannot be read ({error.strerror}). Give the path of a YAML file."
-        ) from error
+        raise RequestError(f"{said}: cannot be read ({error.strerror}). Give the path of a YAML file.") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""

@@ -57,8 +57,11 @@ def peak_flops() -> float | None:
 
 def peak_memory_bytes() -> int:
     """GPU: the allocator's peak. CPU: the process's largest resident set (`ru_maxrss`), everything included."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_rss_bytes()
+
+
+def peak_rss_bytes() -> int:
+    """The process's largest resident set so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS
 

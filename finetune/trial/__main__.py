@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import default_data_collator, set_seed
+from transformers import set_seed
 
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import use_chunked_loss
@@ -27,24 +27,12 @@ from finetune.training.arguments import RunArguments
 from finetune.training.launch import run
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.pipeline.arguments import PipelineArguments
-from finetune.training.pipeline.layout import lay_out
-from finetune.training.pipeline.trainer import PipelineTrainer
 from finetune.training.start import Session, start
-from finetune.training.trainer import FinetuneTrainer
 from finetune.trial.memory import Allocations
 from finetune.trial.models import build, config_of, samples
+from finetune.trial.train import DEFAULTS, train, train_pipeline
 from finetune.trial.watch import OBSERVED_STEPS, WARM_STEPS, Watch
 
-DEFAULTS = {
-    "do_train": True,
-    "report_to": ["none"],
-    "save_strategy": "no",
-    "logging_strategy": "no",
-    "remove_unused_columns": False,
-    "ddp_find_unused_parameters": False,
-    "output_dir": "runs/trial",
-    "overwrite_output_dir": True,
-}
 SHOWN_TENSORS = 40
 
 
@@ -78,7 +66,7 @@ class Copies(Dataset):  # type: ignore[misc]
 def main() -> None:
     is_pipeline = any(word.startswith("--pipeline_parallel_size") for word in sys.argv)
     groups = (TrialArguments, *((PipelineArguments,) if is_pipeline else ()), RunArguments)
-    session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults={})
+    session = start(groups, {**DEFAULTS, "output_dir": "runs/trial"}, sys.argv[1:], scratch_defaults={})
     trial, training = session.arguments[0], session.training
     if trial.planned_device not in ("", training.device.type):
         raise RequestError(
@@ -93,8 +81,8 @@ def main() -> None:
     watch = Watch(memory)
     memory.__enter__()  # Watch leaves it
     set_seed(training.seed)
-    train = _pipeline if is_pipeline else _trainer
-    train(session, config, data, watch)
+    run_it = _pipeline if is_pipeline else _trainer
+    run_it(session, config, data, watch)
     _write(session, trial, watch)
 
 
@@ -106,41 +94,13 @@ def _trainer(session: Session, config: dict[str, Any], data: Copies, watch: Watc
         use_chunked_loss(model, trial.loss_chunk_tokens)
     else:
         settle_loss_scaling(model, label_per_token=trial.head in ("causal_lm", "masked_lm", "seq2seq_lm"))
-    trainer = FinetuneTrainer(
-        model=model,
-        args=session.training,
-        train_dataset=data,
-        data_collator=default_data_collator,
-        callbacks=[watch],
-    )
-    watch.follow(model)
-    trainer.train()
+    train(session, model, data, watch)
 
 
 def _pipeline(session: Session, config: dict[str, Any], data: Copies, watch: Watch) -> None:
     _, pipeline_args, run_args = session.arguments
-    training, interval = session.training, run_args.activation_checkpoint_interval or 0
-    model = gptlite_pipeline(config_of(config), seed=training.seed)
-    with torch.no_grad():
-        parts = lay_out(model, pipeline_args, training, session.launch, data, default_data_collator, interval)
-    trainer = PipelineTrainer(
-        model,
-        parts,
-        args=training,
-        ds_config=session.ds_config or {},
-        launch=session.launch,
-        train_dataset=data,
-        eval_dataset=None,
-        data_collator=default_data_collator,
-        processing_class=None,
-        compute_metrics=None,
-        callbacks=[watch],
-        checkpoint_interval=interval,
-    )
-    watch.follow(trainer.engine.module)
-    with trainer.watched():
-        trainer.train()
-    watch.bounds = list(parts.bounds)
+    model = gptlite_pipeline(config_of(config), seed=session.training.seed)
+    train_pipeline(session, model, pipeline_args, data, watch, run_args.activation_checkpoint_interval or 0)
 
 
 def _write(session: Session, trial: TrialArguments, watch: Watch) -> None:

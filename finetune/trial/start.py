@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -21,12 +19,10 @@ from finetune.plan.job import DEEPSPEED, PIPELINE, Job
 from finetune.plan.machine import Machine
 from finetune.plan.plan import Plan
 from finetune.plan.search import TRAINER_ALONE, Candidate, Found, shipped
+from finetune.trial.outcome import CRASHED, UNSUPPORTED, outcome_of
 from finetune.trial.processes import run
 
 PATIENCE_SECONDS = 600.0
-OUT_OF_MEMORY = re.compile(r"out of memory|CUDA out of memory|DefaultCPUAllocator: can't allocate|\bMemoryError\b")
-REASON = re.compile(r"^(?:\[[^\]]*\]:? ?)?(?:error: |[\w.]*(?:Error|Exception): ).*", re.MULTILINE)
-KILLED = -signal.SIGKILL
 # The Trainer's --optim, by what is counted. The others are DeepSpeed's own.
 OPTIM = {"adam": "adamw_torch_fused", "adam_foreach": "adamw_torch", "sgd": "sgd", "adafactor": "adafactor",
          "adam8bit": "adamw_bnb_8bit"}  # fmt: skip
@@ -65,14 +61,8 @@ def measure(job: Job, config: dict[str, Any] | None, folder: Path, steps: int = 
         status = run(command, stream, PATIENCE_SECONDS)
     if status == 0:
         return _read(folder, job.world_size)
-    text = log.read_text(errors="replace")
-    if OUT_OF_MEMORY.search(text) or status in (KILLED, 128 + signal.SIGKILL):
-        return "out of memory"
-    if status is None:
-        return f"not done after {PATIENCE_SECONDS:.0f} s"
-    said = REASON.search(text)
-    reason = said[0] if said else (text.splitlines() or ["no output"])[-1]
-    return f"failed: {reason.strip()[:200]}"
+    found = outcome_of(status, log.read_text(errors="replace"), PATIENCE_SECONDS)
+    return f"failed: {found.reason}" if found.kind in (CRASHED, UNSUPPORTED) else str(found.reason)
 
 
 def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int) -> list[str]:

@@ -17,10 +17,11 @@ WARM_STEPS = 1
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
-    """`memory` is entered by the caller, before anything is built, and left here."""
+    """`memory` is entered by the caller, before anything is built, and left here. `warm_steps` come behind, and are not
+    timed."""
 
-    def __init__(self, memory: Allocations) -> None:
-        self.memory = memory
+    def __init__(self, memory: Allocations, warm_steps: int = WARM_STEPS) -> None:
+        self.memory, self.warm_steps = memory, warm_steps
         self.between_steps: list[int] = []
         self.step_peaks: list[dict[str, int]] = []
         self.at_peak: list[tuple[int, str]] = []
@@ -30,6 +31,11 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.bounds: list[int] = []  # of a pipeline's stages
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.prepare(state)
+        self.begin()
+
+    def prepare(self, state: Any) -> None:
+        """Before a step whose bytes are counted."""
         if state.global_step < OBSERVED_STEPS:
             if state.global_step == 1:
                 self.memory.count_existing()  # what C++ has made unseen, such as the pinned buffers of NVMe offload
@@ -37,6 +43,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self.memory.forget_peaks()
             if state.global_step == OBSERVED_STEPS - 1:
                 self.memory.catch = max(self.step_peaks[-1].values())
+
+    def begin(self) -> None:
+        """A step's time runs from here, where all ranks are."""
         _together()
         self.begun = time.perf_counter()
 
@@ -48,7 +57,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             if state.global_step == OBSERVED_STEPS:
                 self.at_peak, self.resident = self.memory.at_peak, self.memory.largest()
                 self.memory.__exit__(None, None, None)
-        elif state.global_step > OBSERVED_STEPS + WARM_STEPS:
+        elif state.global_step > OBSERVED_STEPS + self.warm_steps:
             self.seconds.append(time.perf_counter() - self.begun)
 
     def follow(self, model: Any) -> None:

@@ -1,0 +1,86 @@
+"""Is one benchmark slower or larger than another? Per cell a ratio with its confidence interval. Never imports torch.
+
+The interval is Welch's on logarithms of the repeats' medians: a ratio's error is a share of it, repeats are few, and
+the two benchmarks may scatter differently (Welch, Biometrika 34, 1947, for the degrees of freedom). Steps of one launch
+are no repeats: a launch as a whole may be slow. With fewer than two repeats on a side there is no interval.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from finetune.bench.result import Row, by_cell
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """New by old; the interval is None where it cannot be told."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def is_worse(self, threshold: float) -> bool:
+        """More than `threshold` above 1, and the whole of the interval with it."""
+        return self.low is not None and self.low > 1 + threshold
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one cell. `why` says where there is nothing to compare; `broke` that it ran, and no longer does."""
+
+    cell: str
+    seconds: Ratio | None = None
+    bytes: Ratio | None = None
+    why: str | None = None
+    broke: bool = False
+
+    def is_worse(self, threshold: float) -> bool:
+        return self.broke or any(
+            ratio is not None and ratio.is_worse(threshold) for ratio in (self.seconds, self.bytes)
+        )
+
+
+def compare(new: Sequence[Row], old: Sequence[Row]) -> list[Change]:
+    """Cell by cell, in the order of `new`; then what only `old` has."""
+    ours, theirs = by_cell(new), by_cell(old)
+    changes = []
+    for cell, rows in ours.items():
+        before = [row for row in theirs.get(cell, []) if row.is_done]
+        now = [row for row in rows if row.is_done]
+        if cell not in theirs:
+            changes.append(Change(cell, why="new"))
+        elif not before:
+            changes.append(Change(cell, why=f"was {theirs[cell][0].status}" + (", runs now" if now else "")))
+        elif not now:
+            changes.append(Change(cell, why=f"ran, and is {rows[0].status} now: {rows[0].reason}", broke=True))
+        else:
+            seconds = ratio(now, before, lambda row: row.median_seconds)
+            changes.append(Change(cell, seconds, ratio(now, before, lambda row: row.peak_bytes)))
+    return changes + [Change(cell, why="not run this time") for cell in theirs if cell not in ours]
+
+
+def ratio(new: Sequence[Row], old: Sequence[Row], of: Callable[[Row], float]) -> Ratio:
+    """Of the geometric means over repeats."""
+    logs = [[math.log(of(row)) for row in rows] for rows in (new, old)]
+    difference = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
+    if min(map(len, logs)) < 2:
+        return Ratio(math.exp(difference))
+    shares = [statistics.variance(side) / len(side) for side in logs]
+    if sum(shares) == 0:
+        return Ratio(*[math.exp(difference)] * 3)
+    freedom = sum(shares) ** 2 / sum(share**2 / (len(side) - 1) for share, side in zip(shares, logs, strict=True))
+    reach = _student(freedom) * math.sqrt(sum(shares))
+    return Ratio(*(math.exp(difference + by) for by in (0.0, -reach, reach)))
+
+
+def _student(freedom: float) -> float:
+    """The quantile of Student's t that leaves out half of what CONFIDENCE leaves, on each side."""
+    from scipy.special import stdtrit  # which needs numpy
+
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

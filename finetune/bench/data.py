@@ -1,0 +1,112 @@
+"""Made-up samples that can be learnt. Each is drawn by a seed of its own, so that it is the same whichever rank reads
+it, at any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from finetune.bench.models import TEXT, BenchModel
+
+FACTOR = 7  # by which the next token of a made-up text follows from the one before
+
+
+class MadeUp(Dataset):  # type: ignore[misc]
+    """`many` samples for `model`."""
+
+    def __init__(self, model: BenchModel, many: int, seed: int, for_pipeline: bool = False) -> None:
+        self.model, self.many, self.seed, self.for_pipeline = model, many, seed, for_pipeline
+
+    def __len__(self) -> int:
+        return self.many
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        random = np.random.default_rng((self.seed, index))
+        if self.model.image_size:
+            return self._picture(random)
+        return self._text(random) if self.model.name in TEXT else self._numbers(random)
+
+    def _numbers(self, random: np.random.Generator) -> dict[str, torch.Tensor]:
+        """The study's task: numbers between -1 and 1, and as class the sum of their squares modulo the classes."""
+        config = self.model.config
+        numbers = random.random(config["width"], dtype=np.float32) * 2 - 1
+        label = int(np.dot(numbers, numbers)) % config["num_labels"]
+        return {"inputs": torch.from_numpy(numbers), "labels": torch.tensor(label)}
+
+    def _text(self, random: np.random.Generator) -> dict[str, torch.Tensor]:
+        """Of a language model each token follows from the one before; of a classifier the first one tells the class."""
+        vocabulary, tokens = self.model.config["vocab_size"], self.model.sequence_tokens
+        if self.model.name == "distilbert":
+            label = int(random.integers(self.model.config["num_labels"]))
+            ids = torch.from_numpy(random.integers(0, vocabulary, tokens))
+            ids[0] = label
+            return {"input_ids": ids, "labels": torch.tensor(label)}
+        walk = [int(random.integers(vocabulary))]
+        for _ in range(tokens):
+            walk.append((walk[-1] * FACTOR + 1) % vocabulary)
+        ids = torch.tensor(walk)
+        if self.for_pipeline:
+            return {"input_ids": ids[:-1], "shift_labels": ids[1:]}
+        return {"input_ids": ids[:-1], "labels": ids[:-1].clone()}
+
+    def _picture(self, random: np.random.Generator) -> dict[str, torch.Tensor]:
+        """Noise, brighter the higher its class."""
+        config, pixels = self.model.config, self.model.image_size
+        label = int(random.integers(config["num_labels"]))
+        noise = random.standard_normal((config["num_channels"], pixels, pixels), dtype=np.float32)
+        noise += 2 * label / config["num_labels"] - 1
+        return {"pixel_values": torch.from_numpy(noise), "labels": torch.tensor(label)}
+
+
+def build(model: BenchModel, seed: int) -> Any:
+    """The model as a Hugging Face one, its weights drawn by `seed`, and those of a pipeline's stages."""
+    kind, config = model.config["model_type"], settings(model)
+    if kind == "mlp":
+        from finetune.models import mlp
+
+        built = mlp.MLPForClassification(config)
+        mlp.draw_weights(built, seed)
+    elif kind == "gptlite":
+        from finetune.models import gptlite, gptlite_weights
+
+        built = gptlite.GPTLiteForCausalLM(config)
+        gptlite_weights.draw_weights(built, seed)
+    elif kind == "alexnet":
+        from finetune.models import alexnet
+
+        built = alexnet.AlexNetForImageClassification(config)
+        alexnet.draw_weights(built, seed)
+    else:
+        from transformers import DistilBertForSequenceClassification, ResNetForImageClassification
+
+        torch.manual_seed(seed)
+        built = {"distilbert": DistilBertForSequenceClassification, "resnet": ResNetForImageClassification}[kind](
+            config
+        )
+    return built
+
+
+def build_stages(model: BenchModel, seed: int) -> Any:
+    """The model as a `PipelineModel`."""
+    kind, config = model.config["model_type"], settings(model)
+    if kind == "mlp":
+        from finetune.models.mlp import mlp_pipeline
+
+        return mlp_pipeline(config, seed)
+    if kind == "gptlite":
+        from finetune.models.gptlite_pipeline import gptlite_pipeline
+
+        return gptlite_pipeline(config, seed)
+    from finetune.models.alexnet import alexnet_pipeline
+
+    return alexnet_pipeline(config, seed)
+
+
+def settings(model: BenchModel) -> Any:
+    """Its Hugging Face config."""
+    from finetune.trial.models import config_of
+
+    return config_of(model.config)

@@ -1,0 +1,114 @@
+"""One row a repeat of a cell, as a line of JSON in OUTPUT/results.jsonl; docs/bench.md says what each key holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RequestError
+from finetune.trial.outcome import DONE
+
+RESULTS = "results.jsonl"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds, bytes and losses as they are, never scaled. Of `memory`, lists have an entry a rank, `by_kind` is rank
+    0's, and `measured_by` names what bytes are; empty of a cell that was not done, as is `step_seconds`."""
+
+    cell: str
+    model: str
+    layout: str
+    ds_config: str | None
+    ds_config_sha256: str | None
+    world_size: int
+    pipeline_parallel_size: int
+    micro_batch: int
+    accumulation: int | None
+    checkpoint_interval: int
+    precision: str
+    repeat: int
+    status: str
+    reason: str | None = None
+    step_seconds: list[float] = field(default_factory=list)
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    losses: list[float] = field(default_factory=list)
+    parameters: int | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
+    planned: dict[str, Any] | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    git_revision: str = ""
+    started: str = ""
+    seconds: float = 0.0
+    log: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.status == DONE
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.step_seconds)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return int(max(self.memory["peak_bytes"]))
+
+    @property
+    def average_bytes(self) -> int:
+        """Of the fullest rank."""
+        return int(max(self.memory["average_bytes"]))
+
+
+def append(folder: Path, row: Row) -> None:
+    """Whole, and on the disk, before this returns."""
+    path = folder / RESULTS
+    torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("\n" if torn else "") + json.dumps(asdict(row)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(place: Path) -> list[Row]:
+    """Of a bench's folder, or of the file itself. A line that a kill has torn is left out. Raises RequestError where
+    there is none, and for a line that is no row."""
+    path = place / RESULTS if place.is_dir() else place
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: cannot be read ({error}). Give the folder of a benchmark.") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        known = set(Row.__dataclass_fields__)
+        try:
+            rows.append(Row(**{name: value for name, value in content.items() if name in known}))
+        except (TypeError, AttributeError) as error:
+            raise RequestError(f"{path}:{number}: is no result of a benchmark ({error}).") from error
+    return rows
+
+
+def by_cell(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The repeats of each cell, in the order in which cells were met first."""
+    cells: dict[str, list[Row]] = {}
+    for row in rows:
+        cells.setdefault(row.cell, []).append(row)
+    return cells
+
+
+def middle(rows: Sequence[Row]) -> Row:
+    """Of a cell's repeats the one in the middle by time; the first that was not done, where none was."""
+    done = sorted((row for row in rows if row.is_done), key=lambda row: row.median_seconds)
+    return done[(len(done) - 1) // 2] if done else rows[0]

@@ -1,0 +1,162 @@
+"""Runs a grid: each repeat of each cell a process of its own, whose end, whatever it is, is a row. Never imports torch.
+
+Repeat 0 of all cells comes first, then repeat 1: what else the machine does meanwhile hits all cells alike.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.bench import provenance
+from finetune.bench.grid import Cell, Grid, config_sha256
+from finetune.bench.launching import command_of, why_not
+from finetune.bench.models import TEXT
+from finetune.bench.planned import parameters_of, planned
+from finetune.bench.result import RESULTS, Row, append, read_rows
+from finetune.errors import RequestError
+from finetune.here import gpus_here
+from finetune.plan.machine import Machine
+from finetune.trial.outcome import CRASHED, DONE, UNSUPPORTED, Outcome, outcome_of
+from finetune.trial.processes import run
+
+RECORD, LOGS, WORK = "grid.json", "logs", "work"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A grid, where its results go, and the machine that they are planned for."""
+
+    grid: Grid
+    folder: Path
+    machine: Machine | None
+
+    def due(self, only: str | None) -> list[tuple[int, Cell]]:
+        """(repeat, cell) in the order of running, without what has a row. Raises RequestError where nothing has the
+        name `only`, a pattern such as *-zero2-* or a part of a name."""
+        wanted = [cell for cell in self.grid.cells if only is None or is_named(cell.name, only)]
+        if not wanted:
+            names = ", ".join(cell.name for cell in self.grid.cells[:5])
+            raise RequestError(f"--only {only}: no cell has such a name. There are {names}, ...; --dry_run lists them.")
+        had = {(row.cell, row.repeat) for row in self.rows()}
+        every = [(repeat, cell) for repeat in range(self.grid.repeats) for cell in wanted]
+        return [(repeat, cell) for repeat, cell in every if (cell.name, repeat) not in had]
+
+    def rows(self) -> list[Row]:
+        return read_rows(self.folder) if (self.folder / RESULTS).is_file() else []
+
+    def open(self, resume: bool) -> None:
+        """The folder, which holds nothing, or part of the same grid. Raises RequestError for any other."""
+        record = self.folder / RECORD
+        if record.is_file():
+            if not resume:
+                raise RequestError(
+                    f"{self.folder} holds a benchmark. --resume runs what is missing of it; for another, give another "
+                    "--output_dir, or delete the folder."
+                )
+            if json.loads(record.read_text(encoding="utf-8"))["sha256"] != self.grid.sha256:
+                raise RequestError(
+                    f"--resume: {self.folder} holds another grid: cells, sizes, steps or a DeepSpeed config have "
+                    "changed since. Give another --output_dir, and --compare the two."
+                )
+            return
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            raise RequestError(f"{self.folder} holds something that is no benchmark. Give another --output_dir.")
+        (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
+        content = {"sha256": self.grid.sha256, "cells": [cell.name for cell in self.grid.cells]}
+        record.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def run(self, only: str | None) -> Iterator[Row]:
+        """Gives each row once it is on the disk."""
+        due = self.due(only)
+        versions, machine, revision = provenance.versions(), provenance.machine(), provenance.revision()
+        for repeat, cell in due:
+            row = replace(self.one(cell, repeat), versions=versions, machine=machine, git_revision=revision)
+            append(self.folder, row)
+            yield row
+
+    def one(self, cell: Cell, repeat: int) -> Row:
+        """One launch, whatever comes of it."""
+        model, begun = self.grid.models[cell.model], time.time()
+        row = Row(
+            cell=cell.name,
+            model=cell.model,
+            layout=cell.layout,
+            ds_config=cell.ds_config,
+            ds_config_sha256=config_sha256(cell.ds_config),
+            world_size=cell.world_size,
+            pipeline_parallel_size=cell.stages,
+            micro_batch=cell.micro_batch,
+            accumulation=cell.accumulation,
+            checkpoint_interval=cell.checkpoint_interval,
+            precision=cell.precision,
+            repeat=repeat,
+            status=UNSUPPORTED,
+            parameters=parameters_of(model),
+            planned=planned(cell, model, self.machine),
+            started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
+        )
+        if reason := why_not(cell):
+            return replace(row, reason=reason)
+        name = f"{cell.name}-r{repeat}"
+        log, work = f"{LOGS}/{name}.txt", (self.folder / WORK / name).absolute()
+        try:
+            ended = self._launch(cell, work, self.folder / log)
+            row = replace(row, status=ended.kind, reason=ended.reason, seconds=round(time.time() - begun, 3), log=log)
+            return replace(row, **self._figures(cell, work)) if row.is_done else row
+        except (OSError, ValueError, KeyError) as error:  # it ended well, and left no figures
+            return replace(row, status=CRASHED, reason=f"its figures cannot be read: {error!r}"[:200])
+        finally:
+            shutil.rmtree(self.folder / WORK, ignore_errors=True)
+
+    def _launch(self, cell: Cell, work: Path, log: Path) -> Outcome:
+        work.mkdir(parents=True, exist_ok=True)
+        command = command_of(cell, self.grid, work, gpus_here() == 0)
+        with log.open("w", encoding="utf-8") as stream:
+            status = run(command, stream, self.grid.timeout_seconds)
+        return outcome_of(status, log.read_text(encoding="utf-8", errors="replace"), self.grid.timeout_seconds)
+
+    def _figures(self, cell: Cell, work: Path) -> dict[str, Any]:
+        """What the ranks have written. A step lasts as long as its slowest rank."""
+        ranks = [json.loads((work / f"rank-{rank}.json").read_text()) for rank in range(cell.world_size)]
+        model = self.grid.models[cell.model]
+        seconds = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+        speed = cell.samples / statistics.median(seconds)
+        held = sum(rank["parameters"] for rank in ranks) * cell.stages // cell.world_size
+        memory = {name: [rank[name] for rank in ranks] for name in ("peak_bytes", "average_bytes", "rss_peak_bytes")}
+        return {
+            "step_seconds": seconds,
+            "samples_per_second": speed,
+            "tokens_per_second": speed * model.sequence_tokens if model.name in TEXT else None,
+            "losses": ranks[0]["losses"],
+            "parameters": parameters_of(model) or held,
+            "memory": {**memory, "by_kind": ranks[0]["by_kind"], "measured_by": ranks[0]["measured_by"]},
+        }
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """By shell pattern, or by a part of it; several patterns are parted by commas."""
+    return any(fnmatch.fnmatchcase(name, one) or one in name for one in pattern.split(","))
+
+
+def headline(row: Row, number: int, many: int) -> str:
+    """A line to say once a row is there."""
+    if row.status != DONE:
+        return f"[{number}/{many}] {row.cell}, repeat {row.repeat}: {row.status}: {row.reason}"
+    return (
+        f"[{number}/{many}] {row.cell}, repeat {row.repeat}: {row.samples_per_second:,.1f} samples/s, peak "
+        f"{row.peak_bytes / 2**20:,.1f} MiB, in {row.seconds:.0f} s"
+    )
+
+
+def losses_apart(rows: Sequence[Row]) -> float:
+    """The most that the losses of any step differ among rows, by the smallest of that step: 0 where all are equal."""
+    steps = list(zip(*(row.losses for row in rows if row.is_done), strict=False))
+    return max((max(step) / min(step) - 1 for step in steps), default=0.0)

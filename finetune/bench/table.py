@@ -1,0 +1,128 @@
+"""Results as rows of text: for a terminal by rich, and for OUTPUT/results.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.bench.compare import CONFIDENCE, Change, Ratio
+from finetune.bench.published import BASE, published, study
+from finetune.bench.result import Row, by_cell, middle
+
+MIB = 2**20
+HEADER = ("cell", "samples/s", "step ms", "planned", "by DDP", "published", "peak MiB", "planned", "average", "by DDP",
+          "published", "last loss")  # fmt: skip
+CHANGES = ("cell", "step time, new/old", "peak memory, new/old", "")
+
+
+def results(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """A line a cell, of the repeat in the middle; "by DDP" is throughput and average memory by those of DDP, of the
+    same model, world, global batch and precision."""
+    cells = {cell: middle(repeats) for cell, repeats in by_cell(rows).items()}
+    return [_line(row, _base(row, cells.values())) for row in cells.values()]
+
+
+def _base(row: Row, rows: object) -> Row | None:
+    same = [one for one in rows if one.is_done and one.layout == BASE and _setting(one) == _setting(row)]  # type: ignore[attr-defined]
+    return same[0] if same else None
+
+
+def _setting(row: Row) -> tuple[object, ...]:
+    pipelines = row.world_size // row.pipeline_parallel_size
+    samples = row.micro_batch * (row.accumulation or 0) * pipelines
+    return row.model, row.world_size, samples, row.precision
+
+
+def _line(row: Row, base: Row | None) -> tuple[str, ...]:
+    if not row.is_done:
+        return (row.cell, f"{row.status}: {row.reason}", *[""] * (len(HEADER) - 2))
+    study_says = published(row.model, row.layout, row.pipeline_parallel_size)
+    plan = row.planned or {}
+    speed = row.samples_per_second or 0.0
+    return (
+        row.cell,
+        f"{speed:,.1f}",
+        f"{row.median_seconds * 1e3:,.1f}",
+        _number(plan.get("step_seconds"), 1e-3, 1),
+        _number(speed / base.samples_per_second if base and base.samples_per_second else None),
+        _number(study_says.throughput),
+        f"{row.peak_bytes / MIB:,.1f}",
+        _number(plan.get("peak_bytes"), MIB, 1),
+        f"{row.average_bytes / MIB:,.1f}",
+        _number(row.average_bytes / base.average_bytes if base else None),
+        _number(study_says.average_memory),
+        f"{row.losses[-1]:.4f}" if row.losses else "",
+    )
+
+
+def _number(value: float | None, unit: float = 1.0, digits: int = 2) -> str:
+    return "" if value is None else f"{value / unit:,.{digits}f}"
+
+
+def changes(found: Sequence[Change], threshold: float) -> list[tuple[str, ...]]:
+    """A line a cell, the last column of those that are worse."""
+    return [
+        (one.cell, _ratio(one.seconds), _ratio(one.bytes), "REGRESSION " * one.is_worse(threshold) + (one.why or ""))
+        for one in found
+    ]
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return ""
+    if ratio.low is None:
+        return f"{ratio.value:.3f} (no interval: one repeat)"
+    return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What to know of the table's figures."""
+    last = rows[-1]
+    machine, versions = last.machine, last.versions
+    where = ", ".join(machine.get("gpus") or []) or f"{machine.get('processor')}, {machine.get('cores')} core(s)"
+    by = sorted({str(row.memory.get("measured_by")) for row in rows if row.is_done})
+    lines = [
+        f"{where}; torch {versions.get('torch')}, deepspeed {versions.get('deepspeed')}; "
+        f"{last.started[:10]}; revision {', '.join(sorted({row.git_revision for row in rows}))}",
+        f"peak and average: of the fullest rank, by {' and '.join(by) or 'nobody'}",
+    ]
+    if any(row.planned for row in rows):
+        lines.append(f"planned: step ms and peak MiB by `finetune plan` on the profile {_profiles(rows)}")
+    lines.append(f"published: {study()['title']}, {study()['machine']}, as ratios to its DDP ({study()['source']})")
+    return lines
+
+
+def _profiles(rows: Sequence[Row]) -> str:
+    return ", ".join(sorted({str(row.planned.get("machine")) for row in rows if row.planned}))
+
+
+def show(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """On the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for line in lines:
+        table.add_row(*map(Text, line))
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=200).print(table)
+
+
+def write_markdown(folder: Path, rows: Sequence[Row]) -> Path:
+    """OUTPUT/results.md."""
+    lines = [_markdown(HEADER), _markdown(["---"] + ["---:"] * (len(HEADER) - 1)), *map(_markdown, results(rows))]
+    path = folder / "results.md"
+    path.write_text("\n".join(["# Benchmark", "", *lines, "", *(f"- {note}" for note in notes(rows))]) + "\n")
+    return path
+
+
+def _markdown(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def worded(confidence: float = CONFIDENCE) -> str:
+    """What the intervals are."""
+    return f"in brackets the {confidence:.0%} interval: Welch's on logarithms of the repeats' medians"

@@ -1,0 +1,66 @@
+"""The real training code around a model and samples that were made up: the Trainer, or the pipeline's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import default_data_collator
+
+from finetune.models.pipeline import PipelineModel
+from finetune.training.pipeline.arguments import PipelineArguments
+from finetune.training.pipeline.layout import lay_out
+from finetune.training.pipeline.trainer import PipelineTrainer
+from finetune.training.start import Session
+from finetune.training.trainer import FinetuneTrainer
+from finetune.trial.watch import Watch
+
+# What a trial's recipe says of itself. Nothing is kept of what is trained.
+DEFAULTS: dict[str, Any] = {
+    "do_train": True,
+    "report_to": ["none"],
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "remove_unused_columns": False,
+    "ddp_find_unused_parameters": False,
+    "overwrite_output_dir": True,
+}
+
+
+def train(session: Session, model: Any, data: Any, watch: Watch) -> None:
+    """By the Trainer, under whatever engine the session has."""
+    trainer = FinetuneTrainer(
+        model=model,
+        args=session.training,
+        train_dataset=data,
+        data_collator=default_data_collator,
+        callbacks=[watch],
+    )
+    watch.follow(model)
+    trainer.train()
+
+
+def train_pipeline(
+    session: Session, model: PipelineModel, arguments: PipelineArguments, data: Any, watch: Watch, interval: int
+) -> None:
+    """By DeepSpeed's pipeline engine; where the stages are cut is left in `watch.bounds`."""
+    with torch.no_grad():
+        parts = lay_out(model, arguments, session.training, session.launch, data, default_data_collator, interval)
+    trainer = PipelineTrainer(
+        model,
+        parts,
+        args=session.training,
+        ds_config=session.ds_config or {},
+        launch=session.launch,
+        train_dataset=data,
+        eval_dataset=None,
+        data_collator=default_data_collator,
+        processing_class=None,
+        compute_metrics=None,
+        callbacks=[watch],
+        checkpoint_interval=interval,
+    )
+    watch.follow(trainer.engine.module)
+    with trainer.watched():
+        trainer.train()
+    watch.bounds = list(parts.bounds)

@@ -1,0 +1,111 @@
+"""Train a model on made-up samples for a few steps, and say how fast it went and what it took: a cell of a benchmark.
+
+    deepspeed --num_gpus 2 recipes/benchmark.py --model deep --scale 0.05 --deepspeed zero1
+    torchrun --nproc_per_node 2 recipes/benchmark.py --model gptlite --scale 0.2 --per_device_train_batch_size 4
+    deepspeed --num_gpus 2 recipes/benchmark.py --model wide --scale 0.05 --pipeline_parallel_size 2 \\
+        --gradient_accumulation_steps 8
+
+`finetune bench GRID.yaml` runs it for each cell of a grid; docs/bench.md says what the figures are. Samples and weights
+are drawn by seeds of their own, so that losses are the same in every layout of the same global batch.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import set_seed
+
+from finetune.bench.data import MadeUp, build, build_stages
+from finetune.bench.meter import Meter
+from finetune.bench.models import PRESETS, TEXT, find_model
+from finetune.errors import RequestError
+from finetune.training.arguments import RunArguments
+from finetune.training.launch import run
+from finetune.training.loss import settle_loss_scaling
+from finetune.training.pipeline.arguments import PipelineArguments
+from finetune.training.start import start
+from finetune.trial.memory import Allocations
+from finetune.trial.train import DEFAULTS, train, train_pipeline
+from finetune.trial.watch import OBSERVED_STEPS
+
+OWN = {
+    "output_dir": "runs/benchmark",
+    "logging_strategy": "steps",  # every step, for its loss
+    "logging_steps": 1,
+    "learning_rate": 1e-4,
+    "per_device_train_batch_size": 8,
+    "seed": 42,
+    "schedule_step": 0,  # recording a pipeline's step takes time of its own
+}
+
+
+@dataclass
+class BenchmarkArguments:
+    """What is trained, and for how long."""
+
+    model: str = field(default="wide", metadata={"help": ", ".join(PRESETS)})
+    scale: float = field(default=1.0, metadata={"help": "of the model's sizes; 1: as published"})
+    model_changes: str = field(default="{}", metadata={"help": 'sizes that no scale touches, such as {"layers": 4}'})
+    measured_steps: int = field(default=5, metadata={"help": "steps that are timed"})
+    unmeasured_steps: int = field(default=1, metadata={"help": f"before them, behind {OBSERVED_STEPS} watched ones"})
+    result_dir: str | None = field(default=None, metadata={"help": "where each rank writes its figures"})
+
+
+def main() -> None:
+    # Start: parse, check the layout, settle the machine.
+    is_pipeline = any(word.startswith("--pipeline_parallel_size") for word in sys.argv)
+    groups = (BenchmarkArguments, *((PipelineArguments,) if is_pipeline else ()), RunArguments)
+    defaults = {name: value for name, value in OWN.items() if is_pipeline or name != "schedule_step"}
+    session = start(groups, {**DEFAULTS, **defaults}, sys.argv[1:], scratch_defaults={})
+    asked, run_args, training = session.arguments[0], session.arguments[-1], session.training
+    if asked.measured_steps < 1 or asked.unmeasured_steps < 0:
+        raise RequestError("--measured_steps must be 1 or more, and --unmeasured_steps 0 or more.")
+
+    # Data: as many samples as the steps take, made up where they are read.
+    what = find_model(asked.model, asked.scale, changes_of(asked.model_changes))
+    training.max_steps = OBSERVED_STEPS + asked.unmeasured_steps + asked.measured_steps
+    ranks = session.launch.world_size // (session.request.stages or 1)  # that read different samples
+    global_batch = training.train_batch_size * training.gradient_accumulation_steps * ranks
+    data = MadeUp(what, training.max_steps * global_batch, training.seed, is_pipeline)
+
+    # Model and training, all of it under the watch of `memory`, which the meter switches off before steps are timed.
+    memory = Allocations(training.device.type)
+    meter = Meter(memory, asked.unmeasured_steps)
+    memory.__enter__()
+    set_seed(training.seed)
+    if is_pipeline:
+        stages, interval = build_stages(what, training.seed), run_args.activation_checkpoint_interval or 0
+        train_pipeline(session, stages, session.arguments[1], data, meter, interval)
+    else:
+        model = build(what, training.seed)
+        settle_loss_scaling(model, label_per_token=what.name in TEXT and what.name != "distilbert")
+        train(session, model, data, meter)
+
+    # Report
+    figures = meter.figures()
+    if asked.result_dir:
+        folder = Path(asked.result_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank-{session.launch.rank}.json").write_text(json.dumps(figures))
+    median = sorted(figures["seconds"])[len(figures["seconds"]) // 2]
+    session.say(
+        f"{global_batch / median:,.1f} samples/s, {median * 1e3:,.1f} ms a step; rank 0: peak "
+        f"{figures['peak_bytes'] / 2**20:,.1f} MiB, on average {figures['average_bytes'] / 2**20:,.1f} MiB, by "
+        f"{figures['measured_by']}; last loss {figures['losses'][-1]:.4f}",
+        *(f"  {kind}: {size / 2**20:,.1f} MiB" for kind, size in figures["by_kind"].items()),
+    )
+
+
+def changes_of(text: str) -> dict[str, object]:
+    try:
+        changes = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"--model_changes {text}: is no JSON ({error}).") from error
+    if not isinstance(changes, dict):
+        raise RequestError(f'--model_changes {text}: give an object, such as {{"layers": 4}}.')
+    return changes
+
+
+if __name__ == "__main__":
+    run(main)
