@@ -8,8 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from transformers import DistilBertForSequenceClassification, ResNetForImageClassification
 
 from finetune.bench.models import TEXT, BenchModel
+from finetune.models import alexnet, gptlite, gptlite_weights, mlp
+from finetune.models.gptlite_pipeline import gptlite_pipeline
+from finetune.models.pipeline import PipelineModel
+from finetune.trial.models import config_of
 
 FACTOR = 7  # by which the next token of a made-up text follows from the one before
 
@@ -65,48 +70,28 @@ def build(model: BenchModel, seed: int) -> Any:
     """The model as a Hugging Face one, its weights drawn by `seed`, and those of a pipeline's stages."""
     kind, config = model.config["model_type"], settings(model)
     if kind == "mlp":
-        from finetune.models import mlp
-
         built = mlp.MLPForClassification(config)
         mlp.draw_weights(built, seed)
     elif kind == "gptlite":
-        from finetune.models import gptlite, gptlite_weights
-
         built = gptlite.GPTLiteForCausalLM(config)
         gptlite_weights.draw_weights(built, seed)
     elif kind == "alexnet":
-        from finetune.models import alexnet
-
         built = alexnet.AlexNetForImageClassification(config)
         alexnet.draw_weights(built, seed)
     else:
-        from transformers import DistilBertForSequenceClassification, ResNetForImageClassification
-
         torch.manual_seed(seed)
-        built = {"distilbert": DistilBertForSequenceClassification, "resnet": ResNetForImageClassification}[kind](
-            config
-        )
+        whole = {"distilbert": DistilBertForSequenceClassification, "resnet": ResNetForImageClassification}
+        built = whole[kind](config)
     return built
 
 
-def build_stages(model: BenchModel, seed: int) -> Any:
-    """The model as a `PipelineModel`."""
-    kind, config = model.config["model_type"], settings(model)
-    if kind == "mlp":
-        from finetune.models.mlp import mlp_pipeline
-
-        return mlp_pipeline(config, seed)
-    if kind == "gptlite":
-        from finetune.models.gptlite_pipeline import gptlite_pipeline
-
-        return gptlite_pipeline(config, seed)
-    from finetune.models.alexnet import alexnet_pipeline
-
-    return alexnet_pipeline(config, seed)
+def build_stages(model: BenchModel, seed: int) -> PipelineModel:
+    """The model as a list of layers; see IN_STAGES."""
+    listed: dict[str, Any] = {"mlp": mlp.mlp_pipeline, "gptlite": gptlite_pipeline, "alexnet": alexnet.alexnet_pipeline}
+    made: PipelineModel = listed[model.config["model_type"]](settings(model), seed)
+    return made
 
 
 def settings(model: BenchModel) -> Any:
     """Its Hugging Face config."""
-    from finetune.trial.models import config_of
-
     return config_of(model.config)

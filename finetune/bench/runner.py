@@ -10,7 +10,7 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,9 +154,3 @@ def headline(row: Row, number: int, many: int) -> str:
         f"[{number}/{many}] {row.cell}, repeat {row.repeat}: {row.samples_per_second:,.1f} samples/s, peak "
         f"{row.peak_bytes / 2**20:,.1f} MiB, in {row.seconds:.0f} s"
     )
-
-
-def losses_apart(rows: Sequence[Row]) -> float:
-    """The most that the losses of any step differ among rows, by the smallest of that step: 0 where all are equal."""
-    steps = list(zip(*(row.losses for row in rows if row.is_done), strict=False))
-    return max((max(step) / min(step) - 1 for step in steps), default=0.0)

@@ -86,6 +86,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         f"{last.started[:10]}; revision {', '.join(sorted({row.git_revision for row in rows}))}",
         f"peak and average: of the fullest rank, by {' and '.join(by) or 'nobody'}",
     ]
+    lines.append(f"losses of the same model and global batch differ by at most {losses_apart(rows):.2%} in any step")
     if any(row.planned for row in rows):
         lines.append(f"planned: step ms and peak MiB by `finetune plan` on the profile {_profiles(rows)}")
     lines.append(f"published: {study()['title']}, {study()['machine']}, as ratios to its DDP ({study()['source']})")
@@ -94,6 +95,16 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def _profiles(rows: Sequence[Row]) -> str:
     return ", ".join(sorted({str(row.planned.get("machine")) for row in rows if row.planned}))
+
+
+def losses_apart(rows: Sequence[Row]) -> float:
+    """The most that losses of one step differ among layouts that train the same: 0 where all are equal."""
+    groups: dict[object, list[list[float]]] = {}
+    for row in rows:
+        if row.is_done:
+            groups.setdefault(_setting(row), []).append(row.losses)
+    steps = [step for group in groups.values() for step in zip(*group, strict=False)]
+    return max((max(step) / min(step) - 1 for step in steps), default=0.0)
 
 
 def show(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

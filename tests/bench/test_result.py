@@ -1,0 +1,135 @@
+"""Results on the disk, compared, and as tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rows import row
+
+from finetune.bench import table
+from finetune.bench.compare import compare, ratio
+from finetune.bench.published import published
+from finetune.bench.result import Row, append, middle, read_rows
+from finetune.errors import RequestError
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    written = [row(), row(repeat=1, status="oom", reason="out of memory")]
+    for one in written:
+        append(tmp_path, one)
+    assert read_rows(tmp_path) == read_rows(tmp_path / "results.jsonl") == written
+
+
+def test_a_torn_line_is_left_out_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    append(tmp_path, row())
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"cell": "wide-ddp-2x8", "mod')
+    assert read_rows(tmp_path) == [row()]
+    append(tmp_path, row(repeat=1))
+    assert read_rows(tmp_path) == [row(), row(repeat=1)]
+
+
+def test_keys_of_a_later_version_are_left_out_and_other_files_refused(tmp_path: Path) -> None:
+    append(tmp_path, row())
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "colour": "red"}) + "\n")
+    assert read_rows(tmp_path) == [row()]
+    path.write_text('{"step": 1, "loss": 2.0}\n')
+    with pytest.raises(RequestError, match=r"results.jsonl:1: is no result of a benchmark"):
+        read_rows(tmp_path)
+    with pytest.raises(RequestError, match="cannot be read"):
+        read_rows(tmp_path / "nowhere")
+
+
+def repeats(*seconds: float, cell: str = "wide-ddp-2x8") -> list[Row]:
+    return [row(cell, repeat, one) for repeat, one in enumerate(seconds)]
+
+
+def test_the_interval_is_welchs_on_logarithms() -> None:
+    found = ratio(repeats(1.0, 1.1, 1.2), repeats(0.5, 0.6), lambda one: one.median_seconds)
+    # Worked out by scipy.stats.ttest_ind(log(new), log(old), equal_var=False).confidence_interval(0.95).
+    from scipy import stats
+
+    expected = stats.ttest_ind([math.log(x) for x in (1.0, 1.1, 1.2)], [math.log(x) for x in (0.5, 0.6)],
+                               equal_var=False).confidence_interval(0.95)  # fmt: skip
+    assert (found.low, found.high) == pytest.approx((math.exp(expected.low), math.exp(expected.high)))
+    assert found.value == pytest.approx((1.0 * 1.1 * 1.2) ** (1 / 3) / (0.5 * 0.6) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "is_worse"),
+    [
+        ((1.2, 1.21, 1.22), (1.0, 1.01, 1.02), True),
+        ((1.0, 1.01, 1.02), (1.2, 1.21, 1.22), False),
+        ((1.2, 0.9, 1.6), (1.0, 1.01, 1.02), False),  # slower in the mean, but the interval holds 1.05
+        ((1.04, 1.041, 1.042), (1.0, 1.001, 1.002), False),  # surely slower, by less than the threshold
+        ((2.0,), (1.0,), False),  # nobody knows how much repeats differ
+        ((1.2, 1.2), (1.0, 1.0), True),
+    ],
+    ids=["slower", "faster", "noisy", "a little slower", "one repeat", "no scatter"],
+)
+def test_a_regression_is_past_the_threshold_with_its_whole_interval(
+    new: tuple[float, ...], old: tuple[float, ...], is_worse: bool
+) -> None:
+    (change,) = compare(repeats(*new), repeats(*old))
+    assert change.is_worse(0.05) == is_worse
+
+
+def test_more_memory_is_a_regression_too() -> None:
+    more = {"peak_bytes": [2**22, 2**22], "average_bytes": [1, 1]}
+    new = [row(repeat=repeat, memory=more) for repeat in (0, 1)]
+    (change,) = compare(new, repeats(0.1, 0.1))
+    assert change.bytes is not None
+    assert change.bytes.value == 2.0
+    assert change.is_worse(0.05)
+
+
+def test_what_ran_and_no_longer_does_is_a_regression() -> None:
+    failed = row(status="crashed", reason="ValueError: no")
+    (change,) = compare([failed], [row()])
+    assert change.is_worse(0.05)
+    assert change.why == "ran, and is crashed now: ValueError: no"
+    (mended,) = compare([row()], [failed])
+    assert not mended.is_worse(0.05)
+    new, gone = compare([row("wide-zero1-2x8")], [row()])
+    assert (new.why, gone.why) == ("new", "not run this time")
+
+
+def test_the_repeat_in_the_middle_stands_for_its_cell() -> None:
+    assert middle(repeats(0.3, 0.1, 0.2)).median_seconds == 0.2
+    failed = row(status="timeout", reason="late")
+    assert middle([failed, row(repeat=1)]).repeat == 1
+    assert middle([failed]) == failed
+
+
+def test_ratios_are_to_ddp_of_the_same_model_and_global_batch() -> None:
+    rows = [row(), row("wide-zero1-2x8", seconds=0.2), row("wide-zero1-2x16", seconds=0.2, micro_batch=16)]
+    lines = table.results(rows)
+    column = table.HEADER.index("by DDP")
+    assert [line[column] for line in lines] == ["1.00", "0.50", ""]
+    assert all(len(line) == len(table.HEADER) for line in lines)
+
+
+def test_published_figures_are_ratios_to_ddp_and_blank_where_there_is_no_number() -> None:
+    assert published("wide", "zero1").average_memory == pytest.approx(1.17 / 2.39)
+    assert published("wide", "zero1").throughput is None
+    assert published("deep", "zero1").throughput == 0.35
+    assert published("gptlite", "pipeline", 4) == published("resnet", "ddp")  # no DDP to compare it with
+
+
+def test_losses_are_compared_among_layouts_that_train_the_same() -> None:
+    same = [row(losses=[2.0, 1.0]), row("wide-zero1-2x8", losses=[2.02, 1.0]), row("deep-ddp-2x8", losses=[9.0, 9.0])]
+    assert table.losses_apart(same) == pytest.approx(0.01)
+
+
+def test_markdown_holds_every_cell_and_keeps_its_columns(tmp_path: Path) -> None:
+    rows = [row(), row("wide-zero3-2x8", status="crashed", reason="a | b")]
+    text = table.write_markdown(tmp_path, rows).read_text()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(rows)
+    assert "crashed: a \\| b" in lines[-1]
+    assert {line.replace("\\|", "").count("|") for line in lines} == {len(table.HEADER) + 1}
+    assert "brunomaga.github.io" in text
