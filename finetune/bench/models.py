@@ -52,7 +52,7 @@ SCALED: dict[str, dict[str, int]] = {
     "gptlite": {"num_hidden_layers": 1, "hidden_size": HEAD_SIZE, "sequence_tokens": 64},
     "distilbert": {"n_layers": 1, "dim": HEAD_SIZE, "hidden_dim": 4 * HEAD_SIZE, "sequence_tokens": 32},
     "resnet": {"embedding_size": 8, "hidden_sizes": 8, "image_size": 32},
-    "alexnet": {"hidden_sizes": 8, "classifier_size": HEAD_SIZE, "image_size": 32},
+    "alexnet": {"hidden_sizes": 8, "classifier_size": HEAD_SIZE, "image_size": 64},
 }
 HEADS = {"num_attention_heads": "hidden_size", "n_heads": "dim"}  # and the width that they share
 IN_STAGES = ("wide", "deep", "gptlite", "alexnet")  # lists of layers, which a pipeline can cut

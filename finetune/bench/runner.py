@@ -111,8 +111,8 @@ class Bench:
             ended = self._launch(cell, work, self.folder / log)
             row = replace(row, status=ended.kind, reason=ended.reason, seconds=round(time.time() - begun, 3), log=log)
             return replace(row, **self._figures(cell, work)) if row.is_done else row
-        except (OSError, ValueError, KeyError) as error:  # it ended well, and left no figures
-            return replace(row, status=CRASHED, reason=f"its figures cannot be read: {error!r}"[:200])
+        except FileNotFoundError as error:
+            return replace(row, status=CRASHED, reason=f"it ended well, and left no {Path(error.filename).name}")
         finally:
             shutil.rmtree(self.folder / WORK, ignore_errors=True)
 

@@ -29,7 +29,7 @@ def test_the_layers_have_the_names_and_weights_of_the_model() -> None:
     assert weights.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(weights[name], weight) for name, weight in model.named_parameters())
     inputs, labels = layers.split({"inputs": torch.randn(6, 16), "labels": torch.arange(6) % 5})
-    loss = layers.loss(nn.Sequential(*built)(inputs), labels) / layers.items(labels)
+    loss = layers.loss(nn.Sequential(*built)(inputs), labels).item() / layers.items(labels).item()
     assert loss == pytest.approx(model(inputs=inputs, labels=labels).loss.item(), abs=1e-6)
 
 
