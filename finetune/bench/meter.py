@@ -129,7 +129,8 @@ def bytes_by_kind(model: Any, optimizer: Any, device: str) -> dict[str, int]:
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            storage = tensor.untyped_storage()
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP's are of all ranks
+            storage = local.untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)
                 name = kind if tensor.device.type == device else f"{kind} on the host"
