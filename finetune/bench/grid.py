@@ -180,6 +180,9 @@ def _block(content: Any) -> Block:
     values: dict[str, Any] = {
         name: value if name == "global_batch" or isinstance(value, list) else [value] for name, value in content.items()
     }
+    for name in ("models", "layouts", "ds_configs", "precisions"):
+        if (other := next((one for one in values.get(name, ()) if not isinstance(one, str)), None)) is not None:
+            raise RequestError(f"{name} holds {other!r}, but it must hold names.")
     for name in ("world_sizes", "stages", "micro_batches", "accumulations"):
         values[name] = [_whole(name, one, 1) for one in values.get(name, [1])]
     values["checkpoint_intervals"] = [

@@ -37,6 +37,7 @@ class Bench:
     grid: Grid
     folder: Path
     machine: Machine | None
+    source: Path  # the grid's YAML
 
     def due(self, only: str | None) -> list[tuple[int, Cell]]:
         """(repeat, cell) in the order of running, without what has a row. Raises RequestError where nothing has the
@@ -53,7 +54,8 @@ class Bench:
         return read_rows(self.folder) if (self.folder / RESULTS).is_file() else []
 
     def open(self, resume: bool) -> None:
-        """The folder, which holds nothing, or part of the same grid. Raises RequestError for any other."""
+        """The folder, which holds nothing, or part of the same grid; its YAML is kept there. Raises RequestError for
+        any other."""
         record = self.folder / RECORD
         if record.is_file():
             if not resume:
@@ -70,7 +72,12 @@ class Bench:
         if self.folder.is_dir() and any(self.folder.iterdir()):
             raise RequestError(f"{self.folder} holds something that is no benchmark. Give another --output_dir.")
         (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
-        content = {"sha256": self.grid.sha256, "cells": [cell.name for cell in self.grid.cells]}
+        shutil.copyfile(self.source, self.folder / "grid.yaml")
+        content = {
+            "sha256": self.grid.sha256,
+            "scale": self.grid.scale,
+            "cells": [cell.name for cell in self.grid.cells],
+        }
         record.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def run(self, only: str | None) -> Iterator[Row]:

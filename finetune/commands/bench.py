@@ -41,7 +41,7 @@ def _bench(asked: argparse.Namespace) -> Bench:
         raise RequestError(f"--repeats is {asked.repeats}, but it must be 1 or more.")
     grid = read_grid(asked.target, asked.scale, asked.repeats)
     folder = Path(asked.output_dir or f"runs/{Path(asked.target).stem}")
-    return Bench(grid, folder, machine_for(asked.machine, gpu_names()))
+    return Bench(grid, folder, machine_for(asked.machine, gpu_names()), Path(asked.target))
 
 
 def _list(bench: Bench, only: str | None) -> int:

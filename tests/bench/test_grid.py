@@ -77,6 +77,7 @@ def test_one_process_is_the_same_in_any_world(tmp_path: Path) -> None:
         ({"micro_batches": 0}, {}, "micro_batches is 0, but it must be a whole number of 1 or more"),
         ({"world_sizes": [2, True]}, {}, "world_sizes is True"),
         ({"models": []}, {}, "models is missing"),
+        ({"layouts": [{"zero1": 2}]}, {}, "layouts holds {'zero1': 2}, but it must hold names"),
         ({"ds_configs": "zero1"}, {}, "no layout of the block is DeepSpeed's"),
         ({"layouts": "zero1", "ds_configs": "zero9"}, {}, "zero9: there is no such DeepSpeed config"),
         ({"stages": 2}, {}, "no layout of the block is a pipeline"),

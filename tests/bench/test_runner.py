@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def bench_of(folder: Path, **asked: Any) -> Bench:
-    return Bench(read_grid(str(folder / "grid.yaml"), **asked), folder / "out", None)
+    return Bench(read_grid(str(folder / "grid.yaml"), **asked), folder / "out", None, folder / "grid.yaml")
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, codes: dict[str, str] | None = None) -> None:
@@ -77,7 +77,7 @@ def test_a_row_holds_what_was_measured_and_where(folder: Path, monkeypatch: pyte
 def test_whatever_becomes_of_a_cell_is_a_row_and_not_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for status, code in ENDS.items():
         stand_in(monkeypatch, {"zero1": code})
-        bench = Bench(bench_of(folder, repeats=1).grid, folder / status, None)
+        bench = Bench(bench_of(folder, repeats=1).grid, folder / status, None, folder / "grid.yaml")
         rows = ran(bench)
         assert [row.status for row in rows] == ["done", status, "done"]
         assert rows[1].reason
