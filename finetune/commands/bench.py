@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 
 from finetune.bench import table
@@ -71,6 +73,7 @@ def _say(rows: list[Row], old: list[Row] | None, threshold: float, folder: Path 
     print(*table.notes(rows), sep="\n")
     if folder is not None:
         print(f"wrote {table.write_markdown(folder, rows)}")
+        _write_page(folder)
     if old is None:
         return 0
     found = compare(rows, old)
@@ -81,3 +84,13 @@ def _say(rows: list[Row], old: list[Row] | None, threshold: float, folder: Path 
     worse = [one.cell for one in found if one.is_worse(threshold)]
     print(f"worse by more than {threshold:.0%}: {', '.join(worse) or 'none'}")
     return 1 if worse else 0
+
+
+def _write_page(folder: Path) -> None:
+    """OUTPUT/report.html and report.md, as `finetune report` writes them."""
+    from finetune.report.write import write
+
+    pages = folder / "report.html", folder / "report.md"
+    for note in write([folder], *pages, shlex.join(["finetune", *sys.argv[1:]])):
+        print(f"note: {note}", file=sys.stderr)
+    print(*(f"wrote {page}" for page in pages), sep="\n")

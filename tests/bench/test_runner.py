@@ -150,7 +150,7 @@ def test_the_command_shows_compares_and_tells_by_its_status(
     assert "6 launches; nothing was started" in capsys.readouterr().out
     assert not Path(out).exists()
     assert main(["bench", grid, "--output_dir", out]) == 0
-    assert (folder / "out" / "results.md").is_file()
+    assert all((folder / "out" / name).is_file() for name in ("results.md", "report.html", "report.md"))
     assert "[6/6] wide-zero2-2x4, repeat 1: 40.0 samples/s" in capsys.readouterr().out
     assert main(["bench", grid, "--output_dir", out]) == 2
     assert main(["bench", out, "--compare", out]) == 0
