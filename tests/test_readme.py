@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import REPO, TINY, flags, free_port, run_to_its_end
+from PIL import Image
 
 README = (REPO / "README.md").read_text()
 # What the tests themselves are started by; the whole gate, .ci/run, begins with it.
@@ -48,6 +49,14 @@ def write_files(folder: Path) -> None:
     (folder / "texts.jsonl").write_text(
         "".join(json.dumps({"text": f"text number {i} " * 20}) + "\n" for i in range(40))
     )
+    (folder / "reported").mkdir()
+    (folder / "reported" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    for index in range(40):
+        place = folder / "photos" / ("dark" if index % 2 else "bright")
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (index, index, index) if index % 2 else (255 - index,) * 3).save(
+            place / f"{index}.png"
+        )
     turns = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "Yes."}]
     (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
 
@@ -65,27 +74,52 @@ def causal_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As another toolkit would leave it: a classifier of 32 x 32 pictures and its processor."""
+    from transformers import ResNetConfig, ResNetForImageClassification, ViTImageProcessorPil
+
+    folder = tmp_path_factory.mktemp("image_model")
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
+    ResNetForImageClassification(ResNetConfig(**sizes)).save_pretrained(folder)
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+SHORT: dict[str, dict[str, Any]] = {
+    "seq_cls": TINY,
+    "causal_lm": {"sample_tokens": 4, "bf16": False},
+    "causal_lm_pipeline": {"sample_tokens": 4, "bf16": False},
+    "image_cls": {"bf16": False},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("built_ops")
 @pytest.mark.parametrize("command", to_run())
-def test_a_command_of_the_readme_works(command: str, minilm: Path, causal_model: Path, tmp_path: Path) -> None:
+def test_a_command_of_the_readme_works(
+    command: str, minilm: Path, causal_model: Path, image_model: Path, tmp_path: Path
+) -> None:
     write_files(tmp_path)
     for path in tmp_path.iterdir():
         command = re.sub(rf"(?<=\s){re.escape(path.name)}", str(path), command)
     is_run = None if command.startswith("finetune ") else re.search(r"recipes/(\w+)\.py", command)
     if is_run:
-        causal = is_run[1].startswith("causal_lm")
-        command = command.replace("path/to/model", str(causal_model if causal else minilm))
-        short: dict[str, Any] = {"sample_tokens": 4, "bf16": False} if causal else TINY
+        models = {"seq_cls": minilm, "image_cls": image_model}
+        command = command.replace("path/to/model", str(models.get(is_run[1], causal_model)))
+        short = SHORT[is_run[1]]
         command = f"{command} {' '.join(flags({**short, 'max_steps': 2, 'output_dir': tmp_path / 'run'}))}"
         port = free_port()
         command = command.replace("deepspeed --num_gpus", f"deepspeed --master_port {port} --num_gpus")
         command = command.replace("torchrun --", f"torchrun --master_port {port} --")
+    if command.startswith("finetune bench"):
+        command += f" --only wide-ddp --output_dir {tmp_path / 'bench'}"
+    command = re.sub(r"runs/\w+ runs/\w+ --html ", f"{tmp_path / 'reported'} --html {tmp_path}/", command)
     status, output = run(command)
     assert status == 0, f"{command}\n{output[-4000:]}"
     if is_run:
         assert list((tmp_path / "run").glob("*model*.safetensors"))
-    if is_run and not causal:
+    if is_run and is_run[1] == "seq_cls":
         (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
         code = block.replace("runs/seq_cls", str(tmp_path / "run"))
         used = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
