@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.training.comm_hooks.arguments import CompressionArguments
+from finetune.training.comm_hooks.hook import exchange_gradients
 from finetune.training.comm_hooks.onebit_adam import Exchange, OneBitAdam
 from finetune.training.comm_hooks.power_sgd import PowerSGD
 from finetune.training.comm_hooks.top_k import TopK
@@ -158,12 +159,6 @@ class Compression:
 
     def _named(self) -> str:
         return f"--ddp_comm_hook {self.arguments.ddp_comm_hook} on {self.wire.world_size} ranks"
-
-
-def exchange_gradients(state: Compression, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook that DDP calls with each bucket, in its own words (distributed.py, _check_comm_hook)."""
-    future: torch.futures.Future[torch.Tensor] = state.exchange(bucket)
-    return future
 
 
 def file_name(rank: int) -> str:

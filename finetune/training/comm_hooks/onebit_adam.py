@@ -68,8 +68,8 @@ class Exchange:
 
 
 class OneBitAdam(torch.optim.AdamW):
-    """AdamW for `freeze_step` steps. `exchange` takes a flat float32 tensor and gives its mean; without one this rank is
-    alone."""
+    """AdamW for `freeze_step` steps. `exchange` takes a flat float32 tensor and gives its mean; without one this rank
+    is alone."""
 
     def __init__(
         self,
