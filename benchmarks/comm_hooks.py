@@ -11,7 +11,6 @@ the run without. A part that is not run keeps its figures of before.
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
@@ -23,10 +22,11 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+from comm_hooks_page import HOOKS, draw, page
+
 REPO = Path(__file__).resolve().parents[1]
 sys.path += [str(REPO / "tests"), str(REPO / "tests" / "launch")]
 OUT = REPO / "docs" / "results"
-HOOKS = "none fp16 bf16 powersgd topk onebit_adam".split()
 RATES = (10, 30, 100, 300, 1000, 0)
 RECIPE_RATE = 100
 # Small enough that every hook has its turn, long enough that the loss of a run tells something.
@@ -112,7 +112,12 @@ def recipe(options: argparse.Namespace, scratch: Path) -> dict | None:
         for hook in ("none", "onebit_adam"):
             folder = scratch / f"recipe-{hook}"
             flags = {"output_dir": folder, "config_overrides": TRANSFORMER, "max_steps": 14, "warmup_steps": 0}
-            flags |= {"per_device_train_batch_size": 4, "logging_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+            flags |= {
+                "per_device_train_batch_size": 4,
+                "logging_steps": 1,
+                "eval_strategy": "no",
+                "save_strategy": "no",
+            }
             flags |= {"do_eval": False, "max_train_samples": 400, "sample_tokens": 1, "bf16": False}
             flags |= {"ddp_comm_hook": hook} | ({} if hook == "none" else {"comm_hook_start_steps": 3})
             on_both(hosts, ["recipes/causal_lm.py", *as_words(flags)])
@@ -149,69 +154,6 @@ def accuracy(options: argparse.Namespace, scratch: Path) -> dict:
     return found
 
 
-def medians(found: dict) -> dict:
-    """Seconds by hook and rate."""
-    table: dict = {hook: {} for hook in HOOKS}
-    for cell in found["cells"]:
-        table[cell["hook"]][cell["mbit"]] = statistics.median(cell["seconds"])
-    return table
-
-
-def crossovers(found: dict) -> dict:
-    """Mbit/s below which each hook is faster than plain DDP: by the formula from bytes and the unlimited step, and
-    where the measured times cross."""
-    table = medians(found)
-    counted = {cell["hook"]: cell["counted_bytes"] for cell in found["cells"]}
-    rates = sorted(rate for rate in table["none"] if rate)
-    result = {}
-    for hook in HOOKS[1:]:
-        extra = table[hook][0] - table["none"][0]
-        by_formula = (counted["none"] - counted[hook]) * 8 / 1e6 / extra if extra > 0 else math.inf
-        gains = [(rate, math.log(table["none"][rate] / table[hook][rate])) for rate in rates]
-        crossing = None
-        for (low, gain), (high, other) in zip(gains, gains[1:], strict=False):
-            if gain > 0 >= other:
-                share = gain / (gain - other)
-                crossing = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
-        if crossing is None:
-            crossing = math.inf if gains[-1][1] > 0 else 0.0
-        result[hook] = {"by_formula": by_formula, "measured": crossing}
-    return result
-
-
-def draw(found: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    table = medians(found)
-    rates = sorted(rate for rate in table["none"] if rate)
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.6), dpi=120)
-    styles = {"none": ("black", "o"), "fp16": ("tab:blue", "v"), "bf16": ("tab:cyan", "^")}
-    styles |= {"powersgd": ("tab:green", "s"), "topk": ("tab:orange", "D"), "onebit_adam": ("tab:red", "o")}
-    for hook, (colour, mark) in styles.items():
-        label = "none (plain DDP)" if hook == "none" else hook
-        axes.plot(rates, [table[hook][rate] for rate in rates], color=colour, marker=mark, label=label, markersize=5)
-    axes.axhline(found["seconds_without_exchange"], color="grey", linestyle=":", linewidth=1)
-    axes.annotate("computing alone", (rates[0], found["seconds_without_exchange"]), color="grey", fontsize=8, va="bottom")
-    crossing = crossovers(found)["onebit_adam"]["measured"]
-    if 0 < crossing < math.inf:
-        axes.axvline(crossing, color="tab:red", linestyle="--", linewidth=1)
-        text = f" onebit_adam pays\n below {crossing:.0f} Mbit/s"
-        axes.annotate(text, (crossing, axes.get_ylim()[1] * 0.5), color="tab:red", fontsize=8, va="top")
-    axes.set(xscale="log", yscale="log", xlabel="link, Mbit/s", ylabel="seconds a step")
-    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axes.minorticks_off()
-    ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if axes.get_ylim()[0] <= t <= axes.get_ylim()[1]]
-    axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
-    axes.set_title(f"{found['parameters'] / 1e6:.1f} million parameters, one rank on each side of the link", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["link", "recipe", "accuracy"])
@@ -234,9 +176,7 @@ def main() -> None:
     path.write_text(json.dumps(found, indent=1) + "\n")
     if "link" in found:
         draw(found["link"], options.out / "comm_hooks.png")
-    from comm_hooks_page import page
-
-    (options.out / "comm_hooks.md").write_text(page(found, medians, crossovers))
+    (options.out / "comm_hooks.md").write_text(page(found))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """The function that DDP calls. It has a module of its own because DDP compares its annotations with the classes
-themselves (torch 2.13, distributed.py, _check_comm_hook), which `from __future__ import annotations` turns into text."""
+themselves (torch 2.13, distributed.py, _check_comm_hook), which the future import of annotations would make text."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ def _one(rank: int, ranks: int, hooks: tuple[str, ...], folder: Path) -> None:
 
 
 def _train(hook: str, checkpoint: Path) -> dict[str, Any]:
-    """Weights after START, SAVED and STEPS steps, and after STEPS of a run that was resumed at SAVED; and the figures."""
+    """Weights after START, SAVED and STEPS steps, and after STEPS of a run resumed at SAVED; and the figures."""
     model, wrapped, optimizer = _fresh(hook)
     compression = _compression(hook, wrapped, optimizer)
     found: dict[str, Any] = {"start": None, "windows": []}
@@ -79,9 +79,7 @@ def _fresh(hook: str) -> tuple[torch.nn.Module, DistributedDataParallel, torch.o
     return model, DistributedDataParallel(model, bucket_cap_mb=0.03), optimizer
 
 
-def _compression(
-    hook: str, wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer
-) -> Compression | None:
+def _compression(hook: str, wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Compression | None:
     arguments = CompressionArguments(ddp_comm_hook=hook, powersgd_rank=2, topk_ratio=0.05)
     if arguments.keeps_errors:
         arguments.comm_hook_start_steps = START

@@ -35,7 +35,11 @@ def test_every_hook_is_taken(hook: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "how", "said"),
     [
-        (["--ddp_comm_hook", "1bit"], {}, r"is 1bit, but it must be one of none, fp16, bf16, powersgd, topk, onebit_adam"),
+        (
+            ["--ddp_comm_hook", "1bit"],
+            {},
+            r"is 1bit, but it must be one of none, fp16, bf16, powersgd, topk, onebit_adam",
+        ),
         (["--ddp_comm_hook", "topk"], {"launcher": "deepspeed"}, r"takes by default\).*Add --deepspeed none"),
         (["--ddp_comm_hook", "topk", "--deepspeed", "zero1"], {}, r"DeepSpeed \(zero1\) sends.*Add --deepspeed none"),
         (["--ddp_comm_hook", "topk", "--fsdp", "True"], {}, "FSDP shards this run's gradients"),

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from finetune.training.comm_hooks.arguments import HOOKS, KEEPS_ERRORS
 from several_ranks import SAVED, START, STEPS, train_by_every_hook
+
+from finetune.training.comm_hooks.arguments import HOOKS, KEEPS_ERRORS
 
 RANKS = 3  # chunks of the model that no rank count of two would show to be of unlike lengths
 
