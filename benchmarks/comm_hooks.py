@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def cable():
 
 def on_both(hosts: tuple, script: list[str]) -> None:
     """One rank on each host."""
+    from conftest import kill_family
     from hosts import INTERFACE
 
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
@@ -78,7 +80,7 @@ def on_both(hosts: tuple, script: list[str]) -> None:
         statuses = [process.wait(timeout=600) for process in running]
     finally:
         for process in running:
-            process.kill()
+            kill_family(process.pid)
     if any(statuses):
         raise SystemExit(f"{' '.join(script)}: ended with {statuses}")
 
@@ -164,6 +166,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     path = options.out / "comm_hooks.json"
     found = json.loads(path.read_text()) if path.is_file() else {}
     with tempfile.TemporaryDirectory(prefix="finetune-comm-") as scratch:

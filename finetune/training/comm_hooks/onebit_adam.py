@@ -37,10 +37,14 @@ class Exchange:
         # Compress what this rank has, chunk by chunk; each chunk goes to the rank that serves it.
         whole = self.worker_error
         whole[: self.elements] += values
+        if tail := self.elements % BLOCK:  # what fills up the last block must not lower its scale
+            whole[self.elements : self.elements - tail + BLOCK] = (
+                whole[self.elements - tail : self.elements].abs().mean()
+            )
         chunks = [encode(chunk) for chunk in whole.chunk(self.wire.world_size)]
         for chunk, encoded in zip(whole.chunk(self.wire.world_size), chunks, strict=True):
             chunk -= decode(encoded)
-        whole[self.elements :] = 0.0  # what fills up the last block is nobody's
+        whole[self.elements :] = 0.0  # nobody's
         received = self.wire.swap(torch.stack(chunks))
         # Serve: average the chunk, compress it again, and tell all.
         served = self.server_error
@@ -124,6 +128,7 @@ class _Flat:
     def __init__(self, optimizer: OneBitAdam, freeze_step: int) -> None:
         every = [(p, group) for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
         pairs = [(p, group) for p, group in every if optimizer.state[p]["exp_avg_sq"].any()]
+        self.freeze_step = freeze_step
         self.parameters, self.groups = [p for p, _ in pairs], [group for _, group in pairs]
         self.sizes = [p.numel() for p in self.parameters]
         states = [optimizer.state[p] for p in self.parameters]
@@ -138,12 +143,14 @@ class _Flat:
             state["exp_avg"] = part.view_as(state["exp_avg"])
 
     def add_gradients(self) -> None:
-        """m = b1 m + (1 - b1) g, with this rank's own gradient."""
-        for parameter, group, part in zip(self.parameters, self.groups, self.momentum.split(self.sizes), strict=True):
+        """m = b1 m + (1 - b1) g, with this rank's own gradient, within the bound of `_longest`."""
+        parts = zip(self.momentum.split(self.sizes), self.denominator.split(self.sizes), strict=True)
+        for parameter, group, (momentum, denominator) in zip(self.parameters, self.groups, parts, strict=True):
             beta = group["betas"][0]
-            part.mul_(beta)
+            momentum.mul_(beta)
             if parameter.grad is not None:
-                part.add_(parameter.grad.reshape(-1).float(), alpha=1 - beta)
+                bound = denominator * _longest(group, self.freeze_step)
+                momentum.add_(parameter.grad.reshape(-1).float().clamp(-bound, bound), alpha=1 - beta)
 
 
 def _denominator(variance: torch.Tensor, group: dict[str, Any], freeze_step: int) -> torch.Tensor:
@@ -154,6 +161,16 @@ def _denominator(variance: torch.Tensor, group: dict[str, Any], freeze_step: int
     """
     flat = variance.reshape(-1).float() / (1 - group["betas"][1] ** freeze_step)
     return torch.where(flat > 0, flat, flat.mean()).sqrt_().add_(group["eps"])
+
+
+def _longest(group: dict[str, Any], freeze_step: int) -> float:
+    """How many times the root of its variance a gradient may be: sqrt((1 - b2^T) / (1 - b2)).
+
+    In Adam no gradient is more, for the variance holds its square. A frozen one does not: the embedding of a word that was
+    met once, when gradients were small, would be thrown far out each time that it comes.
+    """
+    beta = group["betas"][1]
+    return float(((1 - beta**freeze_step) / (1 - beta)) ** 0.5)
 
 
 def _count_again(optimizer: OneBitAdam) -> None:

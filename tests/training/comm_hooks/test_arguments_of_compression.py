@@ -11,6 +11,7 @@ from finetune.training.arguments import Request, RunArguments
 from finetune.training.comm_hooks.arguments import HOOKS, CompressionArguments, check_comm_hook, check_freeze
 from finetune.training.engine import deepspeed_config_of
 from finetune.training.launch import Launch
+from finetune.training.pipeline.arguments import PipelineArguments
 
 
 def check(*argv: str, launcher: str = "torchrun", ranks: int = 2, fp16: bool = False) -> None:
@@ -58,6 +59,12 @@ def test_every_hook_is_taken(hook: str) -> None:
 def test_what_cannot_be_is_refused_with_its_mend(argv: list[str], how: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         check(*argv, **how)
+
+
+def test_a_pipeline_refuses_the_flag() -> None:
+    launch = Launch(launcher="deepspeed", world_size=2, local_world_size=2)
+    with pytest.raises(RequestError, match="--ddp_comm_hook: DeepSpeed sends a pipeline's gradients"):
+        Request((RunArguments, PipelineArguments), {}, ["--ddp_comm_hook", "topk"], launch, {})
 
 
 def test_half_precision_goes_with_loss_scaling() -> None:
