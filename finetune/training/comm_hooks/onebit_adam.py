@@ -5,14 +5,12 @@ Before the freeze ranks exchange gradients, and the optimizer is torch's AdamW. 
 average the momentum in two compressed stages, and step by it over the frozen variance. So it is the optimizer that
 exchanges, not the hook: gradients are clipped and accumulated before, as ever, and the whole model is one message.
 
-What is compressed is the momentum over the root of the frozen variance, which all ranks share: it is what the step adds
-to the weights, and of like size in all of them, where momentum itself differs by orders of magnitude between a norm and
-an embedding, and one bit for both would be noise for the smaller.
+Two things are not in the paper: a scale for each 64 elements (bits.py), and the bound of `_longest`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -110,15 +108,17 @@ class OneBitAdam(torch.optim.AdamW):
             self._flat = _Flat(self, int(self.freeze_step or 0))
         flat = self._flat
         flat.add_gradients()
-        scaled = flat.momentum / flat.denominator
-        direction = self.exchange(scaled) if self.exchange else scaled
-        torch.mul(direction, flat.denominator, out=flat.momentum)
-        for parameter, group, part in zip(flat.parameters, flat.groups, direction.split(flat.sizes), strict=True):
+        if self.exchange:
+            flat.momentum.copy_(self.exchange(flat.momentum))
+        for parameter, group, momentum, denominator in flat.each():
             step = self.state[parameter]["step"]
             step += 1
+            bound = _longest(group, flat.freeze_step)
+            direction = (
+                (momentum / denominator).div_(1 - group["betas"][0] ** (self.steps_taken + 1)).clamp_(-bound, bound)
+            )
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            rate = group["lr"] / (1 - group["betas"][0] ** (self.steps_taken + 1))
-            parameter.sub_(part.view_as(parameter).to(parameter.dtype), alpha=float(rate))
+            parameter.sub_(direction.view_as(parameter).to(parameter.dtype), alpha=float(group["lr"]))
 
 
 class _Flat:
@@ -142,10 +142,14 @@ class _Flat:
         for state, part in zip(states, self.momentum.split(self.sizes), strict=True):
             state["exp_avg"] = part.view_as(state["exp_avg"])
 
+    def each(self) -> Iterator[tuple[Any, dict[str, Any], torch.Tensor, torch.Tensor]]:
+        """Parameters, their groups, and their parts of momentum and denominator."""
+        parts = self.momentum.split(self.sizes), self.denominator.split(self.sizes)
+        return zip(self.parameters, self.groups, *parts, strict=True)
+
     def add_gradients(self) -> None:
         """m = b1 m + (1 - b1) g, with this rank's own gradient, within the bound of `_longest`."""
-        parts = zip(self.momentum.split(self.sizes), self.denominator.split(self.sizes), strict=True)
-        for parameter, group, (momentum, denominator) in zip(self.parameters, self.groups, parts, strict=True):
+        for parameter, group, momentum, denominator in self.each():
             beta = group["betas"][0]
             momentum.mul_(beta)
             if parameter.grad is not None:
@@ -164,10 +168,10 @@ def _denominator(variance: torch.Tensor, group: dict[str, Any], freeze_step: int
 
 
 def _longest(group: dict[str, Any], freeze_step: int) -> float:
-    """How many times the root of its variance a gradient may be: sqrt((1 - b2^T) / (1 - b2)).
+    """How many times the root of its variance a gradient may be, and so momentum: sqrt((1 - b2^T) / (1 - b2)).
 
-    In Adam no gradient is more, for the variance holds its square. A frozen one does not: the embedding of a word that was
-    met once, when gradients were small, would be thrown far out each time that it comes.
+    In Adam neither is more, for the variance holds the gradient's square. A frozen one does not: the embedding of a
+    word that was met once, when gradients were small, would be thrown far out each time that it comes.
     """
     beta = group["betas"][1]
     return float(((1 - beta**freeze_step) / (1 - beta)) ** 0.5)
