@@ -61,8 +61,8 @@ def draw(found: dict, path: Path) -> None:
     crossing = crossovers(found)["onebit_adam"]["measured"]
     if 0 < crossing < math.inf:
         axes.axvline(crossing, color="tab:red", linestyle="--", linewidth=1)
-        text = f" onebit_adam pays\n below {crossing:.0f} Mbit/s"
-        axes.annotate(text, (crossing, axes.get_ylim()[1] * 0.5), color="tab:red", fontsize=8, va="top")
+        text = f"onebit_adam pays \nbelow {crossing:.0f} Mbit/s "
+        axes.annotate(text, (crossing, axes.get_ylim()[1] * 0.5), color="tab:red", fontsize=8, va="top", ha="right")
     axes.set(xscale="log", yscale="log", xlabel="link, Mbit/s", ylabel="seconds a step")
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.minorticks_off()
@@ -138,7 +138,7 @@ def link_chapter(found: dict, day: str) -> list[str]:
 
 def _mbit(value: float, rates: list[float]) -> str:
     if value == math.inf:
-        return "always"
+        return f"every rate up to {max(rates):g}"
     return f"{value:.0f} Mbit/s" if value else f"not at {min(r for r in rates if r):g}"
 
 
