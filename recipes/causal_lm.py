@@ -63,7 +63,8 @@ def main() -> None:
     text, engine = (CorpusArguments, BlockArguments, SampleArguments), (RunArguments, CompressionArguments)
     groups = (CausalModelArguments, AdapterArguments, *text, ProfileArguments, *engine)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
-    model_args, adapter_args, corpus_args, block_args, sample_args, profile_args, run_args, comm_args = session.arguments
+    model_args, adapter_args, *text_args, profile_args, run_args, comm_args = session.arguments
+    corpus_args, block_args, sample_args = text_args
     training, folder = session.training, Path(session.training.output_dir)
     settle_language_arguments(training, corpus_args, session.request.given)
 
