@@ -66,6 +66,12 @@ def _train(hook: str, checkpoint: Path) -> dict[str, Any]:
         if compression:
             compression.end_step()
     found["resumed"] = _weights(model)
+    model, wrapped, optimizer = _fresh(hook)
+    compression = _compression(hook, wrapped, optimizer)
+    found["said_of_none"] = compression.restore(checkpoint / "none", START) if compression else None
+    for step in range(START, STEPS):
+        _step(wrapped, optimizer, step)
+    found["without_errors"] = _weights(model)
     return found
 
 

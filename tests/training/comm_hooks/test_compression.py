@@ -50,6 +50,14 @@ def test_a_resumed_run_ends_as_the_uncut_one(hook: str, trained: Trained) -> Non
         assert torch.allclose(rank[hook]["resumed"], rank[hook]["end"], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("hook", KEEPS_ERRORS)
+def test_where_the_checkpoint_has_no_errors_all_begin_without_and_say_so(hook: str, trained: Trained) -> None:
+    for rank in trained:
+        assert f"has no errors of --ddp_comm_hook {hook} on {RANKS} ranks" in rank[hook]["said_of_none"]
+        assert torch.equal(rank[hook]["without_errors"], trained[0][hook]["without_errors"])
+        assert rank[hook]["without_errors"].isfinite().all()
+
+
 def test_onebit_adam_sends_a_twentieth_of_fp32_after_the_freeze(trained: Trained) -> None:
     windows = trained[0]["onebit_adam"]["windows"]
     assert len(windows) == STEPS
