@@ -33,7 +33,7 @@ class CompressionArguments:
         },
     )
     powersgd_rank: int = field(default=4, metadata={"help": "rank of the matrices that stand for a gradient"})
-    topk_ratio: float = field(default=0.01, metadata={"help": "share of each gradient's elements that are sent"})
+    topk_ratio: float = field(default=0.1, metadata={"help": "share of each gradient's elements that are sent"})
 
     @property
     def is_on(self) -> bool:
