@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from finetune.training.comm_hooks.arguments import CompressionArguments
 from finetune.training.comm_hooks.hook import exchange_gradients
-from finetune.training.comm_hooks.onebit_adam import Exchange, OneBitAdam
+from finetune.training.comm_hooks.onebit_adam import Exchange, Lengths, OneBitAdam
 from finetune.training.comm_hooks.power_sgd import PowerSGD
 from finetune.training.comm_hooks.top_k import TopK
 from finetune.training.comm_hooks.wire import Wire, done
@@ -35,6 +35,7 @@ class Compression:
         self.start = arguments.start_step(max_steps)
         self.steps = self._first = 0  # optimizer steps done, and those that the checkpoint had
         self.wire = Wire()
+        self.lengths = Lengths(self.wire.world_size)
         self.device = next(model.parameters()).device
         self._counted = (0.0, 0.0, 0)  # at the last log
         self._compressed = (0.0, 0.0, 0)  # of steps after the start
@@ -61,8 +62,10 @@ class Compression:
         """A future of what takes the place of the bucket's gradients."""
         hook, buffer = self.arguments.ddp_comm_hook, bucket.buffer()
         if hook == "onebit_adam" and isinstance(self.optimizer, OneBitAdam) and self.optimizer.is_frozen:
-            return done(buffer)  # this rank's own; OneBitAdam.step exchanges
+            return done(buffer.div_(self.optimizer.longer))  # this rank's own; OneBitAdam.step exchanges
         self.wire.count(buffer.numel())
+        if hook == "onebit_adam":
+            return self.lengths.measure(buffer, self.wire.mean)
         if hook in ("fp16", "bf16"):
             self.wire.count_all_reduce(buffer.numel() * HALF_BYTES)
             return (fp16_compress_hook if hook == "fp16" else bf16_compress_hook)(distributed.group.WORLD, bucket)
@@ -75,6 +78,9 @@ class Compression:
     def end_step(self) -> None:
         """Once the optimizer has stepped."""
         self.steps += 1
+        self.lengths.end_step()
+        if isinstance(self.optimizer, OneBitAdam) and self.optimizer.is_frozen and self.lengths.ratio is not None:
+            self.optimizer.longer = self.lengths.ratio
         if self.steps == self.start:
             self._compressed = (self.wire.sent_bytes, self.wire.whole_bytes, self.steps)
 
@@ -114,7 +120,8 @@ class Compression:
         """Each rank its own file, whole or not at all: no two ranks have the same errors."""
         if self.keeper is None:
             return
-        content = {**self._mark(), "start": self.start, "state": self.keeper.state()}
+        ratio = None if self.lengths.ratio is None else float(self.lengths.ratio)
+        content = {**self._mark(), "start": self.start, "longer": ratio, "state": self.keeper.state()}
         checkpoint.mkdir(parents=True, exist_ok=True)
         path = checkpoint / file_name(self.wire.rank)
         unfinished = path.with_name(path.name + ".unfinished")
@@ -142,6 +149,10 @@ class Compression:
         if content["start"] <= step:
             self._start_at(content["start"])  # compressed already, however many steps there are now
         self.keeper.restore(content["state"], self.device)
+        if content["longer"] is not None:
+            self.lengths.ratio = torch.tensor(content["longer"], device=self.device)
+            if isinstance(self.optimizer, OneBitAdam) and self.optimizer.is_frozen:
+                self.optimizer.longer = self.lengths.ratio
         return None
 
     def _start_at(self, step: int) -> None:

@@ -69,6 +69,37 @@ class Exchange:
         self.worker_error, self.server_error = (state[name].to(device) for name in ("worker_error", "server_error"))
 
 
+class Lengths:
+    """How much longer a rank's own gradient is than the mean over ranks: a running mean of the steps before the freeze.
+
+    After it nobody has the mean gradient, and each rank clips its own, which is longer, up to sqrt(N) times where it is
+    mostly noise. The hook makes it shorter by this, so that a limit bites as it did, and the optimizer longer again.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.ratio: Any = None
+        self.own: list[torch.Tensor] = []  # sums of squares, by bucket
+        self.mean: list[torch.Tensor] = []
+
+    def measure(self, buffer: torch.Tensor, exchange: Callable[[torch.Tensor], Any]) -> Any:
+        """As `exchange`, whose future it gives."""
+        self.own.append(buffer.float().square().sum())
+
+        def measured(future: Any) -> torch.Tensor:
+            mean: torch.Tensor = future.value()
+            self.mean.append(mean.float().square().sum())
+            return mean
+
+        return exchange(buffer).then(measured)
+
+    def end_step(self) -> None:
+        if self.own:
+            ratio = (sum(self.own) / sum(self.mean).clamp(min=1e-30)).sqrt().clamp(1, self.world_size)
+            self.ratio = ratio if self.ratio is None else self.ratio.lerp(ratio, 0.1)
+        self.own, self.mean = [], []
+
+
 class OneBitAdam(torch.optim.AdamW):
     """AdamW for `freeze_step` steps. `exchange` takes a flat float32 tensor and gives its mean; without one this rank
     is alone."""
@@ -85,6 +116,7 @@ class OneBitAdam(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
         self.freeze_step: int | None = None  # None: not yet known, and nothing freezes
         self.exchange: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.longer: Any = 1.0  # what gradients must be multiplied by, once the Trainer has clipped them (Lengths)
         self.steps_taken = 0
         self._flat: _Flat | None = None
         self.register_load_state_dict_post_hook(_count_again)
@@ -107,7 +139,7 @@ class OneBitAdam(torch.optim.AdamW):
         if self._flat is None:
             self._flat = _Flat(self, int(self.freeze_step or 0))
         flat = self._flat
-        flat.add_gradients()
+        flat.add_gradients(self.longer)
         if self.exchange:
             flat.momentum.copy_(self.exchange(flat.momentum))
         for parameter, group, momentum, denominator in flat.each():
@@ -147,14 +179,15 @@ class _Flat:
         parts = self.momentum.split(self.sizes), self.denominator.split(self.sizes)
         return zip(self.parameters, self.groups, *parts, strict=True)
 
-    def add_gradients(self) -> None:
+    def add_gradients(self, longer: Any) -> None:
         """m = b1 m + (1 - b1) g, with this rank's own gradient, within the bound of `_longest`."""
         for parameter, group, momentum, denominator in self.each():
             beta = group["betas"][0]
             momentum.mul_(beta)
             if parameter.grad is not None:
                 bound = denominator * _longest(group, self.freeze_step)
-                momentum.add_(parameter.grad.reshape(-1).float().clamp(-bound, bound), alpha=1 - beta)
+                gradient = parameter.grad.reshape(-1).float() * longer
+                momentum.add_(gradient.clamp_(-bound, bound), alpha=1 - beta)
 
 
 def _denominator(variance: torch.Tensor, group: dict[str, Any], freeze_step: int) -> torch.Tensor:
