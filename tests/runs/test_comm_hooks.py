@@ -75,7 +75,7 @@ def test_errors_of_another_number_of_ranks_are_left_out_and_that_is_said(tmp_pat
     ("recipe", "values"),
     [
         (CAUSAL, {"max_steps": 300, "per_device_train_batch_size": 8, "sample_tokens": 1}),
-        ("recipes/seq_cls.py", {"max_steps": 300}),
+        ("recipes/seq_cls.py", {"max_steps": 250}),
     ],
     ids=["GPT-lite", "classifier"],
 )

@@ -14,7 +14,7 @@ KEEPS_ERRORS = ("powersgd", "topk", "onebit_adam")  # between steps; they compre
 
 # A share of all steps. PowerSGD: what torch advises (powerSGD_hook.py, PowerSGDState). 1-bit Adam: the paper froze the
 # variance after 15% to 20% of the steps of runs with 150,000; shorter ones know it later (docs/compression.md).
-START = {"powersgd": 0.1, "topk": 0.1, "onebit_adam": 0.25}
+START = {"powersgd": 0.1, "topk": 0.1, "onebit_adam": 0.5}
 FIRST_START = 2  # DDP makes its buckets anew after the first step, and torch's PowerSGD refuses less
 
 
