@@ -273,7 +273,7 @@ OPTIMIZER = [
     Fault(
         "1-bit Adam",
         "DS302",
-        "0.19.7 removed",
+        "The recipes have it without DeepSpeed: --deepspeed none --ddp_comm_hook onebit_adam",
         {**BASE, "optimizer": {"type": "OneBitAdam", "params": {"lr": 5e-5, "freeze_step": 100}}},
     ),
     Fault(

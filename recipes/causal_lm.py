@@ -18,6 +18,7 @@ from finetune.models.chunked_loss import choose_chunk_tokens, row_figures, use_c
 from finetune.models.document_mask import check_document_mask
 from finetune.models.source import positions_of
 from finetune.training.arguments import RunArguments
+from finetune.training.comm_hooks.arguments import CompressionArguments
 from finetune.training.hub import push
 from finetune.training.launch import run
 from finetune.training.loss import settle_loss_scaling
@@ -59,10 +60,11 @@ SCRATCH = {
 
 def main() -> None:
     # Start: parse, check, settle the machine. What is wrong with the request is said here or in the next two chapters.
-    text = (CorpusArguments, BlockArguments, SampleArguments)
-    groups = (CausalModelArguments, AdapterArguments, *text, ProfileArguments, RunArguments)
+    text, engine = (CorpusArguments, BlockArguments, SampleArguments), (RunArguments, CompressionArguments)
+    groups = (CausalModelArguments, AdapterArguments, *text, ProfileArguments, *engine)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
-    model_args, adapter_args, corpus_args, block_args, sample_args, profile_args, run_args = session.arguments
+    model_args, adapter_args, *text_args, profile_args, run_args, comm_args = session.arguments
+    corpus_args, block_args, sample_args = text_args
     training, folder = session.training, Path(session.training.output_dir)
     settle_language_arguments(training, corpus_args, session.request.given)
 
@@ -112,6 +114,7 @@ def main() -> None:
         preprocess_logits_for_metrics=row_figures,
         callbacks=callbacks,
         lengths=data.lengths if run_args.group_by_length else None,
+        compression=comm_args,
     )
 
     with explained_disk_errors(folder):

@@ -15,6 +15,7 @@ from finetune.data.classification import prepare
 from finetune.data.tables import DataArguments, PreparationArguments
 from finetune.models.classifier import ModelArguments, build_classifier, find_source
 from finetune.training.arguments import RunArguments
+from finetune.training.comm_hooks.arguments import CompressionArguments
 from finetune.training.hub import push
 from finetune.training.launch import run
 from finetune.training.loss import ClassArguments, loss_for, settle_loss_scaling
@@ -46,9 +47,10 @@ SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "warmup_steps": 0.1}
 
 def main() -> None:
     # Start: parse, check, settle the machine. What is wrong with the request is said here or in the next two chapters.
-    groups = (ModelArguments, DataArguments, PreparationArguments, ClassArguments, ProfileArguments, RunArguments)
+    data, engine = (DataArguments, PreparationArguments, ClassArguments), (RunArguments, CompressionArguments)
+    groups = (ModelArguments, *data, ProfileArguments, *engine)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
-    model_args, data_args, preparation, class_args, profile_args, run_args = session.arguments
+    model_args, data_args, preparation, class_args, profile_args, run_args, comm_args = session.arguments
     training, folder = session.training, Path(session.training.output_dir)
 
     # Data: the model's tokenizer, or one trained on the text. One rank prepares, the others wait.
@@ -91,6 +93,7 @@ def main() -> None:
         compute_loss_func=loss,
         callbacks=callbacks,
         lengths=data.lengths if run_args.group_by_length else None,
+        compression=comm_args,
     )
 
     with explained_disk_errors(folder):

@@ -14,6 +14,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from finetune.training import runtime
 from finetune.training.arguments import Request
+from finetune.training.comm_hooks.arguments import check_comm_hook
 from finetune.training.engine import (
     accelerate_uses_deepspeed,
     accelerate_uses_fsdp,
@@ -80,6 +81,7 @@ def start(
         request.values["deepspeed"] = asked  # so that recipe.yaml repeats it
     precision = choose_precision(request, has_cuda, stated_precision(asked))
     check_profile(request, asked, checkpoint)
+    check_comm_hook(request, asked or ("by accelerate" if accelerate_uses_deepspeed() else None), precision)
     deepspeed = load_deepspeed(request, asked, precision, has_cuda) if asked else None
     if deepspeed:
         deepspeed = replace(deepspeed, config=with_profilers(deepspeed.config, request, checkpoint))

@@ -1,8 +1,10 @@
-"""The Hugging Face Trainer with five things mended: which samples make a step, what is counted, the optimizer that
-offload wants, how a run ends before its time, and when it is pushed. Everything else is the Trainer's own."""
+"""The Hugging Face Trainer with six things mended: which samples make a step, what is counted, the optimizer that
+offload wants, what ranks send one another, how a run ends before its time, and when it is pushed. Everything else is
+the Trainer's own."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.streaming import TextStream
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
 from finetune.errors import InterruptedRunError
+from finetune.training.comm_hooks.arguments import CompressionArguments
+from finetune.training.comm_hooks.callback import CommHook
 from finetune.training.engine import accelerate_uses_fsdp
 from finetune.training.hub import open_repo
 from finetune.training.interruption import DeafToSigterm, StopOnSignal, close_trackers
@@ -26,7 +30,9 @@ from finetune.training.watch import watching
 class FinetuneTrainer(Trainer):
     """`lengths` are those of the training samples in tokens, to group by; None for a plain shuffle."""
 
-    def __init__(self, *args: Any, lengths: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, lengths: Any = None, compression: CompressionArguments | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         wants_fsdp = self.args.fsdp or accelerate_uses_fsdp()
         assert self.is_fsdp_enabled or not wants_fsdp, "FSDP was asked for, and Accelerate would run DDP"
@@ -46,9 +52,15 @@ class FinetuneTrainer(Trainer):
             config["gradient_clipping"] = 0.0  # once is enough
         if config is not None and wants_cpu_adam(config):
             self.optimizer_cls_and_kwargs = _cpu_adam(self.args)
+        self.comm_hook = CommHook(self, compression) if compression and compression.is_on else None
+        if self.comm_hook:
+            self.add_callback(self.comm_hook)
+            self.optimizer_cls_and_kwargs = self.comm_hook.optimizer or self.optimizer_cls_and_kwargs
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. A rank that is killed is named, and a signal stops all ranks after a checkpoint."""
+        if self.comm_hook:
+            self.comm_hook.checkpoint = kwargs.get("resume_from_checkpoint")
         try:
             with watching(lambda rank: f"rank {rank}", self.stop):
                 return super().train(*args, **kwargs)
@@ -66,6 +78,8 @@ class FinetuneTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's, which would push here already, without the card (transformers 5.23, Trainer.save_model)."""
         super().save_model(output_dir, _internal_call=True)
+        if self.comm_hook and _internal_call and output_dir and not self.args.save_only_model:
+            self.comm_hook.save(Path(output_dir))  # a checkpoint, before the file that says it is whole
 
     def create_optimizer(self, model: Any = None) -> Any:
         is_new = self.optimizer is None  # the Trainer asks more than once
@@ -136,8 +150,10 @@ class FinetuneTrainer(Trainer):
         sums over ranks need. `logs` is added to in place, for the Trainer returns the closing one from `train`."""
         if "loss" in logs:
             logs.update(self.speed.window(self._sum_over_ranks))
+            logs.update(self.comm_hook.window() if self.comm_hook else {})
         elif "train_runtime" in logs:
             logs.update(self.speed.summary(self._sum_over_ranks))
+            logs.update(self.comm_hook.summary() if self.comm_hook else {})
             logs["peak_memory_gib"] = max(self.peak_memory_gib_per_rank())
         super().log(logs, start_time)
 

@@ -72,11 +72,12 @@ def optimizer_is_there(config: Config, run: Run) -> Iterator[Finding]:
     version = run.version("deepspeed") or REMOVED_IN
     if name.lower() in REMOVED:
         if version >= REMOVED_IN:
+            ours = " The recipes have it without DeepSpeed: --deepspeed none --ddp_comm_hook onebit_adam."
             yield error(
                 "DS302",
                 "optimizer.type",
                 f"optimizer.type is {name}, which DeepSpeed 0.19.7 removed (deepspeedai/DeepSpeed#8489). Use "
-                f"{REMOVED[name.lower()]}, or DeepSpeed 0.19.6.",
+                f"{REMOVED[name.lower()]}, or DeepSpeed 0.19.6.{ours if name.lower() == 'onebitadam' else ''}",
             )
         elif config.stage > 1:
             yield error(

@@ -42,6 +42,7 @@ class PipelineArguments:
         "neftune_noise_alpha": "a pipeline's embeddings take no noise. Drop it.",
         "auto_find_batch_size": "a pipeline's micro-batch is fixed. Drop it.",
         "use_liger_kernel": "a pipeline's layers are as they are. Drop it.",
+        "ddp_comm_hook": "DeepSpeed sends a pipeline's gradients. Drop it, or use the recipe without a pipeline.",
         "label_smoothing_factor": "a pipeline's loss has no smoothing. Drop it.",
         "do_predict": "a pipeline run trains and evaluates. Predict from its folder: --model_name_or_path FOLDER "
         "--do_train False, without --pipeline_parallel_size.",

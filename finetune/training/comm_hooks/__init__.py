@@ -1,0 +1,1 @@
+"""Gradients compressed between ranks, through the communication hooks of torch's DistributedDataParallel."""

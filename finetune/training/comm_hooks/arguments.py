@@ -1,0 +1,127 @@
+"""The flags of gradient compression, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.errors import RequestError
+from finetune.training.arguments import Request
+from finetune.training.engine import accelerate_uses_fsdp
+
+HOOKS = ("none", "fp16", "bf16", "powersgd", "topk", "onebit_adam")
+KEEPS_ERRORS = ("powersgd", "topk", "onebit_adam")  # between steps; they compress from a step on
+
+# A share of all steps. PowerSGD: what torch advises (powerSGD_hook.py, PowerSGDState). 1-bit Adam: the paper froze the
+# variance after 15% to 20% of the steps of runs with 150,000; shorter ones know it later (docs/compression.md).
+START = {"powersgd": 0.1, "topk": 0.1, "onebit_adam": 0.5}
+FIRST_START = 2  # DDP makes its buckets anew after the first step, and torch's PowerSGD refuses less
+
+
+@dataclass
+class CompressionArguments:
+    """What ranks send one another of their gradients."""
+
+    ddp_comm_hook: str = field(
+        default="none", metadata={"help": f"compress gradients between ranks: {', '.join(HOOKS)} (docs/compression.md)"}
+    )
+    comm_hook_start_steps: float | None = field(
+        default=None,
+        metadata={
+            "help": "steps with whole gradients first, or below 1 their share of all steps; of onebit_adam the paper's "
+            f"freeze_step. Default: {', '.join(f'{name} {share}' for name, share in START.items())}"
+        },
+    )
+    powersgd_rank: int = field(default=4, metadata={"help": "rank of the matrices that stand for a gradient"})
+    topk_ratio: float = field(default=0.1, metadata={"help": "share of each gradient's elements that are sent"})
+
+    @property
+    def is_on(self) -> bool:
+        return self.ddp_comm_hook != "none"
+
+    @property
+    def keeps_errors(self) -> bool:
+        return self.ddp_comm_hook in KEEPS_ERRORS
+
+    def start_step(self, max_steps: int) -> int:
+        """How many steps of a run of `max_steps` exchange whole gradients."""
+        if not self.keeps_errors:
+            return 0
+        asked = START[self.ddp_comm_hook] if self.comm_hook_start_steps is None else self.comm_hook_start_steps
+        return max(FIRST_START, round(asked * max_steps) if asked < 1 else int(asked))
+
+
+def check_comm_hook(request: Request, deepspeed: str | None, precision: dict[str, bool]) -> None:
+    """Raises RequestError where --ddp_comm_hook cannot do what it says. `deepspeed` is the run's config, if any."""
+    values = request.values
+    hook = values.get("ddp_comm_hook", "none")
+    if hook not in HOOKS:
+        raise RequestError(f"--ddp_comm_hook is {hook}, but it must be one of {', '.join(HOOKS)}.")
+    flag = f"--ddp_comm_hook {hook}"
+    if hook not in KEEPS_ERRORS and values.get("comm_hook_start_steps") is not None:
+        raise RequestError(f"--comm_hook_start_steps: {flag} has no first steps. Drop it, or choose another hook.")
+    if hook == "none":
+        return
+    _check_engine(request, flag, deepspeed)
+    if request.launch.world_size == 1:
+        raise RequestError(
+            f"{flag}: one process sends no gradients, so there is nothing to compress. Drop it, or launch with "
+            "`torchrun --nproc_per_node N`."
+        )
+    if not values.get("do_train"):
+        raise RequestError(f"{flag} compresses gradients, but --do_train is False. Drop it.")
+    if precision.get("fp16") and hook in KEEPS_ERRORS:
+        raise RequestError(
+            f"{flag} carries what it did not send over to the next step, but under --fp16 the scale of gradients "
+            "changes from step to step, and one overflow would stay for good. Use --bf16 True or --fp16 False."
+        )
+    _check_numbers(values)
+    if hook == "onebit_adam":
+        _check_onebit(request)
+
+
+def _check_engine(request: Request, flag: str, deepspeed: str | None) -> None:
+    if deepspeed:
+        by_launcher = request.launch.launcher == "deepspeed" and not request.values.get("deepspeed")
+        why = ", which the deepspeed launcher takes by default" if by_launcher else ""
+        raise RequestError(
+            f"{flag} is for DistributedDataParallel, but DeepSpeed ({deepspeed}{why}) sends the gradients of this run. "
+            "Add --deepspeed none, or drop the hook."
+        )
+    if request.value("fsdp") or accelerate_uses_fsdp():
+        raise RequestError(
+            f"{flag} is for DistributedDataParallel, but FSDP shards this run's gradients. Drop one of the two."
+        )
+    if request.value("torch_compile"):
+        raise RequestError(f"{flag} is not supported with --torch_compile. Drop one of the two.")
+
+
+def _check_numbers(values: dict[str, Any]) -> None:
+    if (start := values.get("comm_hook_start_steps")) is not None and start < 0:
+        raise RequestError(f"--comm_hook_start_steps is {start:g}, but it must be 0 or more.")
+    if (rank := values.get("powersgd_rank", 1)) < 1:
+        raise RequestError(f"--powersgd_rank is {rank}, but it must be 1 or more.")
+    if not 0 < (ratio := values.get("topk_ratio", 1.0)) <= 1:
+        raise RequestError(f"--topk_ratio is {ratio:g}, but it must be more than 0 and at most 1.")
+
+
+def _check_onebit(request: Request) -> None:
+    optim = str(request.given.get("optim", "adamw_torch"))
+    if optim not in ("adamw_torch", "adamw_torch_fused"):
+        raise RequestError(
+            f"--ddp_comm_hook onebit_adam is an optimizer too, and --optim asks for {optim}. Drop --optim, or use the "
+            "hook powersgd, which goes with any."
+        )
+
+
+def check_freeze(arguments: CompressionArguments, max_steps: int, warmup_steps: int) -> None:
+    """Raises RequestError for a freeze of 1-bit Adam that comes too early: while the rate still rises, the variance is
+    not what it will be (arXiv 2102.02888, section 7.1, freezes after the warm-up); or that never comes."""
+    if arguments.ddp_comm_hook != "onebit_adam":
+        return
+    start = arguments.start_step(max_steps)
+    if start < warmup_steps:
+        raise RequestError(
+            f"--ddp_comm_hook onebit_adam freezes its variance after {start} steps, but the learning rate rises until "
+            f"step {warmup_steps}. Raise --comm_hook_start_steps to {warmup_steps} or more, or lower --warmup_steps."
+        )

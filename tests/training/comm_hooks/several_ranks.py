@@ -1,0 +1,113 @@
+"""A small model trained on several ranks over gloo, by every hook: real processes, without the Trainer."""
+
+from __future__ import annotations
+
+import copy
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+
+from finetune.training.comm_hooks.arguments import CompressionArguments
+from finetune.training.comm_hooks.compression import Compression
+from finetune.training.comm_hooks.onebit_adam import OneBitAdam
+
+STEPS, START, SAVED = 14, 4, 9  # all steps; whole gradients before; where the resumed run begins
+WIDTH, ROWS = 96, 16
+UNEVEN = 3 * 7 + 3  # elements of a part whose size no block divides
+
+
+def train_by_every_hook(ranks: int, hooks: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
+    """Of each rank, what `_train` tells by the name of the hook."""
+    multiprocessing.spawn(_one, (ranks, hooks, folder), nprocs=ranks)
+    return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(ranks)]
+
+
+def _one(rank: int, ranks: int, hooks: tuple[str, ...], folder: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(folder / "store"), ranks)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    torch.save({hook: _train(hook, folder / hook) for hook in hooks}, folder / f"{rank}.result")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def _train(hook: str, checkpoint: Path) -> dict[str, Any]:
+    """Weights after START, SAVED and STEPS steps, and after STEPS of a run resumed at SAVED; and the figures."""
+    model, wrapped, optimizer = _fresh(hook)
+    compression = _compression(hook, wrapped, optimizer)
+    found: dict[str, Any] = {"start": None, "windows": []}
+    for step in range(STEPS):
+        if step == START:
+            found["start"] = _weights(model)
+        if step == SAVED:
+            found["saved"] = _weights(model)
+            before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            if compression:
+                compression.save(checkpoint)
+                distributed.barrier()
+        _step(wrapped, optimizer, step)
+        if compression:
+            compression.end_step()
+            found["windows"].append(compression.window())
+    found |= {"end": _weights(model), "summary": compression.summary() if compression else {}}
+    model, wrapped, optimizer = _fresh(hook)
+    model.load_state_dict(before[0])
+    optimizer.load_state_dict(before[1])
+    compression = _compression(hook, wrapped, optimizer)
+    found["said"] = compression.restore(checkpoint, SAVED) if compression else None
+    for step in range(SAVED, STEPS):
+        _step(wrapped, optimizer, step)
+        if compression:
+            compression.end_step()
+    found["resumed"] = _weights(model)
+    model, wrapped, optimizer = _fresh(hook)
+    compression = _compression(hook, wrapped, optimizer)
+    found["said_of_none"] = compression.restore(checkpoint / "none", START) if compression else None
+    for step in range(START, STEPS):
+        _step(wrapped, optimizer, step)
+    found["without_errors"] = _weights(model)
+    return found
+
+
+def _fresh(hook: str) -> tuple[torch.nn.Module, DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    model = torch.nn.Sequential(torch.nn.Embedding(50, WIDTH), *layers, torch.nn.Linear(WIDTH, 7))
+    optimizer_class = OneBitAdam if hook == "onebit_adam" else torch.optim.AdamW
+    optimizer = optimizer_class(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    # Buckets of a layer each, laid out anew after the first step.
+    return model, DistributedDataParallel(model, bucket_cap_mb=0.03), optimizer
+
+
+def _compression(hook: str, wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Compression | None:
+    arguments = CompressionArguments(ddp_comm_hook=hook, powersgd_rank=2, topk_ratio=0.05)
+    if arguments.keeps_errors:
+        arguments.comm_hook_start_steps = START
+    return Compression(arguments, wrapped, optimizer, STEPS) if arguments.is_on else None
+
+
+def _step(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Two micro-batches, of which the second sends; the same samples for a step, whenever it is taken."""
+    generator = torch.Generator().manual_seed(1000 * step + distributed.get_rank())
+    # The last words come late: they have no variance at the freeze.
+    words = torch.randint(50 if step > START else 40, (2, ROWS), generator=generator)
+    with wrapped.no_sync():
+        _loss(wrapped, words[0]).backward()
+    _loss(wrapped, words[1]).backward()
+    torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _loss(wrapped: DistributedDataParallel, words: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(wrapped(words), words % 7)
+
+
+def _weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])

@@ -1,0 +1,96 @@
+"""What gradient compression cannot do is refused before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune.errors import RequestError
+from finetune.training.arguments import Request, RunArguments
+from finetune.training.comm_hooks.arguments import HOOKS, CompressionArguments, check_comm_hook, check_freeze
+from finetune.training.engine import deepspeed_config_of
+from finetune.training.launch import Launch
+from finetune.training.pipeline.arguments import PipelineArguments
+
+
+def check(*argv: str, launcher: str = "torchrun", ranks: int = 2, fp16: bool = False) -> None:
+    defaults: dict[str, Any] = {"output_dir": "out", "do_train": True}
+    launch = Launch(launcher=launcher, world_size=ranks, local_world_size=ranks)
+    request = Request((RunArguments, CompressionArguments), defaults, argv, launch, {})
+    check_comm_hook(request, deepspeed_config_of(request), {"fp16": fp16, "bf16": False})
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_is_taken(hook: str) -> None:
+    check("--ddp_comm_hook", hook)
+    check("--ddp_comm_hook", hook, "--deepspeed", "none", launcher="deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("argv", "how", "said"),
+    [
+        (
+            ["--ddp_comm_hook", "1bit"],
+            {},
+            r"is 1bit, but it must be one of none, fp16, bf16, powersgd, topk, onebit_adam",
+        ),
+        (["--ddp_comm_hook", "topk"], {"launcher": "deepspeed"}, r"takes by default\).*Add --deepspeed none"),
+        (["--ddp_comm_hook", "topk", "--deepspeed", "zero1"], {}, r"DeepSpeed \(zero1\) sends.*Add --deepspeed none"),
+        (["--ddp_comm_hook", "topk", "--fsdp", "True"], {}, "FSDP shards this run's gradients"),
+        (["--ddp_comm_hook", "topk", "--torch_compile", "True"], {}, "not supported with --torch_compile"),
+        (["--ddp_comm_hook", "topk"], {"ranks": 1}, "nothing to compress.*torchrun --nproc_per_node N"),
+        (["--ddp_comm_hook", "topk", "--do_train", "False"], {}, "--do_train is False"),
+        (["--ddp_comm_hook", "onebit_adam"], {"fp16": True}, "one overflow would stay for good. Use --bf16 True"),
+        (["--ddp_comm_hook", "onebit_adam", "--optim", "sgd"], {}, "is an optimizer too, and --optim asks for sgd"),
+        (["--ddp_comm_hook", "fp16", "--comm_hook_start_steps", "9"], {}, "fp16 has no first steps"),
+        (["--comm_hook_start_steps", "9"], {}, "none has no first steps"),
+        (["--ddp_comm_hook", "topk", "--comm_hook_start_steps", "-1"], {}, "is -1, but it must be 0 or more"),
+        (["--ddp_comm_hook", "topk", "--topk_ratio", "0"], {}, "topk_ratio is 0, but it must be more than 0"),
+        (["--ddp_comm_hook", "powersgd", "--powersgd_rank", "0"], {}, "powersgd_rank is 0, but it must be 1 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_mend(argv: list[str], how: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        check(*argv, **how)
+
+
+def test_a_pipeline_refuses_the_flag() -> None:
+    launch = Launch(launcher="deepspeed", world_size=2, local_world_size=2)
+    with pytest.raises(RequestError, match="--ddp_comm_hook: DeepSpeed sends a pipeline's gradients"):
+        Request((RunArguments, PipelineArguments), {}, ["--ddp_comm_hook", "topk"], launch, {})
+
+
+def test_half_precision_goes_with_loss_scaling() -> None:
+    check("--ddp_comm_hook", "fp16", fp16=True)
+    check("--ddp_comm_hook", "bf16", fp16=True)
+
+
+@pytest.mark.parametrize(
+    ("hook", "asked", "steps", "start"),
+    [
+        ("onebit_adam", None, 400, 200),
+        ("powersgd", None, 400, 40),
+        ("onebit_adam", 0.25, 400, 100),
+        ("onebit_adam", 30, 400, 30),
+        ("topk", 0, 400, 2),
+        ("fp16", None, 400, 0),
+    ],
+    ids=["a half", "a tenth", "a share", "a number", "not before the buckets are settled", "at once"],
+)
+def test_the_first_steps_are_a_share_or_a_number(hook: str, asked: float | None, steps: int, start: int) -> None:
+    assert CompressionArguments(hook, asked).start_step(steps) == start
+
+
+def test_the_variance_does_not_freeze_while_the_rate_rises() -> None:
+    onebit = CompressionArguments("onebit_adam", 50)
+    check_freeze(onebit, max_steps=1000, warmup_steps=50)
+    with pytest.raises(RequestError, match=r"rises until step 51. Raise --comm_hook_start_steps to 51 or more"):
+        check_freeze(onebit, max_steps=1000, warmup_steps=51)
+    check_freeze(CompressionArguments("topk", 2), max_steps=1000, warmup_steps=51)

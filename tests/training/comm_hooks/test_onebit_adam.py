@@ -1,0 +1,127 @@
+"""1-bit Adam on one process: AdamW until the freeze, errors that come back, and no step that Adam would not take."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from finetune.training.comm_hooks.onebit_adam import Exchange, OneBitAdam
+from finetune.training.comm_hooks.wire import Wire
+
+
+class Alone(Wire):
+    """A wire with nobody at the other end."""
+
+    def __init__(self) -> None:
+        self.world_size, self.rank, self.sent_bytes, self.whole_bytes = 1, 0, 0.0, 0.0
+
+    def swap(self, chunks: torch.Tensor) -> torch.Tensor:
+        return chunks
+
+    def gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.futures.Future[None]]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return tensor[None], future
+
+
+def steps(optimizer: torch.optim.Optimizer, weight: torch.Tensor, gradients: torch.Tensor) -> None:
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("elements", [1, 63, 64, 65, 1000])
+def test_what_is_not_said_now_is_said_later(elements: int) -> None:
+    """The sum of all that was exchanged is the sum of all that was to be, but for errors that do not grow."""
+    torch.manual_seed(0)
+    exchange, truth, said = Exchange(Alone()), torch.zeros(elements), torch.zeros(elements)
+    off = []
+    for _ in range(400):
+        values = 1 + torch.randn(elements)
+        truth, said = truth + values, said + exchange.mean(values)
+        off.append(float((truth - said).abs().mean()))
+    assert max(off[300:]) < 2 * max(off[50:150])
+    assert max(off[300:]) < 0.05 * float(truth.abs().mean())
+    left = exchange.worker_error[:elements] + exchange.server_error[:elements]
+    assert torch.allclose(truth - said, left, atol=1e-2)
+
+
+def test_until_the_freeze_it_is_torchs_adamw() -> None:
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Parameter(torch.randn(50)), None
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    optimizer = OneBitAdam([ours], lr=1e-2, weight_decay=0.1)
+    optimizer.freeze_step = 7
+    gradients = torch.randn(7, 50)
+    steps(optimizer, ours, gradients)
+    steps(torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1), theirs, gradients)
+    assert torch.equal(ours, theirs)
+    assert optimizer.is_frozen
+
+
+def test_after_it_the_variance_stays_and_the_momentum_moves_by_the_papers_rule() -> None:
+    """Alone, with nothing compressed, each step by hand: m = b1 m + (1-b1) g; x -= lr (m / (1-b1^t) / d + wd x)."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(50, dtype=torch.float64).float())
+    optimizer = OneBitAdam([weight], lr=1e-2, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
+    optimizer.freeze_step = 20
+    steps(optimizer, weight, torch.randn(20, 50))
+    momentum, variance = (optimizer.state[weight][name].clone() for name in ("exp_avg", "exp_avg_sq"))
+    denominator = (variance / (1 - 0.99**20)).sqrt() + 1e-6
+    expected = weight.detach().clone()
+    for step, gradient in enumerate(torch.randn(5, 50), start=21):
+        weight.grad = gradient.clone()
+        optimizer.step()
+        momentum = 0.9 * momentum + 0.1 * gradient
+        expected = expected * (1 - 1e-3) - 1e-2 / (1 - 0.9**step) * momentum / denominator
+    assert torch.equal(optimizer.state[weight]["exp_avg_sq"], variance)
+    assert torch.allclose(optimizer.state[weight]["exp_avg"], momentum, atol=1e-6)
+    assert torch.allclose(weight, expected, atol=1e-5)
+
+
+def test_an_element_without_variance_does_not_fly_off_and_a_weight_without_any_stays() -> None:
+    weight, idle = torch.nn.Parameter(torch.zeros(128)), torch.nn.Parameter(torch.ones(5))
+    optimizer = OneBitAdam([weight, idle], lr=1e-2)
+    optimizer.freeze_step, optimizer.exchange = 4, Exchange(Alone()).mean
+    gradient = torch.ones(128)
+    gradient[100:] = 0.0  # words that nobody met
+    idle.grad = torch.zeros(5)
+    steps(optimizer, weight, gradient.expand(4, 128))
+    steps(optimizer, weight, torch.ones(6, 128))
+    assert weight.isfinite().all()
+    assert weight.abs().max() < 10 * 1e-2 * 3
+    assert torch.equal(idle, torch.ones(5))
+
+
+def test_a_gradient_beyond_what_adam_could_meet_is_bounded() -> None:
+    """In Adam |g| is at most sqrt((1-b2^T)/(1-b2)) roots of the variance, which holds g squared."""
+    weight = torch.nn.Parameter(torch.zeros(64))
+    optimizer = OneBitAdam([weight], lr=1.0, betas=(0.9, 0.99))
+    optimizer.freeze_step = 10
+    steps(optimizer, weight, 1e-6 * torch.ones(10, 64))
+    before = weight.detach().clone()
+    steps(optimizer, weight, 1e6 * torch.ones(1, 64))
+    longest = math.sqrt((1 - 0.99**10) / (1 - 0.99))
+    momentum = 0.9 * (1 - 0.9**10) + 0.1 * longest  # in roots of the variance
+    assert torch.allclose(before - weight, torch.full((64,), momentum / (1 - 0.9**11)), rtol=1e-2)
+
+
+def test_a_checkpoint_holds_the_momentum_and_the_step() -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(70))
+    other = torch.nn.Parameter(torch.randn(70))
+    first, second = (OneBitAdam([p], lr=1e-2) for p in (weight, other))
+    for optimizer in (first, second):
+        optimizer.freeze_step = 3
+    gradients = torch.randn(9, 70)
+    steps(first, weight, gradients[:6])
+    other.data.copy_(weight)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert second.steps_taken == 6
+    assert second.is_frozen
+    steps(first, weight, gradients[6:])
+    steps(second, other, gradients[6:])
+    assert torch.equal(weight, other)
