@@ -19,6 +19,7 @@ from finetune.data.images import prepare_images
 from finetune.data.tables import PreparationArguments
 from finetune.models.images import ImageModelArguments, build_image_classifier, find_image_source, settled_image_config
 from finetune.training.arguments import RunArguments
+from finetune.training.comm_hooks.arguments import CompressionArguments
 from finetune.training.hub import push
 from finetune.training.launch import run
 from finetune.training.loss import ClassArguments, loss_for, settle_loss_scaling
@@ -54,9 +55,9 @@ SCRATCH = {"learning_rate": 3e-3, "num_train_epochs": 8, "warmup_steps": 0.1, "l
 
 def main() -> None:
     # Start: parse, check, settle the machine. With --pipeline_parallel_size the engine is DeepSpeed's pipeline.
-    engine = PipelineArguments if asks_for_pipeline(sys.argv[1:]) else ClassArguments
+    engine = (PipelineArguments,) if asks_for_pipeline(sys.argv[1:]) else (ClassArguments, CompressionArguments)
     data_groups = (ImageArguments, PreparationArguments, AugmentationArguments)
-    groups = (ImageModelArguments, *data_groups, engine, ProfileArguments, RunArguments)
+    groups = (ImageModelArguments, *data_groups, *engine, ProfileArguments, RunArguments)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
     model_args, image_args, preparation, augmentation, *_ = session.arguments
     training, folder = session.training, Path(session.training.output_dir)
@@ -119,7 +120,7 @@ def main() -> None:
 
 def image_trainer(session, source, data, config, metrics):
     """The Hugging Face Trainer. The model is built after TrainingArguments, for ZeRO-3 shards it while it is built."""
-    model_args, _, _, _, class_args, profile_args, run_args = session.arguments
+    model_args, _, _, _, class_args, comm_args, profile_args, run_args = session.arguments
     training = session.training
     recomputes = bool(training.activation_checkpointing)
     model = build_image_classifier(model_args, source, config, data.account.side, training.seed, recomputes)
@@ -136,6 +137,7 @@ def image_trainer(session, source, data, config, metrics):
         compute_metrics=metrics,
         compute_loss_func=loss_for(weights, training.label_smoothing_factor, data.labels.task, counts),
         callbacks=[MetricsFile(), SharedStatistics(model), *profiling(profile_args), *early_stopping(run_args)],
+        compression=comm_args,
     )
 
 
