@@ -1,0 +1,175 @@
+"""Gossip: each rank averages with its two neighbours only, and yet all of them come to agree.
+
+    torchrun --nproc_per_node 4 recipes/basics/gossip.py
+
+The problem. An all-reduce ties all ranks together: on a ring 2 (N - 1) rounds of messages, one after another (see
+ring_all_reduce.py), and the slowest link sets the pace. Decentralized training has one round: give your weights to
+your neighbours, and average what you have with what they give.
+
+            rank 0 ---- rank 1          new x1 = (x0 + x1 + x2) / 3
+              |           |
+            rank 3 ---- rank 2          x1 never meets x3: what x3 knows comes through x0 and x2
+
+Consensus. One round multiplies by the matrix of these thirds. On a ring its eigenvalues are (1 + 2 cos(2 pi k / N)) / 3
+for k = 0 .. N - 1. That of k = 0 is 1: the mean stays. All that differs from the mean shrinks in every round, at least
+by the largest of the other ones: rho = 1/3 for 4 ranks, but 0.99 for 32, so a large ring takes many rounds to agree.
+
+Training (D-PSGD, Lian et al., arXiv 1705.09056, algorithm 1): gossip, and step along your own gradient.
+
+    x_i  <-  (x_(i-1) + x_i + x_(i+1)) / 3  -  rate * gradient of your data at x_i
+
+Gradients pull the ranks apart, gossip pulls them together. The smaller the rate, the closer they stay, so it falls to 0
+here. Each rank has digits that others have not (with 4 ranks: 0-2, 2-4, 5-7, 7-9), so alone none can learn them all.
+
+To try: a constant rate (the ranks disagree for ever); weights 1/4, 1/2, 1/4, whose rho is 1/2; 3 processes (rho is 0).
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+
+STEPS, BATCH, LEARNING_RATE, ROUNDS = 200, 32, 0.3, 8
+sent = {"messages": 0, "bytes": 0}  # by this rank, in gossip
+
+
+def gossip(mine: torch.Tensor) -> torch.Tensor:
+    """The mean of what this rank and its two neighbours on the ring have, (n,): one round of messages."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    left, right = (rank - 1) % ranks, (rank + 1) % ranks
+    from_left, from_right = torch.empty_like(mine), torch.empty_like(mine)
+    requests = [dist.isend(mine, left, tag=1), dist.isend(mine, right, tag=2)]  # first all that does not wait
+    requests += [dist.irecv(from_left, left, tag=2), dist.irecv(from_right, right, tag=1)]
+    for request in requests:
+        request.wait()
+    sent["messages"] += 2
+    sent["bytes"] += 2 * mine.nbytes
+    return (from_left + mine + from_right) / 3
+
+
+def all_reduce(mine: torch.Tensor) -> torch.Tensor:
+    everyones = mine.clone()
+    dist.all_reduce(everyones)
+    return everyones / dist.get_world_size()
+
+
+def distance(mine: torch.Tensor) -> float:
+    """How far apart the ranks are, sqrt(mean |x_i - mean x|^2): looked at from outside, no part of the method."""
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    stacked = torch.stack(everyones)  # (ranks, n)
+    return (stacked - stacked.mean(0)).pow(2).sum(1).mean().sqrt().item()
+
+
+def train(mix_weights: Callable | None, mix_gradients: Callable | None) -> dict:
+    """Training on this rank's digits: losses and distances over the steps, the accuracy of this rank in the end."""
+    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    images, labels = images[order].float() / 16, labels[order]  # (1797, 64) from 0 to 1, (1797,)
+    by_digit = labels[:1400].argsort(stable=True)  # the other 397 are for the test
+    mine = by_digit.tensor_split(dist.get_world_size())[dist.get_rank()]  # which rows this rank has
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()  # (n,)
+    losses, distances = [], []
+    for step in range(STEPS):
+        rows = mine[torch.randint(len(mine), (BATCH,), generator=draw)]
+        loss = nn.functional.cross_entropy(model(images[rows]), labels[rows])
+        gradient = torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))])  # (n,)
+        gradient = mix_gradients(gradient) if mix_gradients else gradient
+        weights = mix_weights(weights) if mix_weights else weights
+        weights = weights - LEARNING_RATE * (1 - step / STEPS) * gradient
+        nn.utils.vector_to_parameters(weights, model.parameters())
+        with torch.no_grad():  # this rank's model on everyone's digits
+            losses.append(nn.functional.cross_entropy(model(images[:1400]), labels[:1400]).item())
+        distances.append(distance(weights))
+    accuracy = (model(images[1400:]).argmax(1) == labels[1400:]).float().mean().item() * 100
+    everyones: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (losses, accuracy))
+    mean_losses = [sum(at_step) / len(at_step) for at_step in zip(*(losses for losses, _ in everyones), strict=True)]
+    accuracies = [accuracy for _, accuracy in everyones]
+    return {"losses": mean_losses, "distances": distances, "accuracies": accuracies, "n": len(weights)}
+
+
+def main() -> None:
+    if int(os.environ.get("WORLD_SIZE", 1)) < 3:  # with two ranks both neighbours are the same one
+        print("start it with: torchrun --nproc_per_node 4 recipes/basics/gossip.py", file=sys.stderr)
+        sys.exit(2)
+    parser = argparse.ArgumentParser(description="Decentralized gossip averaging, on handwritten digits.")
+    parser.add_argument("--output", type=Path, default=Path("runs/basics/gossip.png"))
+    output = parser.parse_args().output
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    say = print if rank == 0 else lambda *_, **__: None
+
+    rho = max(abs(1 + 2 * math.cos(2 * math.pi * k / ranks)) / 3 for k in range(1, ranks))
+    say(f"1. Gossip alone, on random vectors: the distance must shrink at least to {rho:.3f} of it in every round")
+    mine = torch.randn(1000, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    mean, apart = all_reduce(mine), [distance(mine)]
+    for _ in range(ROUNDS):
+        mine = gossip(mine)
+        apart.append(distance(mine))
+        assert apart[-1] <= rho * apart[-2] + 1e-12, f"the distance went from {apart[-2]} to {apart[-1]}"
+    say("   " + " ".join(f"{each:.1e}" for each in apart))
+    assert (all_reduce(mine) - mean).abs().max() < 1e-12, "the mean of all has moved"
+
+    say(f"\n2. Training for {STEPS} steps, each rank with digits of its own")
+    sent.update(messages=0, bytes=0)
+    results = {"all-reduce": train(None, all_reduce), "gossip": train(gossip, None), "alone": train(None, None)}
+    for name, row in results.items():
+        places = [0, STEPS // 10, STEPS // 2, STEPS - 1]
+        say(
+            f"   {name:10} loss {row['losses'][-1]:.3f}, accuracy by rank",
+            *(f"{one:.1f}%" for one in row["accuracies"]),
+        )
+        say("              distance at steps", *(f"{place + 1}: {row['distances'][place]:.3f} " for place in places))
+    whole, gossiped, alone = results.values()
+    assert max(whole["distances"]) == 0, "an all-reduce left the ranks with different weights"
+    assert gossiped["distances"][-1] < max(gossiped["distances"]) / 20, "the ranks do not agree in the end"
+    assert min(gossiped["accuracies"]) > min(whole["accuracies"]) - 2, "gossip learns less than all-reduce"
+    assert max(alone["accuracies"]) < min(gossiped["accuracies"]) - 20, "alone is as good"
+
+    size = 4 * whole["n"]  # bytes of all weights
+    say("\n3. What a rank sends in a step")
+    messages, rounds = sent["messages"] / STEPS, 2 * (ranks - 1)
+    say(f"   gossip:          {messages:.0f} messages in 1 round,  {sent['bytes'] / STEPS:9,.0f} bytes (counted)")
+    say(
+        f"   ring all-reduce: {rounds} messages in {rounds} rounds, {rounds / ranks * size:9,.0f} bytes (2 (N - 1) / N)"
+    )
+    assert (sent["messages"], sent["bytes"]) == (2 * STEPS, 2 * size * STEPS)
+    say("   Not fewer bytes, but 1 round for any N: it pays where each message costs its latency.")
+    if rank == 0:
+        draw(results, output)
+    dist.destroy_process_group()
+
+
+def draw(results: dict, output: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for name, row in results.items():
+        left.plot(row["losses"], label=name)
+        if name != "all-reduce":
+            right.plot(row["distances"], label=name)
+    left.set(xlabel="step", ylabel="training loss, mean over ranks", title="Loss on everyone's digits", yscale="log")
+    right.set(xlabel="step", ylabel="distance between the ranks", title="Consensus (all-reduce: 0)", yscale="log")
+    left.legend()
+    right.legend()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=80)
+    print(f"plot: {output}")
+
+
+if __name__ == "__main__":
+    main()

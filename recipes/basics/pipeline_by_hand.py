@@ -1,0 +1,155 @@
+"""Pipelines by hand: micro-batches fill the idle time of model parallelism, first as GPipe does it, then as 1F1B does.
+
+    torchrun --nproc_per_node 4 recipes/basics/pipeline_by_hand.py
+
+The problem. With a model cut into P stages (see model_parallelism.py) one stage works while P - 1 wait. But a batch
+need not travel in one piece. Cut it into M micro-batches, and stage 0 begins the second while stage 1 does the first:
+
+    one batch:    stage 0  F . . B          two micro-batches:  stage 0  F0 F1 .  .  B1 B0
+                  stage 1  . F B .                              stage 1  .  F0 F1 B1 B0 .
+
+The gradients stay those of the whole batch: each micro-batch's loss is divided by M, and `backward` adds up in `.grad`.
+The weights change only after the last micro-batch, so all of them see the same weights.
+
+The bubble. The last stage begins P - 1 slots late, and the first ends P - 1 slots after it. If F and B take one slot
+each, every stage works 2 M of 2 (M + P - 1) slots. Source: GPipe, arXiv 1811.06965, section 2.3.
+
+    bubble = (P - 1) / (M + P - 1)                      small once M is 4 P or more
+
+The memory. A stage keeps the activations of a micro-batch from its F to its B. GPipe does all F first: it holds M of
+them. 1F1B does each B as soon as it can: stage s runs P - 1 - s forwards ahead, then one F, one B in turns. It holds at
+most P - s, however large M is, in as many slots. Source: Narayanan et al., arXiv 2104.04473, section 2.2, figure 4.
+
+To try: M = 2 and M = 32; 2 processes; leave out `/ micro_batches`, and see what the page says; let 1F1B run one forward
+more ahead than it needs.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+LAYERS, WIDTH, BATCH, MICRO_BATCHES = 8, 32, 32, 8
+
+
+def all_at_once(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+    """GPipe: every forward, then every backward, the last first. With one micro-batch: plain model parallelism."""
+    forwards = [("F", m) for m in range(micro_batches)]
+    return forwards + [("B", m) for m in reversed(range(micro_batches))]
+
+
+def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+    """1F1B: as many forwards ahead as there are stages below, then in turns, then the backwards that are left."""
+    ahead = min(stages - 1 - stage, micro_batches)
+    order = [("F", m) for m in range(ahead)]
+    for m in range(micro_batches - ahead):
+        order += [("F", ahead + m), ("B", m)]
+    return order + [("B", m) for m in range(micro_batches - ahead, micro_batches)]
+
+
+class Stage:
+    """This rank's layers, and their part in a schedule. Every message carries the slot in which it was made."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        self.layers, self.rank, self.last_rank = layers, dist.get_rank(), dist.get_world_size() - 1
+        self.slot = -1  # that of the last operation done here
+        self.under_way: list = []  # sends, with the tensors they read from
+
+    def run(self, schedule: list, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, dict, int]:
+        """The loss (on the last rank), {slot: "F0"}, and the most micro-batches that were held at once."""
+        micro_batches = len(schedule) // 2
+        inputs, targets = (whole.reshape(micro_batches, -1, WIDTH) for whole in (inputs, targets))  # (M, B / M, W)
+        held, most_held, loss, done = {}, 0, 0.0, {}
+        for kind, m in schedule:
+            if kind == "F":
+                received = inputs[m] if self.rank == 0 else self.receive(self.rank - 1, inputs[m].shape)
+                output = self.layers(received.requires_grad_())  # (B / M, W)
+                if self.rank == self.last_rank:
+                    output = nn.functional.mse_loss(output, targets[m]) / micro_batches
+                    loss += output.item()
+                held[m] = received, output  # kept for the backward: the memory that a schedule costs
+                most_held = max(most_held, len(held))
+            else:
+                last = self.rank == self.last_rank
+                gradient = None if last else self.receive(self.rank + 1, inputs[m].shape)  # of the loss by our output
+                received, output = held.pop(m)
+                output.backward(gradient)
+            self.slot += 1
+            done[self.slot] = f"{kind}{m}"
+            if kind == "F" and self.rank < self.last_rank:
+                self.send(output.detach(), self.rank + 1)
+            if kind == "B" and self.rank > 0:
+                self.send(received.grad, self.rank - 1)
+        for request, _ in self.under_way:
+            request.wait()
+        return loss, done, most_held
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Not blocking: two neighbours that both send first would wait for each other for ever."""
+        for message in (torch.tensor([self.slot]), tensor):
+            self.under_way.append((dist.isend(message, to), message))
+
+    def receive(self, source: int, shape: torch.Size) -> torch.Tensor:
+        """The tensor. Our clock goes on at least to the slot in which it was made: what needs it comes after."""
+        slot, tensor = torch.empty(1, dtype=torch.long), torch.empty(shape)
+        dist.recv(slot, source)
+        dist.recv(tensor, source)
+        self.slot = max(self.slot, int(slot))
+        return tensor
+
+
+def main() -> None:
+    if "RANK" not in os.environ:
+        print("start it with: torchrun --nproc_per_node 4 recipes/basics/pipeline_by_hand.py", file=sys.stderr)
+        sys.exit(2)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    torch.manual_seed(0)  # every rank builds the same layers, keeps a stage, and checks it against the whole
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
+    mine = layers[rank * LAYERS // ranks : (rank + 1) * LAYERS // ranks]
+    inputs = torch.randn(BATCH, WIDTH)
+    targets = inputs.sin()
+    whole_loss = nn.functional.mse_loss(layers(inputs), targets)
+    whole_loss.backward()
+    expected = [parameter.grad.clone() for parameter in mine.parameters()]
+
+    for title, make_schedule, micro_batches in (
+        ("Model parallelism, the batch in one piece", all_at_once, 1),
+        (f"GPipe, {MICRO_BATCHES} micro-batches", all_at_once, MICRO_BATCHES),
+        (f"1F1B, {MICRO_BATCHES} micro-batches", one_f_one_b, MICRO_BATCHES),
+    ):
+        mine.zero_grad()
+        loss, done, most_held = Stage(mine).run(make_schedule(rank, ranks, micro_batches), inputs, targets)
+        pairs = zip(mine.parameters(), expected, strict=True)
+        difference = max((parameter.grad - whole).abs().max().item() for parameter, whole in pairs)
+
+        everyone: list = [None] * ranks
+        dist.all_gather_object(everyone, (loss, done, most_held, difference))
+        slots = 1 + max(max(done) for _, done, _, _ in everyone)
+        idle = sum(slots - len(done) for _, done, _, _ in everyone)
+        if rank == 0:
+            print(f"{title}: {slots} slots")
+            for stage, (_, done, most_held, _) in enumerate(everyone):
+                row = " ".join(f"{done.get(slot, '.'):2}" for slot in range(slots))
+                print(f"   stage {stage}  {row}  holds {most_held}")
+            print(f"   bubble: {idle} of {slots * ranks} slots idle = {idle / slots / ranks:.1%};", end=" ")
+            print(f"(P - 1) / (M + P - 1) = {(ranks - 1) / (micro_batches + ranks - 1):.1%}")
+            print(f"   against one process: loss {abs(everyone[-1][0] - whole_loss.item()):.0e},", end=" ")
+            print(f"gradients {max(each[3] for each in everyone):.0e}\n", flush=True)
+        assert abs(everyone[-1][0] - whole_loss.item()) < 1e-6, "the loss is not that of one process"
+        assert difference < 1e-6, f"stage {rank}: the gradients are not those of one process"
+        assert idle * (micro_batches + ranks - 1) == (ranks - 1) * slots * ranks, "the bubble is not (P-1) / (M+P-1)"
+        holds = [most_held for _, _, most_held, _ in everyone]
+        in_turns = make_schedule is one_f_one_b
+        limits = [min(micro_batches, ranks - stage) if in_turns else micro_batches for stage in range(ranks)]
+        assert holds == limits, f"activations held: {holds}, and not {limits}"
+    if rank == 0:
+        print("The same gradients and the same bubble; 1F1B holds fewer activations, and GPipe's grow with M.")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
