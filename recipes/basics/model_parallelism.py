@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 recipes/basics/model_parallelism.py
 
 The problem. Data parallelism keeps the whole model on every rank. A model that does not fit there must be cut. Cut it
-between layers, and let the activations travel forward and their gradients travel back:
+between layers, and let activations travel forward and their gradients back:
 
     rank 0: layers 0-3                              rank 1: layers 4-7
     x --> [ forward ]  ------- hidden (B, W) -----> [ forward ] --> loss
@@ -18,11 +18,9 @@ So rank 0 needs one tensor from rank 1, in the shape of `hidden`: not the weight
 through a network: the receiver makes the activation a leaf (`requires_grad_()`), and sends that leaf's `.grad` back.
 
 The price. The stages wait for each other: of P ranks one works at a time, so (P - 1) / P of the machine idles. The
-memory is shared out, the work is not. Source: Huang et al., GPipe, arXiv 1811.06965, figure 2 (b). Read on in
-pipeline_by_hand.py, which mends it.
+memory is shared out, the work is not. pipeline_by_hand.py mends it. Source: GPipe, arXiv 1811.06965, figure 2 (b).
 
-To try: 4 processes, and see the idle share; send `received.grad * 2` back, and see which rank's gradients are wrong;
-leave out `requires_grad_()`, and read the error.
+To try: 4 processes, and the idle share; send `received.grad * 2` back, and see which rank's gradients are wrong.
 """
 
 import os
@@ -33,33 +31,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-LAYERS, WIDTH, BATCH, STEPS, LEARNING_RATE = 8, 32, 16, 20, 0.1
+LAYERS, WIDTH, BATCH, STEPS, LEARNING_RATE = 8, 32, 16, 20, 0.01
 
 
 def main() -> None:
     if "RANK" not in os.environ:
-        print("start it with: torchrun --nproc_per_node 2 recipes/basics/model_parallelism.py", file=sys.stderr)
+        print("error: start it with: torchrun --nproc_per_node 2 recipes/basics/model_parallelism.py", file=sys.stderr)
         sys.exit(2)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
-    # The same seed everywhere. Every rank builds all layers and keeps its own; a model that truly does not fit would be
-    # built stage by stage.
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # every rank builds the same layers, and keeps its own
     layers = whole_model()
     first, last = rank * LAYERS // ranks, (rank + 1) * LAYERS // ranks
     stage = layers[first:last]
-    inputs = torch.randn(STEPS, BATCH, WIDTH)
-    targets = inputs.sin()  # something that can be learnt
+    inputs = torch.randn(BATCH, WIDTH)  # the same batch in every step
+    targets = inputs.sin()
 
     say(f"1. {LAYERS} layers in {ranks} stages. Who holds what:")
-    say_each(f"   rank {rank}: layers {first}-{last - 1}, {bytes_of(stage):,} of {bytes_of(layers):,} bytes")
+    held, whole = (sum(each.nbytes for each in module.parameters()) for module in (stage, layers))
+    say_each(f"   rank {rank}: layers {first}-{last - 1}, {held:,} of {whole:,} bytes")
 
-    optimizer = torch.optim.SGD(stage.parameters(), LEARNING_RATE)
+    optimizer = torch.optim.Adam(stage.parameters(), LEARNING_RATE)
     losses, events = [], []
-    for step in range(STEPS):
+    for _ in range(STEPS):
         optimizer.zero_grad()
-        loss, events = forward_and_backward(stage, inputs[step], targets[step])
+        loss, events = forward_and_backward(stage, inputs, targets)
         losses.append(loss)
         optimizer.step()  # each rank its own layers: nothing more to exchange
 
@@ -69,8 +66,7 @@ def main() -> None:
     say_each(f"   rank {rank}: {row}")
     idle = row.count(".") / len(order)
     say(f"   each rank waits {idle:.0%} of the slots: (P - 1) / P with P = {ranks}")
-    forwards = [(who, " F") for who in range(ranks)]
-    assert [(who, name) for _, who, name in order] == forwards + [(who, " B") for who, _ in reversed(forwards)]
+    assert [who for _, who, _ in order] == [*range(ranks), *reversed(range(ranks))], "not down and up again"
     assert abs(idle - (ranks - 1) / ranks) < 1e-9
 
     say(f"\n3. The same {STEPS} steps in one process, and the largest differences from it:")
@@ -108,26 +104,23 @@ def forward_and_backward(stage: nn.Module, inputs: torch.Tensor, targets: torch.
         dist.recv(gradient, rank + 1)
         events.append((time.monotonic(), rank, " B"))
         hidden.backward(gradient)
-        loss = 0.0
+        loss = torch.zeros(())
     else:
         events.append((time.monotonic(), rank, " B"))
-        error = nn.functional.mse_loss(hidden, targets)
-        error.backward()
-        loss = error.item()
+        loss = nn.functional.mse_loss(hidden, targets)
+        loss.backward()
     if rank > 0:
         dist.send(received.grad, rank - 1)
-    return loss, events
+    return loss.item(), events
 
 
 def train_in_one_process(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[list[float], nn.Sequential]:
-    """What should come out: the losses, and the layers with their last gradients."""
     torch.manual_seed(0)
     layers = whole_model()
-    optimizer = torch.optim.SGD(layers.parameters(), LEARNING_RATE)
-    losses = []
-    for step in range(STEPS):
+    optimizer, losses = torch.optim.Adam(layers.parameters(), LEARNING_RATE), []
+    for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(layers(inputs[step]), targets[step])
+        loss = nn.functional.mse_loss(layers(inputs), targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -138,26 +131,19 @@ def whole_model() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
 
 
-def bytes_of(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-
-
 def gather(mine: list) -> list[list]:
-    """What every rank brought, in the order of ranks."""
-    everyone: list = [None] * dist.get_world_size()
+    everyone: list = [None] * dist.get_world_size()  # what each rank brought
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
-def say(text: str) -> None:
+def say(*lines: str) -> None:
     if dist.get_rank() == 0:
-        print(text, flush=True)
+        print(*lines, sep="\n", flush=True)
 
 
-def say_each(text: str) -> None:
-    """Every rank's line, in the order of ranks, spoken by rank 0."""
-    for line in gather([text]):
-        say(line[0])
+def say_each(line: str) -> None:
+    say(*(of_rank[0] for of_rank in gather([line])))  # in the order of ranks
 
 
 if __name__ == "__main__":

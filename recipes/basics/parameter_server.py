@@ -5,11 +5,11 @@
 The problem. In synchronous training every step waits for the slowest worker. Asynchronously, a server (rank 0) holds
 the weights, and each worker takes them, computes a gradient, hands it in, and takes the new ones, at its own pace:
 
-                          server: w -= rate * g,  version += 1
-                         /           |            \\
-       weights + version |           | gradient + the version it was computed on
-                         |           |             |
-                     worker 1    worker 2     worker 3 (slow)
+                      rank 0, the server:  w -= rate * g,  version += 1
+                           |               |               |
+        weights + version  |               |               |  gradient + the version it was computed on
+                           |               |               |
+                       worker 1        worker 2        worker 3 (slow)
 
 Meanwhile the others have moved the weights: the gradient is right for weights that are gone. Its staleness s is the
 number of updates in between: the server's version - the gradient's version. With W workers its mean is W - 1 at any
@@ -25,6 +25,7 @@ To try: LEARNING_RATE = 0.3 (stale gradients are then harmless, and faster); SLO
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -34,102 +35,75 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import nn
 
 GRADIENTS, BATCH, LEARNING_RATE = 600, 32, 1.0  # as many gradients in every way of training
-FAST, SLOW = (
-    0.002,
-    0.010,
-)  # seconds that a worker takes longer, as if its part were larger; the last one is the slow one
-MEASURE_EVERY = 20  # gradients
+FAST, SLOW = 0.002, 0.010  # seconds more a gradient, as if parts were larger; the last worker is the slow one
 STOP = -1.0  # instead of a version
 
 RATES = {  # the learning rate for a gradient of staleness s
     "synchronous": lambda s: LEARNING_RATE,
-    "asynchronous": lambda s: LEARNING_RATE,
-    "asynchronous, rate / (1 + s)": lambda s: LEARNING_RATE / (1 + s),
+    "stale, the same rate": lambda s: LEARNING_RATE,
+    "stale, rate / (1 + s)": lambda s: LEARNING_RATE / (1 + s),
 }
 
 
-class Task:
-    """Digits, and a small network whose weights are one vector (n,)."""
-
-    def __init__(self) -> None:
-        images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-        images, labels = images[order].float() / 16, labels[order]  # (1797, 64) from 0 to 1, (1797,)
-        self.images, self.labels = images[:1400], labels[:1400]
-        self.test_images, self.test_labels = images[1400:], labels[1400:]
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        self.start = nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
-
-    def gradient(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        nn.utils.vector_to_parameters(weights, self.model.parameters())
-        loss = nn.functional.cross_entropy(self.model(self.images[rows]), self.labels[rows])
-        return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(self.model.parameters()))])
-
-    @torch.no_grad()
-    def measure(self, weights: torch.Tensor) -> tuple[float, float]:
-        """Loss on the training images, accuracy on the others in percent."""
-        nn.utils.vector_to_parameters(weights, self.model.parameters())
-        loss = nn.functional.cross_entropy(self.model(self.images), self.labels)
-        right = self.model(self.test_images).argmax(1) == self.test_labels
-        return loss.item(), right.float().mean().item() * 100
-
-
-def work(task: Task) -> None:
-    """A worker's whole life: it does not know whether the others are waited for."""
+def work(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
+    """A worker's whole life. It does not know whether the others are waited for."""
     rank, workers = dist.get_rank(), dist.get_world_size() - 1
     draw = torch.Generator().manual_seed(rank)
-    message = torch.empty(len(task.start) + 1)  # weights or gradient (n,), and a version
+    parameters = list(model.parameters())
+    message = torch.empty(sum(parameter.numel() for parameter in parameters) + 1)  # weights (n,), and their version
     while True:
         dist.recv(message, 0)
-        weights, version = message[:-1], message[-1]
-        if version == STOP:
+        if message[-1] == STOP:
             return
-        rows = torch.randint(len(task.images) // workers, (BATCH,), generator=draw) * workers + rank - 1
-        gradient = task.gradient(weights, rows)
+        nn.utils.vector_to_parameters(message[:-1], parameters)
+        rows = torch.randint(1400 // workers, (BATCH,), generator=draw) * workers + rank - 1  # its own images
+        loss = nn.functional.cross_entropy(model(images[rows]), labels[rows])
+        gradient = [each.flatten() for each in torch.autograd.grad(loss, parameters)]
         time.sleep(SLOW if rank == workers else FAST)
-        dist.send(torch.cat([gradient, version.reshape(1)]), 0)
+        dist.send(torch.cat([*gradient, message[-1:]]), 0)  # the version goes back with it
 
 
-def serve(task: Task, rate: Callable, together: int) -> dict:
+def serve(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, rate: Callable, together: int) -> dict:
     """Train on GRADIENTS gradients, `together` of them in a step, from whoever comes first; then stop the workers."""
-    workers = dist.get_world_size() - 1
-    weights, version, began = task.start.clone(), 0, time.perf_counter()
-    used, thrown_away = [], []  # the staleness of each gradient
-    curve = [task.measure(weights)[0]]
-    message = torch.empty(len(weights) + 1)
-    for worker in range(1, workers + 1):
+    workers = range(1, dist.get_world_size())
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()  # (n,)
+    message, version, began = torch.empty(len(weights) + 1), 0, time.perf_counter()
+    used, late, losses = [], [], []  # the staleness of gradients, and the loss after every step
+    for worker in workers:
         dist.send(torch.cat([weights, torch.tensor([float(version)])]), worker)
-    while workers > 0:
+    for _ in range(GRADIENTS // together):
         step, came_from = torch.zeros_like(weights), []
         for _ in range(together):
-            came_from.append(dist.recv(message))  # from anyone: who it was is the answer
-            stale = version - int(message[-1])
-            step += rate(stale) * message[:-1] / together
-            (used if version < GRADIENTS else thrown_away).append(stale)
-        answer = STOP
-        if version < GRADIENTS:
-            weights -= step
-            version += together
-            answer = float(version)
-            if version % MEASURE_EVERY < together:
-                curve.append(task.measure(weights)[0])
-        else:  # each worker has one gradient under way: the end waits for that, and for nothing else
-            workers -= together
+            came_from.append(dist.recv(message))  # from anyone: recv answers who it was
+            used.append(version - int(message[-1]))
+            step += rate(used[-1]) * message[:-1] / together
+        weights = weights - step
+        version += together
         for worker in came_from:
-            dist.send(torch.cat([weights, torch.tensor([answer])]), worker)
-    loss, accuracy = task.measure(weights)
+            dist.send(torch.cat([weights, torch.tensor([float(version)])]), worker)
+        nn.utils.vector_to_parameters(weights, model.parameters())
+        with torch.no_grad():
+            losses.append(nn.functional.cross_entropy(model(images[:1400]), labels[:1400]).item())
+    for _ in workers:  # each has one more gradient under way; the end waits for that, and for nothing else
+        worker = dist.recv(message)
+        late.append(version - int(message[-1]))
+        dist.send(torch.full_like(message, STOP), worker)
     seconds = time.perf_counter() - began
-    return {"seconds": seconds, "used": used, "thrown": thrown_away, "curve": curve, "loss": loss, "accuracy": accuracy}
+    accuracy = 100 * (model(images[1400:]).argmax(1) == labels[1400:]).float().mean().item()
+    return {"seconds": seconds, "used": used, "late": late, "losses": losses, "accuracy": accuracy}
 
 
 def main() -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) < 3:  # one worker alone is never stale
-        print("start it with: torchrun --nproc_per_node 4 recipes/basics/parameter_server.py", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                "error: start it with: torchrun --nproc_per_node 4 recipes/basics/parameter_server.py", file=sys.stderr
+            )
         sys.exit(2)
     parser = argparse.ArgumentParser(
         description="Asynchronous training with a parameter server, on handwritten digits."
@@ -137,12 +111,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/basics/parameter_server.png"))
     output = parser.parse_args().output
     dist.init_process_group("gloo")
-    task, workers, results = Task(), dist.get_world_size() - 1, {}
+    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    images, labels = images[order].float() / 16, labels[order]  # (1797, 64) from 0 to 1, (1797,); 397 for the test
+    workers, results = dist.get_world_size() - 1, {}
     for name, rate in RATES.items():
+        torch.manual_seed(0)  # the same weights to begin with
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         if dist.get_rank() > 0:
-            work(task)
+            work(model, images, labels)
         else:
-            results[name] = serve(task, rate, together=workers if name == "synchronous" else 1)
+            results[name] = serve(model, images, labels, rate, workers if name == "synchronous" else 1)
     if dist.get_rank() == 0:
         tell(results, workers)
         draw(results, output)
@@ -150,41 +129,33 @@ def main() -> None:
 
 
 def tell(results: dict, workers: int) -> None:
-    print(f"{GRADIENTS} gradients from {workers} workers, one of them slow")
-    print(f"{'':30} {'seconds':>8} {'staleness: mean':>16} {'most':>5} {'loss':>7} {'accuracy':>9}")
+    print(f"{GRADIENTS} gradients         seconds  staleness: mean  most    loss  accuracy")
     for name, row in results.items():
-        mean, most = sum(row["used"]) / len(row["used"]), max(row["used"])
-        print(f"{name:30} {row['seconds']:8.1f} {mean:16.2f} {most:5} {row['loss']:7.3f} {row['accuracy']:8.1f}%")
+        mean, most = sum(row["used"]) / GRADIENTS, max(row["used"])
+        print(f"{name:22}{row['seconds']:7.1f}{mean:17.2f}{most:6}{row['losses'][-1]:8.3f}{row['accuracy']:9.1f}%")
     synchronous, stale, mended = results.values()
-    print("\nHow stale the gradients were, in the last run:")
+    print("\nHow stale the gradients of the last run were, and how many were so:")
     for staleness, gradients in sorted(Counter(mended["used"]).items()):
-        print(f"   {staleness:3}  {'#' * -(-gradients * 50 // GRADIENTS)} {gradients}")
+        print(f"   {staleness:3}  {'#' * math.ceil(50 * gradients / GRADIENTS)} {gradients}")
 
     assert set(synchronous["used"]) == {0}, "a synchronous gradient was stale"
-    for row in (stale, mended):  # exact, once the gradients that came after the end are counted too
-        assert sum(row["used"]) + sum(row["thrown"]) == (workers - 1) * GRADIENTS, "the mean is not W - 1"
+    for row in (stale, mended):  # exact, once those that came too late are counted too
+        assert sum(row["used"]) + sum(row["late"]) == (workers - 1) * GRADIENTS, "the mean is not W - 1"
     assert stale["accuracy"] < synchronous["accuracy"] - 5, "staleness did no harm"
     assert abs(mended["accuracy"] - synchronous["accuracy"]) < 3, "the mend did not help"
-    print(
-        f"\nThe mean staleness is W - 1 = {workers - 1} (but for the last gradients). At the same rate stale gradients"
-    )
-    print("spoil the training; divided by 1 + s they end where the synchronous ones do, and nobody waited.")
+    print("Stale gradients spoil the training at the same rate; at rate / (1 + s) they do not, and nobody waits.")
 
 
 def draw(results: dict, output: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left = figure.add_subplot(1, 2, 1, xlabel="gradients used", ylabel="training loss", yscale="log")
     for name, row in results.items():
-        left.plot([MEASURE_EVERY * place for place in range(len(row["curve"]))], row["curve"], label=name)
-    left.set(xlabel="gradients used", ylabel="training loss", yscale="log", title="Loss at equal numbers of gradients")
+        together = GRADIENTS // len(row["losses"])
+        left.plot(range(together, GRADIENTS + 1, together), row["losses"], label=name, linewidth=1)
     left.legend()
-    counts = Counter(results["asynchronous, rate / (1 + s)"]["used"])
+    counts = Counter(row["used"])
+    right = figure.add_subplot(1, 2, 2, xlabel="staleness: updates in between, last run", ylabel="gradients")
     right.bar(list(counts), list(counts.values()))
-    right.set(xlabel="staleness (updates in between)", ylabel="gradients", title="How stale they were, last run")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=80)
     print(f"plot: {output}")

@@ -9,19 +9,18 @@ need not travel in one piece. Cut it into M micro-batches, and stage 0 begins th
                   stage 1  . F B .                              stage 1  .  F0 F1 B1 B0 .
 
 The gradients stay those of the whole batch: each micro-batch's loss is divided by M, and `backward` adds up in `.grad`.
-The weights change only after the last micro-batch, so all of them see the same weights.
+The weights change after the last one only.
 
 The bubble. The last stage begins P - 1 slots late, and the first ends P - 1 slots after it. If F and B take one slot
-each, every stage works 2 M of 2 (M + P - 1) slots. Source: GPipe, arXiv 1811.06965, section 2.3.
+each, a stage works 2 M of 2 (M + P - 1) slots. Small for M of 4 P or more: GPipe, arXiv 1811.06965, section 2.3.
 
-    bubble = (P - 1) / (M + P - 1)                      small once M is 4 P or more
+    bubble = (P - 1) / (M + P - 1)
 
 The memory. A stage keeps the activations of a micro-batch from its F to its B. GPipe does all F first: it holds M of
 them. 1F1B does each B as soon as it can: stage s runs P - 1 - s forwards ahead, then one F, one B in turns. It holds at
 most P - s, however large M is, in as many slots. Source: Narayanan et al., arXiv 2104.04473, section 2.2, figure 4.
 
-To try: M = 2 and M = 32; 2 processes; leave out `/ micro_batches`, and see what the page says; let 1F1B run one forward
-more ahead than it needs.
+To try: M = 2 and M = 32; leave out `/ micro_batches`; let 1F1B run one forward more ahead than it needs.
 """
 
 import os
@@ -71,9 +70,8 @@ class Stage:
                     loss += output.item()
                 held[m] = received, output  # kept for the backward: the memory that a schedule costs
                 most_held = max(most_held, len(held))
-            else:
-                last = self.rank == self.last_rank
-                gradient = None if last else self.receive(self.rank + 1, inputs[m].shape)  # of the loss by our output
+            else:  # the gradient of the loss by our output, and with it ours
+                gradient = self.receive(self.rank + 1, inputs[m].shape) if self.rank < self.last_rank else None
                 received, output = held.pop(m)
                 output.backward(gradient)
             self.slot += 1
@@ -102,7 +100,7 @@ class Stage:
 
 def main() -> None:
     if "RANK" not in os.environ:
-        print("start it with: torchrun --nproc_per_node 4 recipes/basics/pipeline_by_hand.py", file=sys.stderr)
+        print("error: start it with: torchrun --nproc_per_node 4 recipes/basics/pipeline_by_hand.py", file=sys.stderr)
         sys.exit(2)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -111,20 +109,19 @@ def main() -> None:
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
     mine = layers[rank * LAYERS // ranks : (rank + 1) * LAYERS // ranks]
     inputs = torch.randn(BATCH, WIDTH)
-    targets = inputs.sin()
-    whole_loss = nn.functional.mse_loss(layers(inputs), targets)
+    whole_loss = nn.functional.mse_loss(layers(inputs), inputs.sin())
     whole_loss.backward()
     expected = [parameter.grad.clone() for parameter in mine.parameters()]
 
     for title, make_schedule, micro_batches in (
         ("Model parallelism, the batch in one piece", all_at_once, 1),
         (f"GPipe, {MICRO_BATCHES} micro-batches", all_at_once, MICRO_BATCHES),
-        (f"1F1B, {MICRO_BATCHES} micro-batches", one_f_one_b, MICRO_BATCHES),
+        (f"1F1B, {MICRO_BATCHES} micro-batches (the same bubble, less held)", one_f_one_b, MICRO_BATCHES),
     ):
         mine.zero_grad()
-        loss, done, most_held = Stage(mine).run(make_schedule(rank, ranks, micro_batches), inputs, targets)
-        pairs = zip(mine.parameters(), expected, strict=True)
-        difference = max((parameter.grad - whole).abs().max().item() for parameter, whole in pairs)
+        loss, done, most_held = Stage(mine).run(make_schedule(rank, ranks, micro_batches), inputs, inputs.sin())
+        gradients = [parameter.grad for parameter in mine.parameters()]
+        difference = max((ours - whole).abs().max().item() for ours, whole in zip(gradients, expected, strict=True))
 
         everyone: list = [None] * ranks
         dist.all_gather_object(everyone, (loss, done, most_held, difference))
@@ -135,19 +132,17 @@ def main() -> None:
             for stage, (_, done, most_held, _) in enumerate(everyone):
                 row = " ".join(f"{done.get(slot, '.'):2}" for slot in range(slots))
                 print(f"   stage {stage}  {row}  holds {most_held}")
-            print(f"   bubble: {idle} of {slots * ranks} slots idle = {idle / slots / ranks:.1%};", end=" ")
-            print(f"(P - 1) / (M + P - 1) = {(ranks - 1) / (micro_batches + ranks - 1):.1%}")
+            formula = (ranks - 1) / (micro_batches + ranks - 1)
+            share = idle / slots / ranks
+            print(f"   bubble: {idle} of {slots * ranks} slots = {share:.1%}; (P - 1) / (M + P - 1) = {formula:.1%}")
             print(f"   against one process: loss {abs(everyone[-1][0] - whole_loss.item()):.0e},", end=" ")
             print(f"gradients {max(each[3] for each in everyone):.0e}\n", flush=True)
         assert abs(everyone[-1][0] - whole_loss.item()) < 1e-6, "the loss is not that of one process"
         assert difference < 1e-6, f"stage {rank}: the gradients are not those of one process"
         assert idle * (micro_batches + ranks - 1) == (ranks - 1) * slots * ranks, "the bubble is not (P-1) / (M+P-1)"
         holds = [most_held for _, _, most_held, _ in everyone]
-        in_turns = make_schedule is one_f_one_b
-        limits = [min(micro_batches, ranks - stage) if in_turns else micro_batches for stage in range(ranks)]
-        assert holds == limits, f"activations held: {holds}, and not {limits}"
-    if rank == 0:
-        print("The same gradients and the same bubble; 1F1B holds fewer activations, and GPipe's grow with M.")
+        most = [micro_batches if make_schedule is all_at_once else ranks - stage for stage in range(ranks)]
+        assert holds == [min(micro_batches, each) for each in most], f"activations held: {holds}, and not {most}"
     dist.destroy_process_group()
 
 

@@ -17,12 +17,13 @@ gradients change slowly. And a matrix product is linear in G, so the mean over r
     Q = mean over ranks of G^T P    (an all-reduce of Q)          and P Q^T is the gradient for everyone
 
 Source: Vogels et al., arXiv 1905.13727, algorithm 1; error feedback (see gradient_compression.py) in algorithm 2.
-Below, first by hand on one matrix, then torch's hook, which DistributedDataParallel calls in place of its all-reduce.
+Below: one matrix by hand, then torch's hook, which DistributedDataParallel calls in place of its all-reduce.
 
-To try: rank 1 and 8; use_error_feedback=False; a smaller HIDDEN, and how the bytes fall more slowly.
+To try: r = 8; layers of 64 in place of 256, and how much less there is to gain; a learning rate of 0.3.
 """
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -31,12 +32,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS, BATCH, LEARNING_RATE, HIDDEN = 400, 32, 0.1, 256
+STEPS, BATCH, LEARNING_RATE = 400, 32, 0.1
 WHOLE_FIRST = (
     2  # steps that send whole gradients: DDP lays out its buckets anew after the first, and the hook wants >= 2
 )
@@ -53,25 +55,18 @@ def by_hand(g: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return p, q / dist.get_world_size()
 
 
-def train(rank_of_powersgd: int | None, feedback: bool, digits: list[torch.Tensor]) -> dict:
-    """A run through DistributedDataParallel, with the hook or without it."""
+def train(r: int, feedback: bool, digits: list[torch.Tensor]) -> dict:
+    """One run through DistributedDataParallel; with r = 0 its own all-reduce, without the hook."""
     images, labels, test_images, test_labels = digits
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    layers = nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10)
+    layers = nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
     model = DistributedDataParallel(nn.Sequential(*layers))
-    state = None
-    if rank_of_powersgd:
-        state = PowerSGDState(
-            process_group=None,  # all ranks
-            matrix_approximation_rank=rank_of_powersgd,
-            start_powerSGD_iter=WHOLE_FIRST,
-            use_error_feedback=feedback,
-        )
+    if r:  # in the group of all ranks (None)
+        state = PowerSGDState(None, r, start_powerSGD_iter=WHOLE_FIRST, use_error_feedback=feedback)
         model.register_comm_hook(state, powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
-    draw = torch.Generator().manual_seed(rank)  # images of its own for each rank
-    seconds = []
+    draw, seconds = torch.Generator().manual_seed(rank), []  # images of its own for each rank
     for _ in range(STEPS):
         began = time.perf_counter()
         rows = torch.randint(len(images) // ranks, (BATCH,), generator=draw) * ranks + rank
@@ -80,95 +75,77 @@ def train(rank_of_powersgd: int | None, feedback: bool, digits: list[torch.Tenso
         optimizer.step()
         seconds.append(time.perf_counter() - began)
 
-    n = sum(parameter.numel() for parameter in model.parameters())
-    numbers = STEPS * n
-    if state:
-        numbers = WHOLE_FIRST * n + state.compression_stats()[2]  # torch counts what it sends of P, Q and biases
-        shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-        thin = sum(
-            min(rank_of_powersgd, *shape) * sum(shape) if len(shape) == 2 else shape[0] for shape in shapes
-        )  # a bias is sent whole
-        assert numbers == WHOLE_FIRST * n + (STEPS - WHOLE_FIRST) * thin, "it sent other than r (rows + columns)"
-    sent = 2 * (ranks - 1) / ranks * 4 * numbers / STEPS  # bytes that go round the ring of an all-reduce, a step
+    shapes = [parameter.shape for parameter in model.parameters()]
+    numbers = whole = sum(math.prod(shape) for shape in shapes)
+    if r:  # torch counts what it sends of P, Q, and the biases, which go whole
+        thin = sum(min(r, *shape) * sum(shape) if len(shape) == 2 else math.prod(shape) for shape in shapes)
+        assert state.compression_stats()[2] == (STEPS - WHOLE_FIRST) * thin, "it sent other than r (rows + columns)"
+        numbers = (WHOLE_FIRST * whole + (STEPS - WHOLE_FIRST) * thin) / STEPS
     with torch.no_grad():
         loss = nn.functional.cross_entropy(model.module(images), labels).item()
-        accuracy = (model.module(test_images).argmax(1) == test_labels).float().mean().item() * 100
-    ms = statistics.median(seconds) * 1e3
-    return {"bytes": sent, "ms": ms, "slow ms": ms + sent / LINK * 1e3, "loss": loss, "accuracy": accuracy}
+        accuracy = 100 * (model.module(test_images).argmax(1) == test_labels).float().mean().item()
+    ms, slow = 1e3 * statistics.median(seconds), 1e3 * (statistics.median(seconds) + 4 * numbers / LINK)
+    return {"bytes a step": 4 * numbers, "ms here": ms, "ms, 100 Mbit/s": slow, "loss": loss, "accuracy, %": accuracy}
 
 
 def main() -> None:
     if "RANK" not in os.environ:
-        print("start it with: torchrun --nproc_per_node 2 recipes/basics/powersgd.py", file=sys.stderr)
+        print("error: start it with: torchrun --nproc_per_node 2 recipes/basics/powersgd.py", file=sys.stderr)
         sys.exit(2)
-    parser = argparse.ArgumentParser(description="PowerSGD by hand and as torch's hook, on handwritten digits.")
+    parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, default=Path("runs/basics/powersgd.png"))
     output = parser.parse_args().output
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     say = print if rank == 0 else lambda *_, **__: None
 
-    say("1. By hand: one 60 x 40 matrix on each rank, r = 4. How far P Q^T is from the mean (the best possible: SVD)")
-    own = torch.Generator().manual_seed(rank)
-    strengths = 0.7 ** torch.arange(40)  # few strong directions, many weak ones, as gradients have
-    g = torch.randn(60, 40, generator=torch.Generator().manual_seed(99)) * strengths  # (rows, columns)
-    g = g + 0.01 * torch.randn(60, 40, generator=own)
+    say("1. By hand: one 60 x 40 matrix on each rank, r = 4. How far P Q^T is from the mean, relatively:")
+    # Few strong directions and many weak ones, as gradients have; the ranks differ a little.
+    g = torch.randn(60, 40, generator=torch.Generator().manual_seed(0)) * 0.7 ** torch.arange(40)
+    g += 0.01 * torch.randn(60, 40, generator=torch.Generator().manual_seed(1 + rank))
     mean = g.clone()
     dist.all_reduce(mean)
     mean /= ranks
-    best = torch.linalg.svdvals(mean)[4:].norm() / mean.norm()
+    best = torch.linalg.svdvals(mean)[4:].norm() / mean.norm()  # no matrix of rank 4 is closer
     q = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))  # the same on every rank
     errors = []
     for _ in range(5):
         p, q = by_hand(g, q)
         errors.append(((mean - p @ q.T).norm() / mean.norm()).item())
-    say("   after each turn:", *(f"{error:.3f}" for error in errors), f" best: {best:.3f}")
-    assert best - 1e-6 <= errors[-1] < 1.02 * best < errors[0], "the turns do not come close to the best"
+    say("   after each turn:", *(f"{error:.3f}" for error in errors), f" the best there is, by SVD: {best:.3f}")
+    assert best - 1e-5 <= errors[-1] < 1.02 * best < errors[0], "the turns do not come close to the best"
 
-    say(f"\n2. torch's hook: {STEPS} steps on digits")
+    say(f"\n2. torch's hook, {STEPS} steps on digits:")
     images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     images, labels = images[order].float() / 16, labels[order]  # (1797, 64) from 0 to 1, (1797,)
     digits = [images[:1400], labels[:1400], images[1400:], labels[1400:]]
-    results = {"uncompressed": train(None, False, digits)}
+    results = {"uncompressed": train(0, False, digits)}
     for r in (1, 2, 4):
-        results[f"r = {r}, feedback"] = train(r, True, digits)
+        results[f"r = {r} + feedback"] = train(r, True, digits)
     results["r = 2 alone"] = train(2, False, digits)
     plain = results["uncompressed"]
-    say(f"   {'':15} {'bytes/step':>10} {'smaller':>8} {'ms here':>8} {'ms, slow net':>13} {'loss':>6} {'accuracy':>9}")
+    say(" " * 18, *(f"{title:>14}" for title in plain))
     for name, row in results.items():
-        say(f"   {name:15} {row['bytes']:10,.0f} {plain['bytes'] / row['bytes']:7.1f}x {row['ms']:8.1f}", end=" ")
-        say(f"{row['slow ms']:13.1f} {row['loss']:6.3f} {row['accuracy']:8.1f}%")
-        if "feedback" in name:
-            assert row["accuracy"] > plain["accuracy"] - 2, f"{name} learns less than uncompressed"
-    assert results["r = 2 alone"]["accuracy"] < plain["accuracy"] - 2, "it needs no feedback"
-    say("   (slow net: the time here, and that of the bytes at 100 Mbit/s)")
-    say("\nTwo directions of each layer's gradient serve, if what they miss is kept and added to the next one.")
+        say(f"   {name:15}", *(f"{row[key]:14,.{3 if key == 'loss' else 1}f}" for key in row))
+        behind = row["accuracy, %"] < plain["accuracy, %"] - 2
+        assert behind == ("alone" in name), f"{name}: {row['accuracy, %']:.1f}% against {plain['accuracy, %']:.1f}%"
+    say("One or two directions of each layer's gradient serve, if what they miss is added to the next one.")
     if rank == 0:
         draw(results, output)
     dist.destroy_process_group()
 
 
 def draw(results: dict, output: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(11, 3), sharey=True, layout="constrained")
-    names = list(results)[::-1]  # barh begins at the bottom
-    colours = ["tab:red" if "alone" in name else "tab:blue" if "feedback" in name else "tab:gray" for name in names]
-    titles = (
-        ("bytes", "bytes a rank sends in a step"),
-        ("slow ms", "ms a step at 100 Mbit/s"),
-        ("accuracy", "accuracy, %"),
-    )
-    for axis, (key, title) in zip(axes, titles, strict=True):
-        bars = axis.barh(names, [results[name][key] for name in names], color=colours)
-        axis.bar_label(bars, fmt="{:,.0f}" if key == "bytes" else "{:.1f}", padding=3)
-        axis.set_xlabel(title)
-        axis.margins(x=0.25)
-    figure.suptitle(f"PowerSGD: handwritten digits, {dist.get_world_size()} ranks, {STEPS} steps")
+    figure = Figure(figsize=(11, 3), layout="constrained")
+    colours = ["tab:red" if "alone" in name else "tab:blue" if "feedback" in name else "tab:gray" for name in results]
+    for place, key in enumerate(("bytes a step", "ms, 100 Mbit/s", "accuracy, %")):
+        axis = figure.add_subplot(1, 3, place + 1, xlabel=key, xmargin=0.3)
+        bars = axis.barh(list(results), [row[key] for row in results.values()], color=colours)
+        axis.bar_label(bars, fmt="{:,.1f}" if place else "{:,.0f}", padding=3)
+        axis.invert_yaxis()
+        axis.tick_params(labelleft=place == 0)  # the names once
+    figure.suptitle(f"PowerSGD: digits, {dist.get_world_size()} ranks, {STEPS} steps")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=80)
     print(f"plot: {output}")
