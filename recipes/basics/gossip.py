@@ -2,9 +2,8 @@
 
     torchrun --nproc_per_node 4 recipes/basics/gossip.py
 
-The problem. An all-reduce ties all ranks together: on a ring 2 (N - 1) rounds of messages, one after another (see
-ring_all_reduce.py), and the slowest link sets the pace. Decentralized training has one round: give your weights to
-your neighbours, and average what you have with what they give.
+The problem. A ring all-reduce takes 2 (N - 1) rounds of messages, one after another (ring_all_reduce.py), and the
+slowest link sets the pace. Decentralized training has one round: average your weights with those of your neighbours.
 
             rank 0 ---- rank 1          new x1 = (x0 + x1 + x2) / 3
               |           |
@@ -18,8 +17,8 @@ Training (D-PSGD, Lian et al., arXiv 1705.09056, algorithm 1): gossip, and step 
 
     x_i  <-  (x_(i-1) + x_i + x_(i+1)) / 3  -  rate * gradient of your data at x_i
 
-Gradients pull the ranks apart, gossip pulls them together. The smaller the rate, the closer they stay, so it falls to 0
-here. Each rank has digits that others have not (with 4 ranks: 0-2, 2-4, 5-7, 7-9), so alone none can learn them all.
+Gradients pull the ranks apart, gossip pulls them together, and the less the rate, the closer: here it falls to 0. Each
+rank has other digits (with 4 ranks: 0-2, 2-4, 5-7, 7-9), so alone none can learn them all.
 
 To try: a constant rate (the ranks disagree for ever); weights 1/4, 1/2, 1/4, whose rho is 1/2; 3 processes (rho is 0).
 """
@@ -39,6 +38,7 @@ from torch import nn
 
 STEPS, BATCH, LEARNING_RATE, ROUNDS = 200, 32, 0.3, 8
 sent = {"messages": 0, "bytes": 0}  # by this rank, in gossip
+keep = torch.clone  # mixes with nobody
 
 
 def gossip(mine: torch.Tensor) -> torch.Tensor:
@@ -46,40 +46,30 @@ def gossip(mine: torch.Tensor) -> torch.Tensor:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % ranks, (rank + 1) % ranks
     from_left, from_right = torch.empty_like(mine), torch.empty_like(mine)
-    requests = [dist.isend(mine, left, tag=1), dist.isend(mine, right, tag=2)]
-    requests += [dist.irecv(from_left, left, tag=2), dist.irecv(from_right, right, tag=1)]
-    for request in requests:
+    sends = [dist.isend(mine, left, tag=1), dist.isend(mine, right, tag=2)]
+    for request in [*sends, dist.irecv(from_left, left, tag=2), dist.irecv(from_right, right, tag=1)]:
         request.wait()
-    sent["messages"] += 2
-    sent["bytes"] += 2 * mine.nbytes
+    sent.update(messages=sent["messages"] + 2, bytes=sent["bytes"] + 2 * mine.nbytes)
     return (from_left + mine + from_right) / 3
 
 
 def all_reduce(mine: torch.Tensor) -> torch.Tensor:
-    everyones = mine.clone()
-    dist.all_reduce(everyones)
-    return everyones / dist.get_world_size()
-
-
-def alone(mine: torch.Tensor) -> torch.Tensor:
-    return mine
+    mean = mine / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean
 
 
 def distance(mine: torch.Tensor) -> float:
     """How far apart the ranks are, sqrt(mean |x_i - mean x|^2): looked at from outside, no part of the method."""
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, mine)
-    stacked = torch.stack(everyones)  # (ranks, n)
-    return (stacked - stacked.mean(0)).pow(2).sum(1).mean().sqrt().item()
+    return all_reduce((mine - all_reduce(mine)).square().sum()).sqrt().item()
 
 
 def train(mix_weights: Callable, mix_gradients: Callable) -> dict:
     """One run: the loss, as the ranks' mean, and the distance in each step; each rank's accuracy in the end."""
     images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    images, labels = images[order].float() / 16, labels[order]  # (1797, 64) from 0 to 1, (1797,)
-    by_digit = labels[:1400].argsort(stable=True)  # the other 397 are for the test
-    mine = by_digit.tensor_split(dist.get_world_size())[dist.get_rank()]  # which rows this rank has
+    images, labels = images[order].float() / 16, labels[order]  # (1797, 64) from 0 to 1, (1797,); 397 for the test
+    mine = labels[:1400].argsort(stable=True).tensor_split(dist.get_world_size())[dist.get_rank()]  # rows, by digit
     draw = torch.Generator().manual_seed(dist.get_rank())
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -95,9 +85,9 @@ def train(mix_weights: Callable, mix_gradients: Callable) -> dict:
             losses[step] = nn.functional.cross_entropy(model(images[:1400]), labels[:1400])
         distances.append(distance(weights))
     right = (model(images[1400:]).argmax(1) == labels[1400:]).float().mean().reshape(1)
-    accuracies = [torch.empty(1) for _ in range(dist.get_world_size())]
-    dist.all_gather(accuracies, 100 * right)
-    return {"losses": all_reduce(losses), "distances": distances, "accuracies": [each.item() for each in accuracies]}
+    everyones = torch.zeros(dist.get_world_size())
+    dist.all_gather_into_tensor(everyones, 100 * right)
+    return {"losses": all_reduce(losses), "distances": distances, "accuracies": everyones.tolist()}
 
 
 def main() -> None:
@@ -111,7 +101,6 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     say = print if rank == 0 else lambda *_: None
-
     rho = max(abs(1 + 2 * math.cos(2 * math.pi * k / ranks)) / 3 for k in range(1, ranks))
     say(f"1. Gossip on random vectors: in each round the distance must shrink to {rho:.3f} of it, or less")
     mine = torch.randn(1000, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
@@ -125,7 +114,7 @@ def main() -> None:
 
     say(f"\n2. Training for {STEPS} steps, each rank with digits of its own")
     sent.update(messages=0, bytes=0)
-    results = {"all-reduce": train(alone, all_reduce), "gossip": train(gossip, alone), "alone": train(alone, alone)}
+    results = {"all-reduce": train(keep, all_reduce), "gossip": train(gossip, keep), "alone": train(keep, keep)}
     for name, row in results.items():
         percent = " ".join(f"{each:.1f}%" for each in row["accuracies"])
         apart = ", ".join(f"{row['distances'][step]:.3f} (step {step})" for step in (0, STEPS // 2, STEPS - 1))
@@ -139,10 +128,9 @@ def main() -> None:
     say("\n3. What a rank sends in a step")
     messages, size, rounds = sent["messages"] // STEPS, sent["bytes"] // STEPS, 2 * (ranks - 1)
     assert (messages, size) == (2, 2 * 4 * (64 * 64 + 64 + 64 * 10 + 10)), "not all weights to both neighbours"
-    say(f"   gossip:          {messages} messages in 1 round,  {size:9,} bytes (counted)")
+    say(f"   gossip:          {messages} messages in 1 round,  {size:9,} bytes (counted): 1 round at any N")
     size = rounds / ranks * size / 2
     say(f"   ring all-reduce: {rounds} messages in {rounds} rounds, {size:9,.0f} bytes (2 (N - 1) / N of the weights)")
-    say("   Not fewer bytes, but 1 round at any N: it pays where the latency of messages counts.")
     if rank == 0:
         draw(results, output)
     dist.destroy_process_group()
