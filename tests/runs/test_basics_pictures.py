@@ -36,7 +36,7 @@ MISTAKES = {
         "activations held: [5, 4, 3, 2], and not [4, 3, 2, 1]",
     ),
     "errors that are not fed back": (
-        *("gradient_compression", "error = corrected - arrived[rank]", "pass"),
+        *("gradient_compression", "error = corrected - arrived[rank] if feedback else error", "pass"),
         "random-k + feedback: ",
     ),
     "signs that are not packed": (
