@@ -13,7 +13,7 @@ Consensus. One round multiplies by the matrix of these thirds. On a ring its eig
 for k = 0 .. N - 1. That of k = 0 is 1: the mean stays. All that differs from the mean shrinks in every round, at least
 by the largest of the other ones: rho = 1/3 for 4 ranks, but 0.99 for 32, so a large ring takes many rounds to agree.
 
-Training (D-PSGD, Lian et al., arXiv 1705.09056, algorithm 1): gossip, and step along your own gradient.
+Training (D-PSGD, Lian et al., arXiv 1705.09056): gossip, and step along your own gradient.
 
     x_i  <-  (x_(i-1) + x_i + x_(i+1)) / 3  -  rate * gradient of your data at x_i
 
@@ -81,13 +81,11 @@ def train(mix_weights: Callable, mix_gradients: Callable) -> dict:
         gradient = torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))])  # (n,)
         weights = mix_weights(weights) - LEARNING_RATE * (1 - step / STEPS) * mix_gradients(gradient)
         nn.utils.vector_to_parameters(weights, model.parameters())
-        with torch.no_grad():  # this rank's model on everyone's digits
-            losses[step] = nn.functional.cross_entropy(model(images[:1400]), labels[:1400])
+        losses[step] = nn.functional.cross_entropy(model(images[:1400]), labels[:1400]).item()  # on everyone's digits
         distances.append(distance(weights))
     right = (model(images[1400:]).argmax(1) == labels[1400:]).float().mean().reshape(1)
-    everyones = torch.zeros(dist.get_world_size())
-    dist.all_gather_into_tensor(everyones, 100 * right)
-    return {"losses": all_reduce(losses), "distances": distances, "accuracies": everyones.tolist()}
+    dist.all_gather_into_tensor(accuracies := torch.zeros(dist.get_world_size()), 100 * right)
+    return {"losses": all_reduce(losses), "distances": distances, "accuracies": accuracies.tolist()}
 
 
 def main() -> None:
@@ -124,7 +122,6 @@ def main() -> None:
     assert gossiped["distances"][-1] < max(gossiped["distances"]) / 20, "the ranks do not agree in the end"
     assert min(gossiped["accuracies"]) > min(whole["accuracies"]) - 2, "gossip learns less than all-reduce"
     assert max(lonely["accuracies"]) < min(gossiped["accuracies"]) - 20, "alone is as good"
-
     say("\n3. What a rank sends in a step")
     messages, size, rounds = sent["messages"] // STEPS, sent["bytes"] // STEPS, 2 * (ranks - 1)
     assert (messages, size) == (2, 2 * 4 * (64 * 64 + 64 + 64 * 10 + 10)), "not all weights to both neighbours"

@@ -18,7 +18,7 @@ So rank 0 needs one tensor from rank 1, in the shape of `hidden`: not the weight
 through a network: the receiver makes the activation a leaf (`requires_grad_()`), and sends that leaf's `.grad` back.
 
 The price. The stages wait for each other: of P ranks one works at a time, so (P - 1) / P of the machine idles. The
-memory is shared out, the work is not. pipeline_by_hand.py mends it. Source: GPipe, arXiv 1811.06965, figure 2 (b).
+memory is shared out, the work is not. pipeline_by_hand.py mends it. Source: GPipe, arXiv 1811.06965.
 
 To try: 4 processes, and the idle share; send `received.grad * 2` back, and see which rank's gradients are wrong.
 """

@@ -10,7 +10,8 @@ the weights, and each worker takes them, computes a gradient, hands it in, and t
                        worker 1        worker 2        worker 3 (slow)
 
 Meanwhile others have moved the weights: the gradient is right for weights that are gone. Its staleness s is the number
-of updates in between. With W workers its mean is W - 1 at any speeds; a slow one's gradients are the stalest.
+of updates in between. With W workers its mean is W - 1 at any speeds; a slow one's gradients are the stalest. Time is
+pretended here: a gradient takes 1 tick, the last worker's 10, and the server takes them in the order of these clocks.
 
 Why it hurts. On a parabola of curvature c, w -= rate * c * w converges for rate < 2 / c, but with gradients 2 updates
 old only for rate < 0.62 / c: one steers by where one was.
@@ -18,13 +19,13 @@ old only for rate < 0.62 / c: one steers by where one was.
 The mend. Trust a gradient the less, the staler it is: rate / (1 + s). Zhang et al., Staleness-aware Async-SGD, arXiv
 1511.05950, divide by s; 1 + s also serves s = 0, and is W on average, as in the mean of W synchronous gradients.
 
-To try: LEARNING_RATE = 0.3 (stale gradients are then harmless, and faster); SLOW = 0.1, and the seconds and histogram.
+To try: LEARNING_RATE = 0.3 (stale gradients are then harmless); SLOW = 100, and ticks and staleness.
 """
 
 import argparse
+import heapq
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +37,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 GRADIENTS, BATCH, LEARNING_RATE = 600, 32, 1.0  # as many gradients in every way of training
-FAST, SLOW = 0.002, 0.020  # seconds more a gradient, as if parts were larger; the last worker is the slow one
-STOP = -1.0  # instead of a version
-LOOK_EVERY = 12  # gradients: then the loss is measured
-
+FAST, SLOW = 1, 10  # ticks that a gradient takes; the last worker is the slow one
+STOP, LOOK_EVERY = -1.0, 12  # instead of a version; gradients, after which the loss is measured
 RATES = {  # the learning rate for a gradient of staleness s
     "synchronous": lambda s: LEARNING_RATE,  # s is 0
     "stale, the same rate": lambda s: LEARNING_RATE,
@@ -49,9 +48,8 @@ RATES = {  # the learning rate for a gradient of staleness s
 
 def work(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
     """A worker's whole life. It does not know whether the others are waited for."""
-    rank, workers = dist.get_rank(), dist.get_world_size() - 1
+    rank, workers, parameters = dist.get_rank(), dist.get_world_size() - 1, list(model.parameters())
     draw = torch.Generator().manual_seed(rank)
-    parameters = list(model.parameters())
     message = torch.empty(sum(parameter.numel() for parameter in parameters) + 1)  # weights (n,), and their version
     while True:
         dist.recv(message, 0)
@@ -61,46 +59,43 @@ def work(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
         rows = torch.randint(1400 // workers, (BATCH,), generator=draw) * workers + rank - 1  # its own images
         loss = nn.functional.cross_entropy(model(images[rows]), labels[rows])
         gradient = [each.flatten() for each in torch.autograd.grad(loss, parameters)]
-        time.sleep(SLOW if rank == workers else FAST)
         dist.send(torch.cat([*gradient, message[-1:]]), 0)  # the version goes back with it
 
 
 def serve(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, rate: Callable, together: int) -> dict:
-    """Train on GRADIENTS gradients, `together` of them in a step, from whoever comes first; then stop the workers."""
+    """Train on GRADIENTS gradients, `together` of them in a step, the first ready first; then stop the workers."""
     workers = range(1, dist.get_world_size())
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()  # (n,)
-    message, version, began = torch.empty(len(weights) + 1), 0, time.perf_counter()
-    staleness, losses = [], []  # of every gradient; from time to time
+    under_way = [(FAST, worker) for worker in workers[:-1]] + [(SLOW, workers[-1])]  # when each will be ready: a heap
+    message, version, staleness, losses = torch.empty(len(weights) + 1), 0, [], []
     for worker in workers:
-        dist.send(torch.cat([weights, torch.tensor([0.0])]), worker)
+        dist.send(torch.cat([weights, torch.zeros(1)]), worker)
     for _ in range(GRADIENTS // together):
-        step, came_from = torch.zeros_like(weights), []
-        for _ in range(together):
-            came_from.append(dist.recv(message))  # from anyone: recv answers who it was
+        ready = [heapq.heappop(under_way) for _ in range(together)]
+        for _, worker in ready:
+            dist.recv(message, worker)
             staleness.append(version - int(message[-1]))
-            step += rate(staleness[-1]) * message[:-1] / together
-        weights = weights - step
+            weights -= rate(staleness[-1]) * message[:-1] / together
         version += together
-        for worker in came_from:
+        for _, worker in ready:
             dist.send(torch.cat([weights, torch.tensor([float(version)])]), worker)
+            heapq.heappush(under_way, (ready[-1][0] + (SLOW if worker == workers[-1] else FAST), worker))
         if version % LOOK_EVERY == 0:
             nn.utils.vector_to_parameters(weights, model.parameters())
-            with torch.no_grad():
-                losses.append(nn.functional.cross_entropy(model(images[:1400]), labels[:1400]).item())
-    for _ in workers:  # each has one more gradient under way; the end waits for that, and for nothing else
-        worker = dist.recv(message)
+            losses.append(nn.functional.cross_entropy(model(images[:1400]), labels[:1400]).item())
+    for worker in workers:  # each has one more gradient under way, which comes too late
+        dist.recv(message, worker)
         staleness.append(version - int(message[-1]))
         dist.send(torch.full_like(message, STOP), worker)
-    seconds = time.perf_counter() - began
     accuracy = 100 * (model(images[1400:]).argmax(1) == labels[1400:]).float().mean().item()
-    return {"seconds": seconds, "staleness": staleness, "losses": losses, "accuracy": accuracy}
+    return {"ticks": ready[-1][0], "staleness": staleness, "losses": losses, "accuracy": accuracy}
 
 
 def main() -> None:
-    if int(os.environ.get("WORLD_SIZE", 1)) < 3:  # one worker alone is never stale
-        if os.environ.get("RANK", "0") == "0":
-            start = "torchrun --nproc_per_node 4 recipes/basics/parameter_server.py"
-            print(f"error: start it with: {start}", file=sys.stderr)
+    too_few = int(os.environ.get("WORLD_SIZE", 1)) < 3  # one worker alone is never stale
+    if too_few and os.environ.get("RANK", "0") == "0":
+        print("error: start it with: torchrun --nproc_per_node 4 recipes/basics/parameter_server.py", file=sys.stderr)
+    if too_few:
         sys.exit(2)
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, default=Path("runs/basics/parameter_server.png"))
@@ -124,18 +119,16 @@ def main() -> None:
 
 
 def tell(results: dict) -> None:
-    print(f"{GRADIENTS} gradients         seconds  staleness: mean  most    loss  accuracy")
+    print(f"{GRADIENTS} gradients           ticks  staleness: mean  most    loss  accuracy")
     for name, row in results.items():
         mean, most = sum(row["staleness"]) / GRADIENTS, max(row["staleness"])
-        print(f"{name:22}{row['seconds']:7.1f}{mean:17.2f}{most:6}{row['losses'][-1]:8.3f}{row['accuracy']:9.1f}%")
+        print(f"{name:22}{row['ticks']:7,}{mean:17.2f}{most:6}{row['losses'][-1]:8.3f}{row['accuracy']:9.1f}%")
+    print("The last run's gradients by staleness:", dict(sorted(Counter(row["staleness"]).items())))
     synchronous, stale, mended = results.values()
-    print("\nHow stale the gradients of the last run were, and how many were so:")
-    for staleness, gradients in sorted(Counter(mended["staleness"]).items()):
-        print(f"   {staleness:3}  {'#' * (gradients // 10 + 1)} {gradients}")
-
     assert set(synchronous["staleness"][:GRADIENTS]) == {0}, "a synchronous gradient was stale"
-    for row in (stale, mended):  # exact, since those that came too late are counted too
-        assert sum(row["staleness"]) == (dist.get_world_size() - 2) * GRADIENTS, "the mean is not W - 1"
+    assert stale["ticks"] == mended["ticks"] < synchronous["ticks"] / 5, "waiting for the slowest cost little"
+    total = (dist.get_world_size() - 2) * GRADIENTS  # exactly: those that came too late are counted too
+    assert sum(stale["staleness"]) == sum(mended["staleness"]) == total, "the mean is not W - 1"
     assert stale["accuracy"] < synchronous["accuracy"] - 5, "staleness did no harm"
     assert abs(mended["accuracy"] - synchronous["accuracy"]) < 3, "the mend did not help"
 
@@ -146,9 +139,8 @@ def draw(results: dict, output: Path) -> None:
     for name, row in results.items():
         left.plot(range(LOOK_EVERY, GRADIENTS + 1, LOOK_EVERY), row["losses"], label=name)
     left.legend()
-    counts = Counter(row["staleness"])
     right = figure.add_subplot(1, 2, 2, xlabel="staleness: updates in between, last run", ylabel="gradients")
-    right.bar(list(counts), list(counts.values()))
+    right.hist(row["staleness"], bins=range(max(row["staleness"]) + 2), align="left")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=80)
     print(f"plot: {output}")

@@ -12,13 +12,13 @@ The gradients stay those of the whole batch: each micro-batch's loss is divided 
 The weights change after the last one only.
 
 The bubble. The last stage begins P - 1 slots late, and the first ends P - 1 slots after it. If F and B take one slot
-each, a stage works 2 M of 2 (M + P - 1) slots. Small for M of 4 P or more: GPipe, arXiv 1811.06965, section 2.3.
+each, a stage works 2 M of 2 (M + P - 1) slots. Small for M of 4 P or more: GPipe, arXiv 1811.06965.
 
     bubble = (P - 1) / (M + P - 1)
 
 The memory. A stage keeps the activations of a micro-batch from its F to its B. GPipe does all F first: it holds M of
 them. 1F1B does each B as soon as it can: stage s runs P - 1 - s forwards ahead, then one F, one B in turns. It holds at
-most P - s, however large M is, in as many slots. Source: Narayanan et al., arXiv 2104.04473, section 2.2, figure 4.
+most P - s, however large M is, in as many slots. Source: Narayanan et al., arXiv 2104.04473.
 
 To try: M = 2 and M = 32; leave out `/ micro_batches`; let 1F1B run one forward more ahead than it needs.
 """
