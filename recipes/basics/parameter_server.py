@@ -82,7 +82,7 @@ def serve(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, rate: Ca
             heapq.heappush(under_way, (ready[-1][0] + (SLOW if worker == workers[-1] else FAST), worker))
         if version % LOOK_EVERY == 0:
             nn.utils.vector_to_parameters(weights, model.parameters())
-            losses.append(nn.functional.cross_entropy(model(images[:1400]), labels[:1400]).item())
+            losses.append((ready[-1][0], nn.functional.cross_entropy(model(images[:1400]), labels[:1400]).item()))
     for worker in workers:  # each has one more gradient under way, which comes too late
         dist.recv(message, worker)
         staleness.append(version - int(message[-1]))
@@ -122,7 +122,7 @@ def tell(results: dict) -> None:
     print(f"{GRADIENTS} gradients           ticks  staleness: mean  most    loss  accuracy")
     for name, row in results.items():
         mean, most = sum(row["staleness"]) / GRADIENTS, max(row["staleness"])
-        print(f"{name:22}{row['ticks']:7,}{mean:17.2f}{most:6}{row['losses'][-1]:8.3f}{row['accuracy']:9.1f}%")
+        print(f"{name:22}{row['ticks']:7,}{mean:17.2f}{most:6}{row['losses'][-1][1]:8.3f}{row['accuracy']:9.1f}%")
     print("The last run's gradients by staleness:", dict(sorted(Counter(row["staleness"]).items())))
     synchronous, stale, mended = results.values()
     assert set(synchronous["staleness"][:GRADIENTS]) == {0}, "a synchronous gradient was stale"
@@ -135,11 +135,11 @@ def tell(results: dict) -> None:
 
 def draw(results: dict, output: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
-    left = figure.add_subplot(1, 2, 1, xlabel="gradients used", ylabel="training loss", yscale="log")
+    left = figure.add_subplot(1, 2, 1, xlabel="ticks", ylabel="training loss", yscale="log")
     for name, row in results.items():
-        left.plot(range(LOOK_EVERY, GRADIENTS + 1, LOOK_EVERY), row["losses"], label=name)
+        left.plot(*zip(*row["losses"], strict=True), label=name)
     left.legend()
-    right = figure.add_subplot(1, 2, 2, xlabel="staleness: updates in between, last run", ylabel="gradients")
+    right = figure.add_subplot(1, 2, 2, xlabel="staleness: updates in between", ylabel="gradients", yscale="log")
     right.hist(row["staleness"], bins=range(max(row["staleness"]) + 2), align="left")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=80)
