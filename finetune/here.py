@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+
+NAME = re.compile(r"^GPU \d+: (.*?)(?: \(UUID: .*)?$", re.MULTILINE)
 
 
 def gpus_here() -> int:
-    """By nvidia-smi, which is there wherever an NVIDIA driver is; 0 without it."""
+    return len(gpu_names())
+
+
+def gpu_names() -> list[str]:
+    """By nvidia-smi, which is there wherever an NVIDIA driver is; none without it."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+        return []
+    return NAME.findall(done.stdout)
 
 
 def cores_here() -> int:

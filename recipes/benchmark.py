@@ -24,6 +24,8 @@ from finetune.training.arguments import RunArguments
 from finetune.training.launch import run
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.pipeline.arguments import PipelineArguments
+from finetune.training.profiling.arguments import ProfileArguments
+from finetune.training.profiling.callback import profiling
 from finetune.training.start import start
 from finetune.trial.memory import Allocations
 from finetune.trial.train import DEFAULTS, train, train_pipeline
@@ -55,10 +57,10 @@ class BenchmarkArguments:
 def main() -> None:
     # Start: parse, check the layout, settle the machine.
     is_pipeline = any(word.startswith("--pipeline_parallel_size") for word in sys.argv)
-    groups = (BenchmarkArguments, *((PipelineArguments,) if is_pipeline else ()), RunArguments)
+    groups = (BenchmarkArguments, *((PipelineArguments,) if is_pipeline else ()), ProfileArguments, RunArguments)
     defaults = {name: value for name, value in OWN.items() if is_pipeline or name != "schedule_step"}
     session = start(groups, {**DEFAULTS, **defaults}, sys.argv[1:], scratch_defaults={})
-    asked, run_args, training = session.arguments[0], session.arguments[-1], session.training
+    asked, (profile_args, run_args), training = session.arguments[0], session.arguments[-2:], session.training
     if asked.measured_steps < 1 or asked.unmeasured_steps < 0:
         raise RequestError("--measured_steps must be 1 or more, and --unmeasured_steps 0 or more.")
 
@@ -76,11 +78,11 @@ def main() -> None:
     set_seed(training.seed)
     if is_pipeline:
         stages, interval = build_stages(what, training.seed), run_args.activation_checkpoint_interval or 0
-        train_pipeline(session, stages, session.arguments[1], data, meter, interval)
+        train_pipeline(session, stages, session.arguments[1], data, interval, meter, *profiling(profile_args))
     else:
         model = build(what, training.seed)
         settle_loss_scaling(model, label_per_token=what.name in TEXT and what.name != "distilbert")
-        train(session, model, data, meter)
+        train(session, model, data, meter, *profiling(profile_args))
 
     # Report
     figures = meter.figures()

@@ -15,6 +15,10 @@ HEAVY = {"torch", "transformers", "deepspeed", "datasets", "numpy"}
     "module",
     [
         "finetune.cli",
+        "finetune.bench.by_ddp",
+        "finetune.bench.compare",
+        "finetune.bench.planned",
+        "finetune.bench.published",
         "finetune.bench.runner",
         "finetune.commands.bench",
         "finetune.commands.check",

@@ -40,6 +40,11 @@ class Change:
     why: str | None = None
     broke: bool = False
 
+    @property
+    def is_undecided(self) -> bool:
+        """Compared, and without an interval."""
+        return any(ratio is not None and ratio.low is None for ratio in (self.seconds, self.bytes))
+
     def is_worse(self, threshold: float) -> bool:
         return self.broke or any(
             ratio is not None and ratio.is_worse(threshold) for ratio in (self.seconds, self.bytes)
@@ -55,6 +60,8 @@ def compare(new: Sequence[Row], old: Sequence[Row]) -> list[Change]:
         now = [row for row in rows if row.is_done]
         if cell not in theirs:
             changes.append(Change(cell, why="new"))
+        elif other := _differ(rows[0], theirs[cell][0]):
+            changes.append(Change(cell, why=f"not compared: {other}"))
         elif not before:
             changes.append(Change(cell, why=f"was {theirs[cell][0].status}" + (", runs now" if now else "")))
         elif not now:
@@ -65,8 +72,19 @@ def compare(new: Sequence[Row], old: Sequence[Row]) -> list[Change]:
     return changes + [Change(cell, why="not run this time") for cell in theirs if cell not in ours]
 
 
-def ratio(new: Sequence[Row], old: Sequence[Row], of: Callable[[Row], float]) -> Ratio:
-    """Of the geometric means over repeats."""
+def _differ(new: Row, old: Row) -> str:
+    """What else is another than the cell's name says, so that figures are of different work; "" where nothing is."""
+    pairs = [(name, getattr(new, name), getattr(old, name)) for name in ("scale", "global_batch", "steps")]
+    found = [f"{name} is {ours}, and was {theirs}" for name, ours, theirs in pairs if ours != theirs]
+    if new.model_sha256 != old.model_sha256:
+        found.append("the model's sizes are others")
+    return ", ".join(found)
+
+
+def ratio(new: Sequence[Row], old: Sequence[Row], of: Callable[[Row], float]) -> Ratio | None:
+    """Of the geometric means over repeats; None where one is 0."""
+    if min(of(row) for row in (*new, *old)) <= 0:
+        return None
     logs = [[math.log(of(row)) for row in rows] for rows in (new, old)]
     difference = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
     if min(map(len, logs)) < 2:

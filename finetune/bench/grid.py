@@ -20,9 +20,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from finetune.bench.layouts import LAYOUTS, PYTHON
+from finetune.bench.layouts import DEEPSPEED, LAYOUTS, PYTHON
 from finetune.bench.models import BenchModel, find_model, nearest
 from finetune.dsconfig.check import read
+from finetune.dsconfig.config import Config
 from finetune.dsconfig.load import find_config
 from finetune.dsconfig.parse import NotJsonError, parse
 from finetune.errors import RequestError
@@ -208,18 +209,46 @@ def _check(block: Block) -> None:
         if precision not in PRECISIONS:
             raise RequestError(f"{precision!r} is no precision.{nearest(precision, PRECISIONS)}")
     kinds = [LAYOUTS[layout] for layout in block.layouts]
-    if block.ds_configs and not any(kind.ds_config for kind in kinds):
+    if block.ds_configs and not any(kind.launcher == DEEPSPEED for kind in kinds):
         raise RequestError("ds_configs: no layout of the block is DeepSpeed's. Drop it, or add zero1 for instance.")
     if block.stages != [1] and not any(kind.has_stages for kind in kinds):
         raise RequestError("stages: no layout of the block is a pipeline. Drop it, or add the layout pipeline.")
-    for config in block.ds_configs:
-        config_sha256(str(config))
+    if "deepspeed" in block.layouts and not block.ds_configs:
+        raise RequestError("the layout deepspeed is what ds_configs say, and there are none. Give a list.")
+    for layout, config in product(block.layouts, block.ds_configs):
+        _check_same(layout, config)
+
+
+def _check_same(layout: str, config: str) -> None:
+    """Raises RequestError for a config that does something else than the layout in whose place it is to stand."""
+    shipped = LAYOUTS[layout].ds_config
+    theirs = _does(config)
+    if shipped is not None and not LAYOUTS[layout].has_stages and theirs != _does(shipped):
+        raise RequestError(
+            f"ds_configs: {config} is {theirs}, but the layout {layout} is {_does(shipped)}. Put them into a block of "
+            "their own; the layout deepspeed takes any config."
+        )
+
+
+def _does(name: str) -> str:
+    """What of a config is in a layout's name."""
+    config = Config(_content(name))
+    stage = config.get("zero_optimization.stage") or 0
+    moved = [
+        f"{what} to {to}" for what in ("optimizer", "param") if (to := config.offload(f"offload_{what}")) != "none"
+    ]
+    plus = config.is_on("zero_optimization.zero_quantized_weights")
+    plus |= config.is_on("zero_optimization.zero_quantized_gradients")
+    plus |= config.get("zero_optimization.zero_hpz_partition_size") not in (None, 1)
+    said = f"ZeRO{'++' if plus else ''} stage {stage}"
+    return said + (f" with offload of {' and '.join(moved)}" if moved else "")
 
 
 def _cells(block: Block) -> Iterator[Cell]:
     for model, layout in product(block.models, block.layouts):
         kind = LAYOUTS[layout]
-        configs: Sequence[str | None] = block.ds_configs if kind.ds_config and block.ds_configs else [kind.ds_config]
+        own = block.ds_configs if kind.launcher == DEEPSPEED else []
+        configs: Sequence[str | None] = own or [kind.ds_config]
         worlds = [1] if kind.launcher == PYTHON else block.world_sizes
         lists = (
             *(configs, worlds, block.stages if kind.has_stages else [1], block.micro_batches),
@@ -243,10 +272,11 @@ def _whole(name: str, value: Any, least: int) -> int:
 
 def config_sha256(name: str | None) -> str | None:
     """Of what a DeepSpeed config says, however it is spaced. Raises RequestError where it cannot be read."""
-    if name is None:
-        return None
+    return None if name is None else hashlib.sha256(json.dumps(_content(name), sort_keys=True).encode()).hexdigest()
+
+
+def _content(name: str) -> Any:
     try:
-        value = parse(read(find_config(name))).value
+        return parse(read(find_config(name))).value
     except NotJsonError as error:
         raise RequestError(f"{name}: is no JSON ({error}). `finetune check {name}` says where.") from error
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -13,6 +13,7 @@ from finetune.bench.models import IN_STAGES
 from finetune.dsconfig.load import find_config
 from finetune.here import cores_here, gpus_here
 from finetune.training.launch import free_port
+from finetune.trial.processes import words
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "benchmark.py"
 
@@ -71,14 +72,11 @@ def command_of(cell: Cell, grid: Grid, folder: Path, on_cpu: bool) -> list[str]:
 
 
 def started(launcher: str, ranks: int) -> list[str]:
-    """The launcher's part of a command, on a port of its own."""
+    """The launcher's part of a command, on a port of its own. Launchers are modules: their console scripts may lie
+    anywhere."""
     if launcher == PYTHON:
         return [sys.executable]
     port = ["--master_port", str(free_port())]
     if launcher == DEEPSPEED:
-        return [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks), *port]
+        return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), *port]
     return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), *port]
-
-
-def words(flags: dict[str, Any]) -> list[str]:
-    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]

@@ -9,7 +9,8 @@ PYTHON, TORCHRUN, DEEPSPEED = "python", "torchrun", "deepspeed"
 
 @dataclass(frozen=True)
 class Layout:
-    """`ds_config` is the shipped one, None without DeepSpeed; `flags` are those of the recipe."""
+    """`ds_config` is the shipped one, None without DeepSpeed and where there is none but the grid's; `flags` are those
+    of the recipe."""
 
     launcher: str
     ds_config: str | None = None
@@ -29,5 +30,6 @@ LAYOUTS: dict[str, Layout] = {
             *("zero2_offload", "zero3_offload", "zero3_nvme", "zeropp"),
         )
     },
+    "deepspeed": Layout(DEEPSPEED),  # whatever the grid's ds_configs say
     "pipeline": Layout(DEEPSPEED, "pipeline", has_stages=True),
 }

@@ -52,7 +52,7 @@ class Meter(Watch):
         super().on_step_end(args, state, control, **kwargs)
         if state.global_step == OBSERVED_STEPS:
             self._sampler.stop()
-        if state.global_step == OBSERVED_STEPS + self.warm_steps and torch.cuda.is_available():
+        if state.global_step == OBSERVED_STEPS + self.warm_steps and self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -69,8 +69,7 @@ class Meter(Watch):
 
     def figures(self) -> dict[str, Any]:
         """Of this rank, once it is trained: what `finetune.bench.result.row` reads."""
-        has_gpu = torch.cuda.is_available()
-        peak = int(torch.cuda.max_memory_allocated()) if has_gpu else max(self.step_peaks[-1].values())
+        peak = int(torch.cuda.max_memory_allocated()) if self.on_gpu else max(self.step_peaks[-1].values())
         rest = max(0, peak - sum(size for kind, size in self.kinds.items() if "host" not in kind))
         return {
             "seconds": self.seconds,
@@ -80,7 +79,7 @@ class Meter(Watch):
             "average_bytes": self._sampler.mean,
             "rss_peak_bytes": peak_rss_bytes(),
             "by_kind": {**self.kinds, OTHER: rest},
-            "measured_by": "CUDA's allocator" if has_gpu else "bytes of tensors",
+            "measured_by": "CUDA's allocator" if self.on_gpu else "bytes of tensors",
         }
 
 
@@ -89,11 +88,14 @@ class Sampler:
 
     def __init__(self, memory: Allocations) -> None:
         self.memory = memory
+        self._gpu: int | None = None
         self._seen: list[int] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def start(self) -> None:
+        """From the thread that trains: which GPU is the rank's own is known there alone, and a new thread has GPU 0."""
+        self._gpu = torch.cuda.current_device() if self.memory.device == "cuda" else None
         self._thread.start()
 
     def stop(self) -> None:
@@ -106,7 +108,8 @@ class Sampler:
 
     def _look(self) -> None:
         while not self._ended.wait(SAMPLE_SECONDS):
-            self._seen.append(int(torch.cuda.memory_allocated()) if torch.cuda.is_available() else self.memory.live)
+            live = self.memory.live if self._gpu is None else torch.cuda.memory_allocated(self._gpu)
+            self._seen.append(int(live))
 
 
 def bytes_by_kind(model: Any, optimizer: Any, device: str) -> dict[str, int]:

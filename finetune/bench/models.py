@@ -6,8 +6,10 @@ find_model("wide", scale=0.125, changes={"layers": 4}).config     # {"width": 10
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from finetune.errors import RequestError
@@ -68,6 +70,11 @@ class BenchModel:
     config: dict[str, Any]
     sequence_tokens: int = 0
     image_size: int = 0
+
+    @property
+    def sha256(self) -> str:
+        """Of all its sizes."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 def find_model(name: str, scale: float = 1.0, changes: Mapping[str, Any] | None = None) -> BenchModel:

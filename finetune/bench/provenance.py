@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from finetune.here import cores_here
+from finetune.here import cores_here, gpu_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("finetune", "torch", "transformers", "accelerate", "deepspeed", "numpy")
@@ -34,16 +34,6 @@ def machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": gpu_names(),
     }
-
-
-def gpu_names() -> list[str]:
-    """By nvidia-smi; none without it."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
 
 
 def revision() -> str:

@@ -1,23 +1,30 @@
-"""The published figures beside ours, as ratios to DDP: machines differ, and what a layout costs may be compared."""
+"""The published figures beside ours, as ratios: machines differ, and what a layout costs may be compared."""
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.bench.by_ddp import BASE
+
 FILE = Path(__file__).with_name("published.json")
-BASE = "ddp"
+THROUGHPUT, AVERAGE_MEMORY = "throughput", "average memory"
 
 
 @dataclass(frozen=True)
 class Published:
-    """By DDP of the same model; None where there is no number."""
+    """`figure` of a layout by that of DDP of the same model; or, of `by_stages`, by the same layout of so many."""
 
-    throughput: float | None = None
-    average_memory: float | None = None
+    model: str
+    layout: str
+    stages: int
+    figure: str
+    ratio: float
+    by_stages: int | None = None
 
 
 @functools.cache
@@ -26,19 +33,38 @@ def study() -> dict[str, Any]:
     return dict(json.loads(FILE.read_text(encoding="utf-8")))
 
 
-def published(model: str, layout: str, stages: int = 1) -> Published:
-    """Of one layout of one model."""
-    ours, base = _figures(model, layout, stages), _figures(model, BASE, 1)
-    throughput = 1.0 if layout == BASE and base else ours.get("throughput_to_ddp")
-    return Published(throughput, _by(ours, base, "average_memory_gb"))
+def published(model: str, layout: str, stages: int, figure: str) -> float | None:
+    """By DDP; None where it is not known as a number."""
+    for one in ratios(study()["figures"]):
+        if (one.model, one.layout, one.stages, one.figure, one.by_stages) == (model, layout, stages, figure, None):
+            return one.ratio
+    return 1.0 if layout == BASE and any(entry["model"] == model for entry in study()["figures"]) else None
 
 
-def _figures(model: str, layout: str, stages: int) -> dict[str, Any]:
-    for entry in study()["figures"]:
-        if (entry["model"], entry["layout"], entry.get("pipeline_parallel_size", 1)) == (model, layout, stages):
-            return dict(entry)
-    return {}
+def ratios(figures: Sequence[Any]) -> list[Published]:
+    """Of all figures of such a file that have something to be compared with; what is none is left out."""
+    entries = [one for one in figures if isinstance(one, dict)]
+    found = []
+    for one in entries:
+        model, layout, stages = str(one.get("model")), str(one.get("layout")), _stages(one)
+        same = [other for other in entries if other.get("model") == model]
+        if throughput := _number(one, "throughput_to_ddp"):
+            found.append(Published(model, layout, stages, THROUGHPUT, throughput))
+        base = next((other for other in same if other.get("layout") == BASE), {})
+        held, by = _number(one, "average_memory_gb"), _number(base, "average_memory_gb")
+        if held and by and one is not base:
+            found.append(Published(model, layout, stages, AVERAGE_MEMORY, held / by))
+        fewest = min((other for other in same if other.get("layout") == layout), key=_stages)
+        rate, by = _number(one, "samples_per_second"), _number(fewest, "samples_per_second")
+        if rate and by and one is not fewest:
+            found.append(Published(model, layout, stages, THROUGHPUT, rate / by, _stages(fewest)))
+    return found
 
 
-def _by(one: dict[str, Any], base: dict[str, Any], name: str) -> float | None:
-    return one[name] / base[name] if name in one and name in base else None
+def _stages(entry: dict[str, Any]) -> int:
+    return int(_number(entry, "pipeline_parallel_size") or 1)
+
+
+def _number(entry: dict[str, Any], name: str) -> float | None:
+    value = entry.get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

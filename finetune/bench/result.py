@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.bench.by_ddp import Place, Setting
 from finetune.errors import RequestError
 from finetune.trial.outcome import DONE
 
@@ -34,6 +35,10 @@ class Row:
     precision: str
     repeat: int
     status: str
+    scale: float | None = None  # these four of rows that an earlier version wrote
+    model_sha256: str | None = None  # of its sizes
+    global_batch: int | None = None
+    steps: int | None = None
     reason: str | None = None
     step_seconds: list[float] = field(default_factory=list)
     samples_per_second: float | None = None
@@ -67,6 +72,13 @@ class Row:
         """Of the fullest rank."""
         return int(max(self.memory["average_bytes"]))
 
+    @property
+    def place(self) -> Place:
+        pipelines = self.world_size // self.pipeline_parallel_size
+        samples = self.micro_batch * (self.accumulation or 0) * pipelines
+        setting = Setting(self.model, self.world_size, samples, self.precision)
+        return Place(setting, self.layout, self.micro_batch, self.checkpoint_interval)
+
 
 def append(folder: Path, row: Row) -> None:
     """Whole, and on the disk, before this returns."""
@@ -94,10 +106,37 @@ def read_rows(place: Path) -> list[Row]:
             continue
         known = set(Row.__dataclass_fields__)
         try:
-            rows.append(Row(**{name: value for name, value in content.items() if name in known}))
-        except (TypeError, AttributeError) as error:
+            rows.append(checked(Row(**{name: value for name, value in content.items() if name in known})))
+        except (TypeError, AttributeError, ValueError) as error:
             raise RequestError(f"{path}:{number}: is no result of a benchmark ({error}).") from error
     return rows
+
+
+def checked(row: Row) -> Row:
+    """As it is. Raises ValueError for one that is done without the figures of one."""
+    if not row.is_done:
+        return row
+    memory = row.memory if isinstance(row.memory, dict) else {}
+    figures: dict[str, Any] = {
+        "step_seconds": row.step_seconds,
+        "samples_per_second": [row.samples_per_second],
+        "memory.peak_bytes": memory.get("peak_bytes"),
+        "memory.average_bytes": memory.get("average_bytes"),
+    }
+    for name, values in figures.items():
+        if not values or not _are_numbers(values):
+            raise ValueError(f"it is done, but {name} is {values!r}")
+    if not _are_numbers(row.losses):
+        raise ValueError(f"it is done, but losses is {row.losses!r}")
+    if min(row.step_seconds) <= 0:
+        raise ValueError(f"it is done, but step_seconds is {row.step_seconds!r}")
+    return row
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and not any(
+        isinstance(one, bool) or not isinstance(one, int | float) for one in values
+    )
 
 
 def by_cell(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from finetune.bench.grid import Cell, Grid, config_sha256
 from finetune.bench.launching import command_of, why_not
 from finetune.bench.models import TEXT
 from finetune.bench.planned import parameters_of, planned
-from finetune.bench.result import RESULTS, Row, append, read_rows
+from finetune.bench.result import RESULTS, Row, append, checked, read_rows
 from finetune.errors import RequestError
 from finetune.here import gpus_here
 from finetune.plan.machine import Machine
@@ -68,17 +68,27 @@ class Bench:
                     f"--resume: {self.folder} holds another grid: cells, sizes, steps or a DeepSpeed config have "
                     "changed since. Give another --output_dir, and --compare the two."
                 )
-            return
-        if self.folder.is_dir() and any(self.folder.iterdir()):
+        else:
+            self._write_record(record)
+        (self.folder / LOGS).mkdir(exist_ok=True)
+        if not (yaml := self.folder / "grid.yaml").is_file():
+            shutil.copyfile(self.source, yaml)
+
+    def _write_record(self, record: Path) -> None:
+        """Before all else, and whole: a kill leaves a folder that can be gone on with."""
+        part = record.with_suffix(".part")
+        if self.folder.is_dir() and any(path != part for path in self.folder.iterdir()):
             raise RequestError(f"{self.folder} holds something that is no benchmark. Give another --output_dir.")
-        (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(self.source, self.folder / "grid.yaml")
+        self.folder.mkdir(parents=True, exist_ok=True)
         content = {
             "sha256": self.grid.sha256,
             "scale": self.grid.scale,
+            "steps": self.grid.steps,
+            "models": {name: asdict(model) for name, model in self.grid.models.items()},
             "cells": [cell.name for cell in self.grid.cells],
         }
-        record.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(record)
 
     def run(self, only: str | None) -> Iterator[Row]:
         """Gives each row once it is on the disk."""
@@ -104,6 +114,10 @@ class Bench:
             accumulation=cell.accumulation,
             checkpoint_interval=cell.checkpoint_interval,
             precision=cell.precision,
+            scale=self.grid.scale,
+            model_sha256=model.sha256,
+            global_batch=cell.samples,
+            steps=self.grid.steps,
             repeat=repeat,
             status=UNSUPPORTED,
             parameters=parameters_of(model),
@@ -117,11 +131,18 @@ class Bench:
         try:
             ended = self._launch(cell, work, self.folder / log)
             row = replace(row, status=ended.kind, reason=ended.reason, seconds=round(time.time() - begun, 3), log=log)
-            return replace(row, **self._figures(cell, work)) if row.is_done else row
-        except FileNotFoundError as error:
-            return replace(row, status=CRASHED, reason=f"it ended well, and left no {Path(error.filename).name}")
+            return self._with_figures(row, cell, work) if row.is_done else row
         finally:
             shutil.rmtree(self.folder / WORK, ignore_errors=True)
+
+    def _with_figures(self, row: Row, cell: Cell, work: Path) -> Row:
+        try:
+            return checked(replace(row, **self._figures(cell, work)))
+        except FileNotFoundError as error:
+            reason = f"it ended well, and left no {Path(error.filename).name}"
+        except (OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            reason = f"it ended well, and its figures cannot be used ({type(error).__name__}: {error})"
+        return replace(row, status=CRASHED, reason=reason)
 
     def _launch(self, cell: Cell, work: Path, log: Path) -> Outcome:
         work.mkdir(parents=True, exist_ok=True)

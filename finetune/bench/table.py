@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from finetune.bench.by_ddp import base_of, paired
 from finetune.bench.compare import CONFIDENCE, Change, Ratio
-from finetune.bench.published import BASE, published, study
+from finetune.bench.published import AVERAGE_MEMORY, THROUGHPUT, published, study
 from finetune.bench.result import Row, by_cell, middle
+from finetune.page.markdown import cell
 
 MIB = 2**20
 HEADER = ("cell", "samples/s", "step ms", "planned", "by DDP", "published", "peak MiB", "planned", "average", "by DDP",
@@ -17,26 +20,21 @@ CHANGES = ("cell", "step time, new/old", "peak memory, new/old", "")
 
 def results(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """A line a cell, of the repeat in the middle; "by DDP" is throughput and average memory by those of DDP, of the
-    same model, world, global batch and precision."""
-    cells = {cell: middle(repeats) for cell, repeats in by_cell(rows).items()}
-    return [_line(row, _base(row, cells.values())) for row in cells.values()]
+    same model, world, global batch and precision, each repeat by the same repeat."""
+    cells = by_cell(rows)
+    done = [middle(repeats) for repeats in cells.values() if middle(repeats).is_done]
+    lines = []
+    for repeats in cells.values():
+        base = base_of(middle(repeats), done, lambda row: row.place)
+        lines.append(_line(repeats, cells[base.cell] if base else []))
+    return lines
 
 
-def _base(row: Row, rows: object) -> Row | None:
-    same = [one for one in rows if one.is_done and one.layout == BASE and _setting(one) == _setting(row)]  # type: ignore[attr-defined]
-    return same[0] if same else None
-
-
-def _setting(row: Row) -> tuple[object, ...]:
-    pipelines = row.world_size // row.pipeline_parallel_size
-    samples = row.micro_batch * (row.accumulation or 0) * pipelines
-    return row.model, row.world_size, samples, row.precision
-
-
-def _line(row: Row, base: Row | None) -> tuple[str, ...]:
+def _line(repeats: Sequence[Row], base: Sequence[Row]) -> tuple[str, ...]:
+    row = middle(repeats)
     if not row.is_done:
         return (row.cell, f"{row.status}: {row.reason}", *[""] * (len(HEADER) - 2))
-    study_says = published(row.model, row.layout, row.pipeline_parallel_size)
+    what = row.model, row.layout, row.pipeline_parallel_size
     plan = row.planned or {}
     speed = row.samples_per_second or 0.0
     return (
@@ -44,15 +42,20 @@ def _line(row: Row, base: Row | None) -> tuple[str, ...]:
         f"{speed:,.1f}",
         f"{row.median_seconds * 1e3:,.1f}",
         _number(plan.get("step_seconds"), 1e-3, 1),
-        _number(speed / base.samples_per_second if base and base.samples_per_second else None),
-        _number(study_says.throughput),
+        _number(_by(repeats, base, lambda one: one.samples_per_second or 0.0)),
+        _number(published(*what, THROUGHPUT)),
         f"{row.peak_bytes / MIB:,.1f}",
         _number(plan.get("peak_bytes"), MIB, 1),
         f"{row.average_bytes / MIB:,.1f}",
-        _number(row.average_bytes / base.average_bytes if base else None),
-        _number(study_says.average_memory),
+        _number(_by(repeats, base, lambda one: one.average_bytes)),
+        _number(published(*what, AVERAGE_MEMORY)),
         f"{row.losses[-1]:.4f}" if row.losses else "",
     )
+
+
+def _by(repeats: Sequence[Row], base: Sequence[Row], of: Callable[[Row], float]) -> float | None:
+    ours, theirs = ({row.repeat: of(row) for row in rows if row.is_done} for rows in (repeats, base))
+    return paired(ours, theirs)
 
 
 def _number(value: float | None, unit: float = 1.0, digits: int = 2) -> str:
@@ -98,13 +101,16 @@ def _profiles(rows: Sequence[Row]) -> str:
 
 
 def losses_apart(rows: Sequence[Row]) -> float:
-    """The most that losses of one step differ among layouts that train the same: 0 where all are equal."""
+    """The most that losses of one step differ among layouts that train the same, as a share: 0 where all are equal,
+    NaN where one is no number."""
     groups: dict[object, list[list[float]]] = {}
     for row in rows:
         if row.is_done:
-            groups.setdefault(_setting(row), []).append(row.losses)
+            groups.setdefault(row.place.setting, []).append(row.losses)
     steps = [step for group in groups.values() for step in zip(*group, strict=False)]
-    return max((max(step) / min(step) - 1 for step in steps), default=0.0)
+    if not all(map(math.isfinite, (loss for step in steps for loss in step))):
+        return math.nan
+    return max(((max(step) - min(step)) / max(map(abs, step)) for step in steps if any(step)), default=0.0)
 
 
 def show(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -126,12 +132,13 @@ def write_markdown(folder: Path, rows: Sequence[Row]) -> Path:
     """OUTPUT/results.md."""
     lines = [_markdown(HEADER), _markdown(["---"] + ["---:"] * (len(HEADER) - 1)), *map(_markdown, results(rows))]
     path = folder / "results.md"
-    path.write_text("\n".join(["# Benchmark", "", *lines, "", *(f"- {note}" for note in notes(rows))]) + "\n")
+    text = "\n".join(["# Benchmark", "", *lines, "", *(f"- {note}" for note in notes(rows))]) + "\n"
+    path.write_text(text, encoding="utf-8")
     return path
 
 
 def _markdown(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    return f"| {' | '.join(map(cell, cells))} |"
 
 
 def worded(confidence: float = CONFIDENCE) -> str:

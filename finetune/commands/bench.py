@@ -12,19 +12,22 @@ from finetune.bench.compare import compare
 from finetune.bench.grid import read_grid
 from finetune.bench.launching import why_not
 from finetune.bench.planned import machine_for, planned
-from finetune.bench.provenance import gpu_names
 from finetune.bench.result import Row, read_rows
 from finetune.bench.runner import Bench, headline
 from finetune.errors import RequestError
+from finetune.here import gpu_names
 
 
 def run(asked: argparse.Namespace) -> int:
     """0: it ran, whatever came of the cells; 1: something is worse than in --compare; 2: the request was wrong."""
     old = read_rows(Path(asked.compare)) if asked.compare else None
+    if old == []:
+        raise RequestError(f"--compare {asked.compare}: it has no results yet. Give a benchmark that has run.")
     if not 0 <= asked.threshold < 10:
         raise RequestError(f"--threshold is {asked.threshold}, but it must be 0 or more, such as 0.05 for 5%.")
     target = Path(asked.target)
     if target.is_dir() or target.suffix == ".jsonl":
+        _refuse_to_run(asked)
         rows = read_rows(target)
         folder = None
     else:
@@ -36,6 +39,16 @@ def run(asked: argparse.Namespace) -> int:
     if not rows:
         raise RequestError(f"{target}: there are no results yet.")
     return _say(rows, old, asked.threshold, folder)
+
+
+def _refuse_to_run(asked: argparse.Namespace) -> None:
+    """Raises RequestError for a flag of a run where results are only shown."""
+    flags = ("output_dir", "resume", "scale", "repeats", "only", "dry_run", "machine")
+    if flag := next((name for name in flags if getattr(asked, name) not in (None, False)), None):
+        raise RequestError(
+            f"--{flag}: {asked.target} has run, and is only shown. Give the grid's YAML to run, such as "
+            f"`finetune bench recipes/configs/bench_laptop.yaml --{flag} ...`; or drop --{flag}."
+        )
 
 
 def _bench(asked: argparse.Namespace) -> Bench:
@@ -82,7 +95,11 @@ def _say(rows: list[Row], old: list[Row] | None, threshold: float, folder: Path 
     if rows[-1].machine != old[-1].machine:
         print("warning: the two are not of one machine, and their times not comparable")
     worse = [one.cell for one in found if one.is_worse(threshold)]
-    print(f"worse by more than {threshold:.0%}: {', '.join(worse) or 'none'}")
+    undecided = sum(one.is_undecided for one in found)
+    if worse or undecided < sum(one.seconds is not None for one in found):
+        print(f"worse by more than {threshold:.0%}: {', '.join(worse) or 'none'}")
+    if undecided:
+        print(f"undecided: {undecided} cells have one repeat. Run both with --repeats 3 or more.")
     return 1 if worse else 0
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.bench.by_ddp import BASE, Place, Setting, base_of, paired
+from finetune.bench.published import FILE
 from finetune.dsconfig.secret import HIDDEN, TOKEN
 from finetune.page.words import gib
 from finetune.report.axes import as_number
@@ -16,8 +18,8 @@ from finetune.report.run import read_json, read_lines, without_secrets
 RESULTS = "results.jsonl"
 GRID = "grid.json"  # the cells that were asked for
 SHOWN = 6  # of those that were not run
-DONE, DDP, PIPELINE = "done", "ddp", "pipeline"
-PUBLISHED = Path(__file__).parents[1] / "bench" / "published.json"
+DONE, DDP, PIPELINE = "done", BASE, "pipeline"
+PUBLISHED = FILE
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,27 @@ class Cell:
     @property
     def rate(self) -> float | None:
         return self.median("samples_per_second")
+
+    @property
+    def rates(self) -> dict[Any, float]:
+        """Samples a second by repeat."""
+        found = ((row.get("repeat"), as_number(row.get("samples_per_second"))) for row in self.done)
+        return {_hashable(repeat): value for repeat, value in found if value is not None}
+
+    @property
+    def averages(self) -> dict[Any, float]:
+        """The average bytes of the fullest rank, by repeat."""
+        found = {}
+        for row in self.done:
+            memory = row.get("memory")
+            if isinstance(memory, dict) and (ranks := numbers(memory.get("average_bytes"))):
+                found[_hashable(row.get("repeat"))] = max(ranks)
+        return found
+
+    @property
+    def place(self) -> Place:
+        setting = Setting(self.model, self.count("world_size"), self.global_batch, self.word("precision"))
+        return Place(setting, self.layout.lower(), self.count("micro_batch"), self.count("checkpoint_interval"))
 
     @property
     def spread(self) -> float | None:
@@ -149,35 +172,17 @@ class Bench:
 
     def base(self, cell: Cell) -> Cell | None:
         """The DDP run of the same model, ranks, samples a step and precision; of the same micro-batch if there is."""
-        same = [
-            other for other in self.cells
-            if other.layout.lower() == DDP and not other.count("checkpoint_interval") and other.model == cell.model
-            and other.count("world_size") == cell.count("world_size") and other.global_batch == cell.global_batch
-            and other.word("precision") == cell.word("precision")
-        ]  # fmt: skip
-        same.sort(key=lambda other: other.count("micro_batch") != cell.count("micro_batch"))
-        return same[0] if same else None
+        return base_of(cell, self.cells, lambda one: one.place)
 
     def rate_to_ddp(self, cell: Cell) -> float | None:
-        """The median over repeats of both, or that of the medians: repeats are interleaved, so each pair saw the same
-        machine."""
+        """Of throughput."""
         base = self.base(cell)
-        if base is None:
-            return None
-        theirs = {row.get("repeat"): as_number(row.get("samples_per_second")) for row in base.done}
-        ratios = [
-            ours / other for row in cell.done
-            if (ours := as_number(row.get("samples_per_second"))) and (other := theirs.get(row.get("repeat")))
-        ]  # fmt: skip
-        if ratios:
-            return statistics.median(ratios)
-        return cell.rate / base.rate if cell.rate is not None and base.rate else None
+        return paired(cell.rates, base.rates) if base else None
 
     def memory_to_ddp(self, cell: Cell) -> float | None:
         """Of the average, which is what the study of GPT-lite gives."""
         base = self.base(cell)
-        ours, theirs = cell.most("average_bytes"), base.most("average_bytes") if base else None
-        return ours / theirs if ours is not None and theirs else None
+        return paired(cell.averages, base.averages) if base else None
 
 
 def is_bench(folder: Path) -> bool:

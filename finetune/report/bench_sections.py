@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
+from finetune.bench.by_ddp import paired
+from finetune.bench.published import AVERAGE_MEMORY, Published, ratios
 from finetune.page.drawing import Picture, Point
 from finetune.page.html import NARROW, WIDE
 from finetune.page.table import Table
 from finetune.page.words import gib
-from finetune.report.axes import SECONDS, STEP, as_number
-from finetune.report.bench import DDP, Bench, Cell, numbers, of_done
+from finetune.report.axes import SECONDS, STEP
+from finetune.report.bench import Bench, Cell, numbers, of_done
 from finetune.report.bench_pictures import (
     cell_words,
     kind_memory,
@@ -149,38 +150,39 @@ def _points(cell: Cell) -> dict[str, list[Point]]:
 
 def _published(bench: Bench) -> list[Block]:
     found = bench.study.get("figures")
-    figures = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    rows = [row for one in figures for row in _beside(bench, one, figures) if one.get("model") in bench.models]
+    theirs = ratios(found if isinstance(found, list) else [])
+    rows = [_beside(bench, one) for one in theirs if one.model in bench.models]
     if not rows:
         return []
     columns = ("model", "layout", "figure", "published", "ours", "ours / published")
-    table = Table("As ratios to DDP of the same model", columns, tuple(rows), texts=("layout", "figure"))
+    title = "As ratios to DDP of the same model, or of stages to fewer"
+    table = Table(title, columns, tuple(rows), texts=("layout", "figure"))
     study = bench.study
-    theirs = f"Published: {said(study.get('title'))}, on {said(study.get('machine'))} ({said(study.get('source'))}). "
+    source = f"Published: {said(study.get('title'))}, on {said(study.get('machine'))} ({said(study.get('source'))}). "
     dates = sorted(day[:10] for day in bench.facts("started"))
     when = "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     ours = f"Ours: {' | '.join(bench.facts('machine'))}; {when}. {said(study.get('note'))}"
-    return [table, Words(theirs + ours, "muted")]
+    return [table, Words(source + ours, "muted")]
 
 
-def _beside(bench: Bench, one: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A published layout's ratios, with ours of the same model, layout and stages where there is such a cell."""
-    model, layout, stages = one.get("model"), one.get("layout"), one.get("pipeline_parallel_size", 1)
-    ddp = next((other for other in figures if other.get("model") == model and other.get("layout") == DDP), {})
-    held, base = as_number(one.get("average_memory_gb")), as_number(ddp.get("average_memory_gb"))
-    cells = [cell for cell in bench.of(str(model)) if cell.layout == layout
-             and cell.count("pipeline_parallel_size", 1) == stages]  # fmt: skip
-    rows = list[tuple[str, ...]]()
-    for name, theirs, compare in (
-        ("throughput", as_number(one.get("throughput_to_ddp")), bench.rate_to_ddp),
-        ("average memory", held / base if held and base and one is not ddp else None, bench.memory_to_ddp),
-    ):
-        if theirs is not None:
-            ours = next((found for cell in cells if (found := compare(cell)) is not None), None)
-            words = f"{said(layout)}, {stages} stages" if stages != 1 else said(layout)
-            mine = "" if ours is None else f"{ours:.2f}"
-            rows.append((said(model), words, name, f"{theirs:.2f}", mine, ratio(ours, theirs)))
-    return rows
+def _beside(bench: Bench, one: Published) -> tuple[str, ...]:
+    """A published ratio, with ours of the same model, layout and stages where there is such a cell."""
+
+    def cells_of(stages: int) -> list[Cell]:
+        return [cell for cell in bench.of(one.model) if cell.layout == one.layout
+                and cell.count("pipeline_parallel_size", 1) == stages]  # fmt: skip
+
+    if one.by_stages is not None:
+        pairs = ((cell, base) for cell in cells_of(one.stages) for base in cells_of(one.by_stages))
+        found = (paired(cell.rates, base.rates) for cell, base in pairs if cell.place.setting == base.place.setting)
+    else:
+        compare = bench.memory_to_ddp if one.figure == AVERAGE_MEMORY else bench.rate_to_ddp
+        found = (compare(cell) for cell in cells_of(one.stages))
+    ours = next((value for value in found if value is not None), None)
+    layout = f"{one.layout}, {one.stages} stages" if one.stages != 1 else one.layout
+    figure = one.figure if one.by_stages is None else f"{one.figure}, by that of {one.by_stages} stages"
+    mine = "" if ours is None else f"{ours:.2f}"
+    return one.model, layout, figure, f"{one.ratio:.2f}", mine, ratio(ours, one.ratio)
 
 
 def _failures(bench: Bench) -> list[Block]:

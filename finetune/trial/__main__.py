@@ -100,7 +100,7 @@ def _trainer(session: Session, config: dict[str, Any], data: Copies, watch: Watc
 def _pipeline(session: Session, config: dict[str, Any], data: Copies, watch: Watch) -> None:
     _, pipeline_args, run_args = session.arguments
     model = gptlite_pipeline(config_of(config), seed=session.training.seed)
-    train_pipeline(session, model, pipeline_args, data, watch, run_args.activation_checkpoint_interval or 0)
+    train_pipeline(session, model, pipeline_args, data, run_args.activation_checkpoint_interval or 0, watch)
 
 
 def _write(session: Session, trial: TrialArguments, watch: Watch) -> None:

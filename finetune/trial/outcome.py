@@ -11,13 +11,19 @@ MOST_CHARACTERS = 200
 REFUSED = 2  # the exit status of a RequestError
 # Out of the kernel's hands: as Popen says it, a shell, and deepspeed's launcher, which exits with the negative number.
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL)
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|DefaultCPUAllocator: can't allocate|\bMemoryError\b|Signal 9 \(SIGKILL\) received"
-)
+OUT_OF_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator: can't allocate|MemoryError\b")
 # torchrun ends with 1 whatever its ranks ended with, and tells the first one's status in its report.
 REFUSED_BELOW = re.compile(rf"^\s*exitcode\s*:\s*{REFUSED}\b", re.MULTILINE)
+KILLED_BELOW = re.compile(r"^\s*traceback\s*:\s*Signal 9 \(SIGKILL\) received", re.MULTILINE)
 CANNOT = re.compile(r"NotImplementedError|not been implemented|Unable to JIT load")
-REASON = re.compile(r"^(?:\[[^\]]*\]:? ?)?(?:error: |[\w.]*(?:Error|Exception): ).*", re.MULTILINE)
+# The last line of a traceback, behind the rank that torch puts before it; not the launchers' own, which come after it.
+REASON = re.compile(
+    r"^(?P<rank>\[[^\]]*\]:? ?)?"
+    r"(?:error: .*|(?![\w.]*(?:ChildFailed|CalledProcess)Error)[\w.]*(?:Error|Exception)(?:: .*)?)$",
+    re.MULTILINE,
+)
+# What Python says of exceptions that ended nothing, most of them as it ends itself.
+IGNORED = re.compile(r"^Exception ignored in.*\n(?:Traceback.*\n(?:[ \t].*\n)*.*\n?)?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,20 @@ def outcome_of(status: int | None, log: str, patience: float) -> Outcome:
     """`status` is None of a process that was ended after `patience` seconds."""
     if status == 0:
         return Outcome(DONE)
-    if OUT_OF_MEMORY.search(log) or status in KILLED:
-        return Outcome(OOM, "out of memory")
     if status is None:
         return Outcome(TIMEOUT, f"not done after {patience:.0f} s")
-    found = REASON.search(log)
-    reason = (found[0] if found else (log.splitlines() or ["no output"])[-1]).strip()[:MOST_CHARACTERS]
-    refused = status == REFUSED or REFUSED_BELOW.search(log) or CANNOT.search(log)
+    ends = final_exceptions(log)
+    if status in KILLED or KILLED_BELOW.search(log) or any(map(OUT_OF_MEMORY.search, ends)):
+        return Outcome(OOM, "out of memory")
+    reason = (ends or log.splitlines() or ["no output"])[0 if ends else -1].strip()[:MOST_CHARACTERS]
+    refused = status == REFUSED or REFUSED_BELOW.search(log) or any(map(CANNOT.search, ends))
     return Outcome(UNSUPPORTED if refused else CRASHED, reason)
+
+
+def final_exceptions(log: str) -> list[str]:
+    """The line by which each rank has ended, in their order: the others follow the first. Exceptions that came before
+    in a rank were handled, and what warnings and notes speak of is none."""
+    last: dict[str | None, re.Match[str]] = {}
+    for found in REASON.finditer(IGNORED.sub("", log)):
+        last[found["rank"]] = found
+    return [found[0] for found in sorted(last.values(), key=lambda found: found.start())]

@@ -20,6 +20,11 @@ GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.2
 
 
+def words(flags: Mapping[str, object]) -> list[str]:
+    """A command line's part."""
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
 def run(command: Sequence[str], output: IO[str], patience: float) -> int | None:
     """The exit status; None where it was not done after `patience` seconds."""
     with _all_ended() as mark:

@@ -20,7 +20,7 @@ from finetune.plan.machine import Machine
 from finetune.plan.plan import Plan
 from finetune.plan.search import TRAINER_ALONE, Candidate, Found, shipped
 from finetune.trial.outcome import CRASHED, UNSUPPORTED, outcome_of
-from finetune.trial.processes import run
+from finetune.trial.processes import run, words
 
 PATIENCE_SECONDS = 600.0
 # The Trainer's --optim, by what is counted. The others are DeepSpeed's own.
@@ -95,7 +95,7 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int)
         flags |= {"nvme_path": folder / "nvme"} if job.engine == DEEPSPEED else {}
     if optim := _optim(job, config):
         flags["optim"] = optim
-    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return words(flags)
 
 
 def _optim(job: Job, config: dict[str, Any] | None) -> str | None:

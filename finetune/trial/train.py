@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import default_data_collator
+from transformers import TrainerCallback, default_data_collator
 
 from finetune.models.pipeline import PipelineModel
 from finetune.training.pipeline.arguments import PipelineArguments
@@ -27,21 +27,27 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def train(session: Session, model: Any, data: Any, watch: Watch) -> None:
-    """By the Trainer, under whatever engine the session has."""
+def train(session: Session, model: Any, data: Any, watch: Watch, *others: TrainerCallback) -> None:
+    """By the Trainer, under whatever engine the session has; `others` follow it beside the watch."""
     trainer = FinetuneTrainer(
         model=model,
         args=session.training,
         train_dataset=data,
         data_collator=default_data_collator,
-        callbacks=[watch],
+        callbacks=[watch, *others],
     )
     watch.follow(model)
     trainer.train()
 
 
 def train_pipeline(
-    session: Session, model: PipelineModel, arguments: PipelineArguments, data: Any, watch: Watch, interval: int
+    session: Session,
+    model: PipelineModel,
+    arguments: PipelineArguments,
+    data: Any,
+    interval: int,
+    watch: Watch,
+    *others: TrainerCallback,
 ) -> None:
     """By DeepSpeed's pipeline engine; where the stages are cut is left in `watch.bounds`."""
     with torch.no_grad():
@@ -57,7 +63,7 @@ def train_pipeline(
         data_collator=default_data_collator,
         processing_class=None,
         compute_metrics=None,
-        callbacks=[watch],
+        callbacks=[watch, *others],
         checkpoint_interval=interval,
     )
     watch.follow(trainer.engine.module)

@@ -46,11 +46,13 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def begin(self) -> None:
         """A step's time runs from here, where all ranks are."""
-        _together()
+        if distributed.is_initialized():
+            distributed.barrier()
+        self._synchronize()
         self.begun = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _synchronize()
+        self._synchronize()
         if state.global_step <= OBSERVED_STEPS:
             self.step_peaks.append(dict(self.memory.peaks))
             self.between_steps.append(self.memory.live)
@@ -75,13 +77,11 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         register_optimizer_step_pre_hook(to("optimizer"))
         register_optimizer_step_post_hook(to("gather"))
 
+    @property
+    def on_gpu(self) -> bool:
+        """Of the run: a machine may have GPUs that it does not use."""
+        return self.memory.device == "cuda"
 
-def _together() -> None:
-    if distributed.is_initialized():
-        distributed.barrier()
-    _synchronize()
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()

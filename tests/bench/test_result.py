@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rows import row
 
 from finetune.bench import table
 from finetune.bench.compare import compare, ratio
-from finetune.bench.published import published
+from finetune.bench.published import AVERAGE_MEMORY, THROUGHPUT, published, ratios, study
 from finetune.bench.result import Row, append, middle, read_rows
 from finetune.errors import RequestError
+from finetune.report.bench import read_bench
 
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
@@ -114,22 +118,100 @@ def test_ratios_are_to_ddp_of_the_same_model_and_global_batch() -> None:
 
 
 def test_published_figures_are_ratios_to_ddp_and_blank_where_there_is_no_number() -> None:
-    assert published("wide", "zero1").average_memory == pytest.approx(1.17 / 2.39)
-    assert published("wide", "zero1").throughput is None
-    assert published("deep", "zero1").throughput == 0.35
-    assert published("gptlite", "pipeline", 4) == published("resnet", "ddp")  # no DDP to compare it with
+    assert published("wide", "zero1", 1, AVERAGE_MEMORY) == pytest.approx(1.17 / 2.39)
+    assert published("wide", "ddp", 1, AVERAGE_MEMORY) == 1
+    assert published("wide", "zero1", 1, THROUGHPUT) is None
+    assert published("deep", "zero1", 1, THROUGHPUT) == 0.35
+    assert published("gptlite", "pipeline", 8, THROUGHPUT) is published("resnet", "ddp", 1, THROUGHPUT) is None
+
+
+def test_pipelines_that_were_published_without_ddp_are_ratios_to_fewer_stages() -> None:
+    (found,) = [one for one in ratios(study()["figures"]) if one.layout == "pipeline"]
+    assert (found.model, found.stages, found.by_stages, found.ratio) == ("gptlite", 8, 4, pytest.approx(8.1 / 10.9))
+
+
+def test_ddp_that_computes_activations_again_is_not_the_base() -> None:
+    rows = [row("wide-ddp-2x8-c1", seconds=0.4, checkpoint_interval=1), row("wide-ddp-2x8", seconds=0.2),
+            row("wide-zero1-2x8")]  # fmt: skip
+    column = table.HEADER.index("by DDP")
+    assert [line[column] for line in table.results(rows)] == ["0.50", "1.00", "2.00"]
+
+
+def test_the_ratio_to_ddp_is_that_of_the_page(tmp_path: Path) -> None:
+    for one in (*repeats(0.1, 0.2, 0.4), *repeats(0.2, 0.2, 0.2, cell="wide-zero1-2x8")):
+        append(tmp_path, one)
+    told = table.results(read_rows(tmp_path))[1][table.HEADER.index("by DDP")]
+    bench = read_bench(tmp_path, "bench")
+    assert told == f"{bench.rate_to_ddp(bench.cells[1]):.2f}" == "1.00"  # of 0.5, 1 and 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step_seconds": []}, "step_seconds is []"),
+        ({"step_seconds": [0.1, 0.0]}, "step_seconds is [0.1, 0.0]"),
+        ({"step_seconds": "fast"}, "step_seconds is 'fast'"),
+        ({"samples_per_second": None}, "samples_per_second is [None]"),
+        ({"memory": {}}, "memory.peak_bytes is None"),
+        ({"memory": None}, "memory.peak_bytes is None"),
+        ({"memory": {"peak_bytes": [1], "average_bytes": []}}, "memory.average_bytes is []"),
+        ({"losses": ["low"]}, "losses is ['low']"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_row_that_is_done_without_figures_is_refused_with_its_line(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    append(tmp_path, row())
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write(json.dumps({**asdict(row(repeat=1)), **changes}) + "\n")
+    with pytest.raises(
+        RequestError, match=re.escape("results.jsonl:2: is no result of a benchmark (it is done, but " + said)
+    ):
+        read_rows(tmp_path)
+
+
+def test_zeros_divide_nothing(tmp_path: Path) -> None:
+    nothing = {"peak_bytes": [0], "average_bytes": [0]}
+    rows = [row(losses=[0.0, 2.0], memory=nothing), row("wide-zero1-2x8", losses=[0.0, 1.0], memory=nothing)]
+    assert [line[table.HEADER.index("average") + 1] for line in table.results(rows)] == ["", ""]
+    assert table.losses_apart(rows) == 0.5
+    assert math.isnan(table.losses_apart([row(losses=[math.nan]), row("wide-zero1-2x8", losses=[1.0])]))
+    (found, _) = compare(rows, rows)
+    assert found.bytes is None
+    assert found.seconds is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"scale": 0.5}, "not compared: scale is 0.5, and was 0.25"),
+        ({"model_sha256": "b"}, "not compared: the model's sizes are others"),
+        ({"global_batch": 32}, "not compared: global_batch is 32, and was 16"),
+        ({"steps": 9, "scale": None}, "not compared: scale is None, and was 0.25, steps is 9, and was 5"),
+    ],
+    ids=str,
+)
+def test_other_work_is_not_compared(changes: dict[str, Any], said: str) -> None:
+    before = {"scale": 0.25, "model_sha256": "a", "global_batch": 16, "steps": 5}
+    old = [row(repeat=repeat, **before) for repeat in range(2)]
+    new = [row(repeat=repeat, seconds=9.0, **{**before, **changes}) for repeat in range(2)]
+    (found,) = compare(new, old)
+    assert (found.why, found.seconds, found.is_worse(0.05)) == (said, None, False)
+    (same,) = compare(old, old)
+    assert (same.why, same.is_undecided) == (None, False)
 
 
 def test_losses_are_compared_among_layouts_that_train_the_same() -> None:
     same = [row(losses=[2.0, 1.0]), row("wide-zero1-2x8", losses=[2.02, 1.0]), row("deep-ddp-2x8", losses=[9.0, 9.0])]
-    assert table.losses_apart(same) == pytest.approx(0.01)
+    assert table.losses_apart(same) == pytest.approx(0.02 / 2.02)
 
 
 def test_markdown_holds_every_cell_and_keeps_its_columns(tmp_path: Path) -> None:
-    rows = [row(), row("wide-zero3-2x8", status="crashed", reason="a | b")]
-    text = table.write_markdown(tmp_path, rows).read_text()
+    rows = [row(), row("wide-zero3-2x8", status="crashed", reason="a | b\n<b> é")]
+    text = table.write_markdown(tmp_path, rows).read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(rows)
-    assert "crashed: a \\| b" in lines[-1]
+    assert "crashed: a \\| b \\<b\\> é |" in lines[-1]
     assert {line.replace("\\|", "").count("|") for line in lines} == {len(table.HEADER) + 1}
     assert "brunomaga.github.io" in text

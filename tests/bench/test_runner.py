@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ ENDS = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     block = {"models": "wide", "layouts": ["none", "zero1", "zero2"], "world_sizes": 2, "micro_batches": 4}
-    content = {"scale": 0.02, "repeats": 2, "timeout_seconds": 1, "grid": [block]}
+    content = {"scale": 0.02, "repeats": 2, "grid": [block]}
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(content))
     return tmp_path
 
@@ -77,10 +79,13 @@ def test_a_row_holds_what_was_measured_and_where(folder: Path, monkeypatch: pyte
 def test_whatever_becomes_of_a_cell_is_a_row_and_not_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for status, code in ENDS.items():
         stand_in(monkeypatch, {"zero1": code})
-        bench = Bench(bench_of(folder, repeats=1).grid, folder / status, None, folder / "grid.yaml")
+        grid = replace(bench_of(folder, repeats=1).grid, timeout_seconds=2 if status == "timeout" else 60)
+        bench = Bench(grid, folder / status, None, folder / "grid.yaml")
         rows = ran(bench)
-        assert [row.status for row in rows] == ["done", status, "done"]
+        assert rows[1].status == status
         assert rows[1].reason
+        if status != "timeout":  # which may be too short for the others as well
+            assert [row.status for row in rows] == ["done", status, "done"]
         assert not (folder / status / "work").exists()
         assert (folder / status / str(rows[1].log)).is_file()
 
@@ -90,6 +95,63 @@ def test_a_run_that_left_no_figures_has_crashed(folder: Path, monkeypatch: pytes
     (row,) = ran(bench_of(folder, repeats=1), only="none")
     assert (row.status, row.step_seconds) == ("crashed", [])
     assert "rank-0.json" in str(row.reason)
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ("echo '{\"seconds\": [0.1' > $0/rank-0.json", "JSONDecodeError"),
+        (GOOD + "; echo '{\"seconds\": [0.1]}' > $0/rank-1.json", "ValueError: zip"),
+        (GOOD.replace("[0.1, 0.3, 0.2]", "[]"), "StatisticsError"),
+        (GOOD.replace("[0.1, 0.3, 0.2]", "[0.0]"), "ZeroDivisionError"),
+        (GOOD.replace('"average_bytes"', '"mean"'), "KeyError: 'average_bytes'"),
+    ],
+    ids=["torn", "unequal", "empty", "nought", "other keys"],
+)
+def test_figures_that_cannot_be_used_are_not_the_end(
+    left: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, {"zero1": left})
+    rows = ran(bench_of(folder, repeats=1))
+    assert [row.status for row in rows] == ["done", "crashed", "done"]
+    assert said in str(rows[1].reason)
+    assert read_rows(folder / "out") == rows
+
+
+def test_a_launcher_that_is_not_there_is_no_figure_that_is_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "command_of", lambda *_: [str(folder / "no" / "deepspeed")])
+    with pytest.raises(FileNotFoundError, match="no/deepspeed"):
+        ran(bench_of(folder, repeats=1), only="zero1")
+
+
+def test_rows_and_record_say_how_large_the_models_were(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    (row,) = ran(bench_of(folder, scale=0.03, repeats=1), only="zero1")
+    assert (row.scale, row.global_batch, row.steps) == (0.03, 8, 5)
+    record = json.loads((folder / "out" / "grid.json").read_text())
+    assert (record["scale"], record["models"]["wide"]["config"]["width"]) == (0.03, 256)
+    assert row.model_sha256 != bench_of(folder).grid.models["wide"].sha256
+
+
+@pytest.mark.parametrize("killed_at", ["replace", "mkdir of logs"])
+def test_a_folder_whose_making_was_killed_is_gone_on_with(
+    killed_at: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        if killed_at == "replace":
+            context.setattr(Path, "replace", killed)
+        else:
+            context.setattr(shutil, "copyfile", killed)
+        with pytest.raises(KeyboardInterrupt):
+            bench_of(folder).open(resume=False)
+    stand_in(monkeypatch)
+    assert len(ran(bench_of(folder), resume=True)) == 6
+    assert (folder / "out" / "grid.yaml").is_file()
 
 
 def test_resume_runs_what_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +221,31 @@ def test_the_command_shows_compares_and_tells_by_its_status(
     assert main(["bench", str(slower), "--compare", out]) == 1
     assert "worse by more than 5%: wide-none-1x4" in capsys.readouterr().out
     assert main(["bench", str(slower), "--compare", out, "--threshold", "0.2"]) == 0
+
+
+def test_flags_of_a_run_are_refused_where_results_are_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch)
+    ran(bench_of(folder, repeats=1))
+    out = str(folder / "out")
+    for flag in (["--resume"], ["--dry_run"], ["--only", "zero1"], ["--repeats", "3"], ["--scale", "0.1"]):
+        assert main(["bench", out, *flag]) == 2
+        assert f"{flag[0]}: {out} has run, and is only shown" in capsys.readouterr().err
+
+
+def test_one_repeat_decides_nothing_and_an_empty_benchmark_is_not_compared_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch)
+    ran(bench_of(folder, repeats=1))
+    out, slower = str(folder / "out"), folder / "slower.jsonl"
+    slower.write_text(Path(out, "results.jsonl").read_text().replace("0.1, 0.3, 0.2", "1.0, 3.0, 2.0"))
+    assert main(["bench", str(slower), "--compare", out]) == 0
+    said = capsys.readouterr().out
+    assert "undecided: 3 cells have one repeat" in said
+    assert "worse" not in said
+    empty = folder / "empty.jsonl"
+    empty.touch()
+    assert main(["bench", out, "--compare", str(empty)]) == 2
+    assert "it has no results yet" in capsys.readouterr().err
