@@ -17,7 +17,9 @@ from finetune.bench.compare import compare, ratio
 from finetune.bench.published import AVERAGE_MEMORY, THROUGHPUT, published, ratios, study
 from finetune.bench.result import Row, append, middle, read_rows
 from finetune.errors import RequestError
+from finetune.page.table import Table
 from finetune.report.bench import read_bench
+from finetune.report.bench_sections import bench_sections
 
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
@@ -128,6 +130,16 @@ def test_published_figures_are_ratios_to_ddp_and_blank_where_there_is_no_number(
 def test_pipelines_that_were_published_without_ddp_are_ratios_to_fewer_stages() -> None:
     (found,) = [one for one in ratios(study()["figures"]) if one.layout == "pipeline"]
     assert (found.model, found.stages, found.by_stages, found.ratio) == ("gptlite", 8, 4, pytest.approx(8.1 / 10.9))
+
+
+def test_pipelines_stand_beside_the_published_ones(tmp_path: Path) -> None:
+    for stages, rate in ((4, 50.0), (8, 40.0)):
+        changes = {"pipeline_parallel_size": stages, "accumulation": stages, "samples_per_second": rate}
+        append(tmp_path, row(f"gptlite-pipeline{stages}-8x8", layout="pipeline", world_size=8, **changes))
+    (section,) = [one for one in bench_sections(read_bench(tmp_path, "bench")) if one.title.startswith("Published")]
+    (found,) = [block for block in section.blocks if isinstance(block, Table)]
+    assert ("gptlite", "pipeline, 8 stages", "throughput, by that of 4 stages", "0.74", "0.80", "1.08x") in found.rows
+    assert {cells[4] for cells in found.rows} == {"", "0.80"}
 
 
 def test_ddp_that_computes_activations_again_is_not_the_base() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -68,6 +69,15 @@ def test_a_cell_that_is_late_is_a_result_and_resuming_goes_on_behind_it(tmp_path
         ("deep-none-1x4", "timeout"),
         ("deep-none-1x8", "done"),
     ]
+
+
+def test_a_cell_alone_tells_where_its_time_goes(tmp_path: Path) -> None:
+    sizes = ["--model", "deep", "--model_changes", '{"layers": 2, "width": 64}', "--use_cpu", "True"]
+    asked = ["--profile", "2", "--output_dir", str(tmp_path / "out"), "--result_dir", str(tmp_path)]
+    status, output = run_to_its_end([sys.executable, "recipes/benchmark.py", *sizes, *asked])
+    assert status == 0, output
+    assert json.loads((tmp_path / "out" / "profile" / "summary.json").read_text())
+    assert len(json.loads((tmp_path / "rank-0.json").read_text())["seconds"]) == 5
 
 
 @pytest.mark.slow

@@ -178,6 +178,19 @@ def test_loss_is_the_same_in_every_layout(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_a_resnet_trains_in_bf16_under_deepspeed_with_statistics_in_fp32(stage: str, tmp_path: Path) -> None:
+    """Such weights beside such statistics are refused by torch's own batch norm."""
+    values = {**SHORT, "bf16": True, "deepspeed": stage, "max_steps": 2, "max_eval_samples": 20}
+    run = train("python", tmp_path / "run", values)
+    saved = load_file(run.folder / "model.safetensors")
+    statistics = [saved[name] for name in saved if "running" in name]
+    assert statistics
+    rounded = [np.array_equal(values.view(np.uint32) & 0xFFFF, np.zeros(values.shape)) for values in statistics]
+    assert not any(rounded), "in bf16 the lower half of each number would be nothing"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_batch_norm_over_all_ranks_has_the_loss_of_one_process(launcher: str, alone: Any, tmp_path: Path) -> None:
     values = {**SAME, "per_device_train_batch_size": 16}
