@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.commands.check import flag_value
+from finetune.dsconfig.run import flag_value
 from finetune.errors import FinetuneError, first_line
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.plan import Plan, plan
