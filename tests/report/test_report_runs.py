@@ -21,6 +21,7 @@ from report_folders import HOSTILE, run_folder
 from finetune.cli import main
 from finetune.errors import RequestError
 from finetune.report.axes import SECONDS, STEP, TOKENS, as_number, envelope, places, smoothed
+from finetune.report.planned import planned
 from finetune.report.run import read_run
 from finetune.report.run_curves import curves_of
 from finetune.report.write import write
@@ -196,6 +197,36 @@ def test_of_a_file_that_is_left_out_the_note_says_why(recipe: str, tmp_path: Pat
         "environment.json: left out, it is torn, nested too deep, or no JSON.",
         "recipe.yaml: left out, it has YAML aliases.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        ({"model_type": "distilbert", "dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 128, "vocab_size": 300,
+          "max_position_embeddings": 64, "architectures": ["DistilBertForSequenceClassification"]}, "distilbert"),
+        ({"model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1],
+          "layer_type": "basic", "num_channels": 3, "architectures": ["ResNetForImageClassification"]}, "resnet"),
+    ],
+    ids=["text", "pictures"],
+)  # fmt: skip
+def test_planned_is_the_model_that_the_run_has_kept(config: dict[str, Any], family: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 32, "width": 32}}))
+    run = read_run(folder, "run")
+    made = planned(run)
+    assert made is not None, run.notes
+    assert made.job.model.family == family
+    assert made.job.image_size == 32
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 600, '{"model_type": [1]}'])
+def test_a_broken_model_config_leaves_the_run_without_a_plan(content: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "config.json").write_text(content)
+    page, _, notes = page_of([folder], tmp_path)
+    assert "Planned against measured" not in page.text
+    assert any("Nothing is planned beside it" in note for note in notes)
 
 
 def test_a_schedule_with_an_unknown_kind_of_work_is_drawn_without_it(tmp_path: Path) -> None:
