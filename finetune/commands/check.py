@@ -7,14 +7,13 @@ import os
 import re
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from finetune.dsconfig.check import Placed, check, difference, mended, read
 from finetune.dsconfig.formats import written
 from finetune.dsconfig.load import SHIPPED, find_config
-from finetune.dsconfig.run import GPU_CAPABILITY, Run, Weights, release
+from finetune.dsconfig.run import GPU_CAPABILITY, Run, Weights, flag_value, release
 from finetune.errors import RequestError, RunError
 
 
@@ -93,16 +92,6 @@ def _described(asked: argparse.Namespace, recipe: dict[str, Any]) -> Run:
         is_here=False,
         versions=_versions(asked.versions),
     )
-
-
-def flag_value(value: Any) -> Any:
-    """As a flag would be read: YAML 1.1 takes 2e-5 for a text."""
-    if not isinstance(value, str):
-        return value
-    for convert in (int, float):
-        with suppress(ValueError):
-            return convert(value)
-    return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def _codes(text: str) -> list[str]:

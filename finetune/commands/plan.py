@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.check import flag_value
+from finetune.dsconfig.run import flag_value
 from finetune.errors import RequestError
 from finetune.plan.flags import RECIPE_FLAGS
 from finetune.plan.job import Job

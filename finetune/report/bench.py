@@ -13,7 +13,7 @@ from finetune.bench.published import FILE
 from finetune.dsconfig.secret import HIDDEN, TOKEN
 from finetune.page.words import gib
 from finetune.report.axes import as_number
-from finetune.report.run import read_json, read_lines, without_secrets
+from finetune.report.run import read_json, read_lines, read_text, without_secrets
 
 RESULTS = "results.jsonl"
 GRID = "grid.json"  # the cells that were asked for
@@ -63,7 +63,7 @@ class Cell:
         return self.count("micro_batch", 1) * self.count("accumulation", 1) * max(replicas, 1)
 
     def values(self, key: str) -> list[float]:
-        return [value for row in self.done if (value := as_number(row.get(key))) is not None]
+        return [value for row in self.done if (value := as_number(row.get(key))) is not None and value >= 0]
 
     def median(self, key: str) -> float | None:
         return statistics.median(found) if (found := self.values(key)) else None
@@ -101,14 +101,14 @@ class Cell:
 
     @property
     def step_seconds(self) -> float | None:
-        found = [median for row in self.done if (steps := numbers(row.get("step_seconds")))
+        found = [median for row in self.done if (steps := numbers(row.get("step_seconds"))) and min(steps) > 0
                  for median in (statistics.median(steps),)]  # fmt: skip
         return statistics.median(found) if found else None
 
     def memory(self, key: str) -> list[float]:
         """Bytes by rank, the most of all repeats."""
         each = [numbers(memory.get(key)) for row in self.done if isinstance(memory := row.get("memory"), dict)]
-        each = [one for one in each if one]
+        each = [one for one in each if one and min(one) >= 0]
         ranks = min(map(len, each), default=0)
         return [max(one[rank] for one in each) for rank in range(ranks)]
 
@@ -133,7 +133,7 @@ class Cell:
 
     def planned(self, key: str) -> float | None:
         plans = [plan for row in self.rows if isinstance(plan := row.get("planned"), dict)]
-        return next((value for plan in plans if (value := as_number(plan.get(key)))), None)
+        return next((value for plan in plans if (value := as_number(plan.get(key))) and value > 0), None)
 
     @property
     def final_loss(self) -> float | None:
@@ -147,6 +147,7 @@ class Bench:
     folder: Path
     cells: list[Cell]
     study: dict[str, Any] = field(default_factory=dict)
+    scale: str = ""  # of all cells, where their rows do not say it
     grids: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -202,16 +203,15 @@ def read_bench(folder: Path, name: str) -> Bench:
     cells = [Cell(cell, tuple(repeats.values())) for cell, repeats in groups.items()]
     if not cells:
         notes.append(f"{RESULTS}: it has no results yet.")
-    asked = read_json(folder / GRID, notes).get("cells")
-    due = [str(cell) for cell in asked if cell not in groups] if isinstance(asked, list) else []
+    grid = without_secrets(read_json(folder / GRID, notes))
+    asked = grid.get("cells")
+    due = [cell for cell in asked if isinstance(cell, str) and cell not in groups] if isinstance(asked, list) else []
     if due and cells:
         shown = ", ".join(due[:SHOWN]) + (f" and {len(due) - SHOWN} more" if len(due) > SHOWN else "")
         notes.append(f"Not run yet, `--resume` does: {shown}.")
-    grids = {
-        path.name: TOKEN.sub(HIDDEN, path.read_text(encoding="utf-8", errors="replace"))
-        for path in sorted(folder.glob("*.yaml"))
-    }
-    return Bench(name, folder, cells, _study(notes), grids, notes)
+    texts = {path.name: read_text(path, notes) for path in sorted(folder.glob("*.yaml"))}
+    grids = {file: TOKEN.sub(HIDDEN, text) for file, text in texts.items() if text}
+    return Bench(name, folder, cells, _study(notes), _fact(grid.get("scale") or ""), grids, notes)
 
 
 def _study(notes: list[str]) -> dict[str, Any]:

@@ -29,8 +29,9 @@ from finetune.plan.report.kinds import in_order
 from finetune.plan.report.memory_pictures import COLOURS, OTHER
 from finetune.report.bench import PIPELINE, Bench, Cell
 from finetune.report.curves import HEIGHT, WIDTH, colour_of, shortened
+from finetune.report.rank_memory import shown_ranks
 
-MOST_RANKS = 4  # of a cell, each with its bar; of more, the first and the fullest
+MOST_RANKS = 4  # of a cell, each with its bar
 
 
 def throughput_bars(bench: Bench, model: str, width: float) -> Picture:
@@ -117,7 +118,7 @@ def rank_memory(bench: Bench, model: str, width: float) -> Picture | None:
             y += 17
         else:
             shapes.append(Word(left - 52, y + 12, cell_words(cell), "end", size=NORMAL))
-        for rank in _shown(peaks):
+        for rank in shown_ranks(peaks, MOST_RANKS):
             shapes.append(Word(left - 6, y + 11, f"rank {rank}", "end", MUTED, 10))
             end, says = scale(peaks[rank] / GIB), f"{cell.name}, rank {rank}: peak {gib(peaks[rank])} GiB"
             shapes.append(Box(left, y, max(end - left, 0.5), 14, MUTED, says, 0.45))
@@ -131,12 +132,6 @@ def rank_memory(bench: Bench, model: str, width: float) -> Picture | None:
     picture.add(*shapes)
     picture.height = y + 34
     return picture
-
-
-def _shown(sizes: Sequence[float]) -> list[int]:
-    if len(sizes) <= MOST_RANKS:
-        return list(range(len(sizes)))
-    return sorted({*range(MOST_RANKS - 1), max(range(len(sizes)), key=lambda rank: sizes[rank])})
 
 
 def kind_memory(bench: Bench, model: str, width: float) -> Picture | None:

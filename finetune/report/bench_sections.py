@@ -199,6 +199,8 @@ def _made(bench: Bench) -> list[Block]:
     """`started`: when the first repeat was."""
     facts = [(key.replace("_", " "), " | ".join(found)) for key in ("machine", "versions", "git_revision")
              if (found := bench.facts(key))]  # fmt: skip
+    if scales := bench.facts("scale") or ([bench.scale] if bench.scale else []):
+        facts.append(("scale of the models", " | ".join(scales)))
     if starts := sorted(bench.facts("started")):
         facts.insert(0, ("started", starts[0]))
     blocks: list[Block] = [Facts(tuple(facts))] if facts else []

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from finetune.commands.check import flag_value
+from typing import Any
+
+from finetune.dsconfig.run import flag_value
 from finetune.errors import FinetuneError, first_line
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.plan import Plan, plan
 from finetune.plan.request import Asked, job_of
-from finetune.report.run import Run
+from finetune.report.run import Run, read_json
+
+SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
 
 
 def planned(run: Run) -> Plan | None:
@@ -16,7 +20,7 @@ def planned(run: Run) -> Plan | None:
         return None
     try:
         machine = _machine(run)
-        asked = Asked({name: flag_value(value) for name, value in run.recipe.items()}, run.ranks, run.ranks)
+        asked = Asked(_flags(run), run.ranks, run.ranks)
         job, _, _ = job_of(asked, machine)
         return plan(job, machine)
     except FinetuneError as error:
@@ -24,12 +28,26 @@ def planned(run: Run) -> Plan | None:
     except (
         ValueError,
         TypeError,
-        KeyError,
+        LookupError,
+        AttributeError,
+        RecursionError,
         ArithmeticError,
         OSError,
     ) as error:  # a recipe.yaml that no run has written
         run.notes.append(f"Nothing is planned beside it: recipe.yaml gives {first_line(error)}")
     return None
+
+
+def _flags(run: Run) -> dict[str, Any]:
+    """Of its recipe; but the model is the one that it has kept, for each recipe has another by default."""
+    flags = {name: flag_value(value) for name, value in run.recipe.items()}
+    if (run.folder / "config.json").is_file():
+        flags = {name: value for name, value in flags.items() if name not in SHAPING}
+        flags["model_name_or_path"] = str(run.folder)
+    side = read_json(run.folder / "preprocessor_config.json", run.notes).get("size")
+    if isinstance(side, dict) and "height" in side:
+        flags.setdefault("image_size", side["height"])
+    return flags
 
 
 def _machine(run: Run) -> Machine:

@@ -41,7 +41,9 @@ def _ranks(found: Any) -> Ranks:
         each = [parts for step in traced if isinstance(parts := step.get("parts_nanoseconds"), dict) and parts]
         if each:
             names = dict.fromkeys(str(name) for parts in each for name in parts)
-            seconds = {name: mean(as_number(parts.get(name)) or 0.0 for parts in each) * 1e-9 for name in names}
+            seconds = {
+                name: mean(max(as_number(parts.get(name)) or 0.0, 0.0) for parts in each) * 1e-9 for name in names
+            }
             ranks.append((f"rank {rank.get('rank', place)}", seconds))
     return ranks
 

@@ -8,7 +8,7 @@ from finetune.page.drawing import ACCENT, MUTED, NORMAL, Box, Picture, Scale, Wo
 from finetune.page.words import GIB, gib
 from finetune.report.curves import shortened
 
-MOST_RANKS = 8  # of a run; of more, the first and the fullest are drawn
+MOST_RANKS = 8  # of a run
 
 
 def rank_bars(measured: Sequence[tuple[str, Sequence[float]]], width: float) -> Picture:
@@ -24,7 +24,7 @@ def rank_bars(measured: Sequence[tuple[str, Sequence[float]]], width: float) -> 
             kept = shortened(name, int(0.9 * width / letters("x", NORMAL)))  # bold letters are wider
             shapes.append(Word(0, y + 13, kept, size=NORMAL, bold=True))
             y += 19
-        for rank in _shown(sizes):
+        for rank in shown_ranks(sizes, MOST_RANKS):
             x = scale(sizes[rank] / GIB)
             shapes.append(Word(scale.start - 6, y + 13, f"rank {rank}", "end", MUTED))
             shapes.append(
@@ -39,8 +39,9 @@ def rank_bars(measured: Sequence[tuple[str, Sequence[float]]], width: float) -> 
     return picture
 
 
-def _shown(sizes: Sequence[float]) -> list[int]:
-    if len(sizes) <= MOST_RANKS:
+def shown_ranks(sizes: Sequence[float], most: int) -> list[int]:
+    """Of more than `most`, the first and the fullest."""
+    if len(sizes) <= most:
         return list(range(len(sizes)))
     fullest = max(range(len(sizes)), key=lambda rank: sizes[rank])
-    return sorted({*range(MOST_RANKS - 1), fullest})
+    return sorted({*range(most - 1), fullest})

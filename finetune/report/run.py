@@ -16,6 +16,9 @@ from finetune.report.axes import as_number
 METRICS, RESULTS, ENVIRONMENT, RECIPE = "metrics.jsonl", "all_results.json", "environment.json", "recipe.yaml"
 MARKS = (METRICS, RESULTS, "train_results.json", "eval_results.json", ENVIRONMENT, RECIPE)  # of a run folder
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other takes seconds for a file of brackets
+DEEPEST = 50  # levels of objects and lists in each other; what recipes and benches write has 6
+LARGEST_INTEGER_BITS = 1024
+HOLDERS = (dict, list, tuple, set)  # the last two by YAML's tags
 LONGEST_TEXT = 20_000  # letters of samples.md or of the card that are shown
 LARGEST_PICTURE_BYTES = 2_000_000
 
@@ -74,8 +77,8 @@ def read_run(folder: Path, name: str) -> Run:
     run.schedule = read_json(folder / "schedule.json", notes)
     run.confusion = read_json(folder / "confusion_matrix.json", notes)
     run.profile = read_json(folder / "profile" / "summary.json", notes)
-    run.samples = TOKEN.sub(HIDDEN, _read_text(folder / "samples.md", notes))
-    run.card = TOKEN.sub(HIDDEN, _read_text(folder / "README.md", notes))
+    run.samples = TOKEN.sub(HIDDEN, read_text(folder / "samples.md", notes))
+    run.card = TOKEN.sub(HIDDEN, read_text(folder / "README.md", notes))
     for picture in sorted((*folder.glob("*.png"), *folder.glob("profile/*.png"))):
         data = _read_picture(picture, notes)
         if data:
@@ -90,9 +93,9 @@ def read_run(folder: Path, name: str) -> Run:
 def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """JSON objects, one a line; nothing where there is no file. A kill tears the last line: it is left out and said."""
     rows, torn = list[dict[str, Any]](), 0
-    for line in _read_text(path, notes, None).splitlines():
+    for line in read_text(path, notes, None).splitlines():
         try:
-            row = json.loads(line) if line.strip() else None
+            row = _parsed(line) if line.strip() else None
         except (ValueError, RecursionError):
             torn += 1
             continue
@@ -106,18 +109,37 @@ def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path, notes: list[str]) -> dict[str, Any]:
-    text = _read_text(path, notes, None)
+    text = read_text(path, notes, None)
     if not text:
         return {}
     try:
-        found = json.loads(text)
+        found = _parsed(text)
     except (ValueError, RecursionError):
-        notes.append(f"{path.name}: left out, it is torn or no JSON.")
+        notes.append(f"{path.name}: left out, it is torn, nested too deep, or no JSON.")
         return {}
     if not isinstance(found, dict):
         notes.append(f"{path.name}: left out, it is no JSON object.")
         return {}
     return found
+
+
+def _parsed(text: str) -> Any:
+    """JSON. Raises ValueError or RecursionError."""
+    return _shallow(json.loads(text))
+
+
+def _shallow(found: Any) -> Any:
+    """The same, so that whoever walks or writes it needs no limit of their own. Raises ValueError for what is nested
+    deeper than DEEPEST, and for integers beyond all floats, which Python refuses to write from some length on."""
+    level = [found]
+    for _ in range(DEEPEST):
+        if any(isinstance(one, int) and one.bit_length() > LARGEST_INTEGER_BITS for one in level):
+            raise ValueError("an integer that is too large")
+        held = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, HOLDERS))
+        level = [value for values in held for value in values]
+        if not level:
+            return found
+    raise ValueError(f"nested deeper than {DEEPEST}")
 
 
 def without_secrets(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +150,7 @@ def without_secrets(found: Mapping[str, Any]) -> dict[str, Any]:
 def _shown(key: str, value: Any) -> Any:
     if isinstance(value, dict):
         return without_secrets(value)
-    if isinstance(value, list):
+    if isinstance(value, list | tuple | set):
         return [_shown(key, one) for one in value]
     if isinstance(value, str):
         return HIDDEN if is_secret(key, value) or names_a_secret(key) else hidden(value)
@@ -140,15 +162,22 @@ def _first(folder: Path, names: tuple[str, ...], notes: list[str]) -> dict[str, 
 
 
 def _read_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
+    text = read_text(path, notes, None)
     try:
-        found = yaml.load(_read_text(path, notes, None), Loader=SAFE_LOADER)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        notes.append(f"{path.name}: left out, it is torn or no YAML.")
+        # No run writes an alias, and ten of ten aliases each are 10**10 values.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=SAFE_LOADER)):
+            notes.append(f"{path.name}: left out, it has YAML aliases.")
+            return {}
+        found = _shallow(yaml.load(text, Loader=SAFE_LOADER))
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        # The last four are what PyYAML's constructors raise for a tag over another value, as `!!int ""`.
+        notes.append(f"{path.name}: left out, it is torn, nested too deep, or no YAML.")
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _read_text(path: Path, notes: list[str], most: int | None = LONGEST_TEXT) -> str:
+def read_text(path: Path, notes: list[str], most: int | None = LONGEST_TEXT) -> str:
+    """Of `most` letters the last; "" for what is no file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError as error:

@@ -18,11 +18,13 @@ TITLES = {
     "real_tokens_per_second": "Tokens a second, all ranks",
     "samples_per_second": "Samples a second, all ranks",
     "step_seconds": "Seconds a step",
+    "comm_bytes_per_step": "Bytes that rank 0 sends for gradients, a step",
 }
 # Of the evaluation's own speed, and what is on an axis already, or the same in every row.
 NOT_DRAWN = set(
     "step epoch time eval_loss eval_runtime eval_samples_per_second eval_steps_per_second eval_samples "
-    "eval_model_preparation_time total_flos num_input_tokens_seen padding_share".split()
+    "eval_model_preparation_time total_flos num_input_tokens_seen padding_share "
+    "comm_share_of_fp32".split()
 )
 MOST_PANELS = 14
 

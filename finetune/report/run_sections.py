@@ -168,8 +168,8 @@ def _planned_table(pairs: Sequence[tuple[Run, Plan]]) -> Table:
 def _planned_words(pairs: Sequence[tuple[Run, Plan]]) -> str:
     machines = " and ".join(dict.fromkeys(made.machine.name for _, made in pairs))
     return (
-        f"Planned by finetune plan from the run's flags, for the shipped profile of {machines}; another machine of "
-        "that kind may be faster or slower. Planned bytes are those of tensors; a CPU run measures the "
+        f"Planned by finetune plan from the run's flags and model, for the shipped profile of {machines}; another "
+        "machine of that kind may be faster or slower. Planned bytes are those of tensors; a CPU run measures the "
         "process with its libraries, so the two are not divided."
     )
 

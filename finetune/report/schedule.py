@@ -7,9 +7,11 @@ from typing import Any
 
 from finetune.page.html import NARROW, WIDE
 from finetune.plan.report.speed_pictures import lanes
-from finetune.plan.schedule import FORWARD, Event, Schedule
+from finetune.plan.schedule import BACKWARD, FORWARD, IDLE, RECEIVE, SEND, Event, Schedule
 from finetune.report.axes import as_number
 from finetune.report.blocks import Block, Drawn
+
+KINDS = [FORWARD, BACKWARD, SEND, RECEIVE, IDLE]
 
 
 def schedule_pictures(found: dict[str, Any]) -> list[Block]:
@@ -48,4 +50,5 @@ def _event(found: Any) -> Event | None:
         or end is None
     ):
         return None
-    return Event(stage, str(found.get("kind")), micro, start, end) if 0 <= start <= end else None
+    kind = found.get("kind")
+    return Event(stage, kind, micro, start, end) if kind in KINDS and 0 <= start <= end else None

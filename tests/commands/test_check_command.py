@@ -34,6 +34,11 @@ def test_the_options_are_these() -> None:
             *("--config", "--cpu", "--disable", "--engine", "--fix", "--format", "--gpu", "--gpu_name", "--help"),
             *("--model", "--pipeline_parallel_size", "--ranks_per_node", "--versions", "--world_size", "-h"),
         ],
+        "bench": [
+            *("--compare", "--dry_run", "--help", "--machine", "--only", "--output_dir", "--repeats", "--resume"),
+            *("--scale", "--threshold", "-h"),
+        ],
+        "report": ["--help", "--html", "--markdown", "-h"],
         "doctor": [
             "--deep",
             "--help",

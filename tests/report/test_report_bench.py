@@ -138,6 +138,9 @@ def test_published_figures_stand_beside_ours(folder: Path, tmp_path: Path, monke
         {"cell": "a", "status": "oom", "repeat": [1], "micro_batch": None, "world_size": "two"},
         {"cell": "a", "status": "done", "samples_per_second": 0, "memory": {"peak_bytes": [0], "by_kind": {"a": -1}}},
         {"cell": "a", "status": "done", "pipeline_parallel_size": 0, "planned": {"step_seconds": 0}},
+        {"cell": "a", "layout": "ddp", "status": "done", "repeat": [1], "samples_per_second": 2},
+        {"cell": "a", "status": "done", "samples_per_second": -1, "step_seconds": [-1], "memory": {"peak_bytes": [-1]}},
+        {"cell": "a", "status": "done", "memory": {"peak_bytes": [5]}, "planned": {"peak_bytes": -1}},
         {"no cell": 1},
     ],
     ids=lambda row: str(len(str(row))),
@@ -145,6 +148,22 @@ def test_published_figures_stand_beside_ours(folder: Path, tmp_path: Path, monke
 def test_a_row_may_lack_anything(row: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text(json.dumps(row) + "\n")
     assert "Summary" in page_of(tmp_path).text
+
+
+@pytest.mark.parametrize("content", ['{"cells": [[1], {}, null, "b"]}', '{"cells": 1, "scale": []}', "[" * 600])
+def test_a_grid_may_hold_anything(content: str, tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text('{"cell": "a"}\n')
+    (tmp_path / "grid.json").write_text(content)
+    (tmp_path / "folder.yaml").mkdir()
+    assert "Summary" in page_of(tmp_path).text
+
+
+def test_a_row_s_own_scale_goes_before_that_of_the_grid(folder: Path) -> None:
+    (folder / "grid.json").write_text('{"cells": [], "scale": 0.5, "steps": 20}')
+    assert "scale of the models 0.5 " in page_of(folder).text
+    rows = [{**row, "scale": 0.125, "model_sha256": "ab", "global_batch": 16, "steps": 20} for row in rows_of(folder)]
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "scale of the models 0.125 " in page_of(folder).text
 
 
 def test_an_empty_bench_says_so(tmp_path: Path) -> None:

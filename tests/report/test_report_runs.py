@@ -21,6 +21,7 @@ from report_folders import HOSTILE, run_folder
 from finetune.cli import main
 from finetune.errors import RequestError
 from finetune.report.axes import SECONDS, STEP, TOKENS, as_number, envelope, places, smoothed
+from finetune.report.planned import planned
 from finetune.report.run import read_run
 from finetune.report.run_curves import curves_of
 from finetune.report.write import write
@@ -165,6 +166,88 @@ def test_any_file_may_be_broken(content: str, tmp_path: Path) -> None:
         (folder / broken).write_bytes(content.encode("utf-8", "surrogateescape"))
         page, _, _ = page_of([folder], tmp_path)
         assert "The run" in page.text
+
+
+BEYOND = {  # what a file can hold and no page can show
+    "nested": '{"a": ' + "[" * 600 + "]" * 600 + "}",
+    "an alias of itself": "a: &x [*x]",
+    "ten aliases of ten": "a0: &a0 [1, 2]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 10}]\n" for i in range(1, 6)),
+    "a tag over nothing": 'a: !!int ""',
+    "a key that is a date": "a: !!omap [{2026-11-22: {2026-11-22: 1}}]",
+    "an integer of 6,000 digits": "a: 0x" + "f" * 5_000,
+}
+
+
+@pytest.mark.parametrize("content", BEYOND.values(), ids=BEYOND)
+def test_what_is_too_deep_or_too_large_to_be_shown_is_left_out(content: str, tmp_path: Path) -> None:
+    for file in ("recipe.yaml", "environment.json", "ds_config.json", "metrics.jsonl", "all_results.json"):
+        folder = run_folder(tmp_path / file)
+        (folder / file).write_text(content + "\n")
+        page, text, _ = page_of([folder], tmp_path)
+        assert "The run" in page.text
+        assert len(text) < 300_000
+
+
+@pytest.mark.parametrize("recipe", ["an alias of itself", "ten aliases of ten"])
+def test_of_a_file_that_is_left_out_the_note_says_why(recipe: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "recipe.yaml").write_text(BEYOND[recipe])
+    (folder / "environment.json").write_text(BEYOND["nested"])
+    assert read_run(folder, "run").notes == [
+        "environment.json: left out, it is torn, nested too deep, or no JSON.",
+        "recipe.yaml: left out, it has YAML aliases.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        ({"model_type": "distilbert", "dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 128, "vocab_size": 300,
+          "max_position_embeddings": 64, "architectures": ["DistilBertForSequenceClassification"]}, "distilbert"),
+        ({"model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1],
+          "layer_type": "basic", "num_channels": 3, "architectures": ["ResNetForImageClassification"]}, "resnet"),
+    ],
+    ids=["text", "pictures"],
+)  # fmt: skip
+def test_planned_is_the_model_that_the_run_has_kept(config: dict[str, Any], family: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 32, "width": 32}}))
+    run = read_run(folder, "run")
+    made = planned(run)
+    assert made is not None, run.notes
+    assert made.job.model.family == family
+    assert made.job.image_size == 32
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 600, '{"model_type": [1]}'])
+def test_a_broken_model_config_leaves_the_run_without_a_plan(content: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "config.json").write_text(content)
+    page, _, notes = page_of([folder], tmp_path)
+    assert "Planned against measured" not in page.text
+    assert any("Nothing is planned beside it" in note for note in notes)
+
+
+def test_a_schedule_with_an_unknown_kind_of_work_is_drawn_without_it(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    events = [{"stage": 0, "micro_batch": 0, "start": 0, "end": 1, "kind": kind} for kind in ("forward", "sleep")]
+    (folder / "schedule.json").write_text(json.dumps({"measured": {"events": events}}))
+    page, _, _ = page_of([folder], tmp_path)
+    assert "stage 0: forward of micro-batch 0" in page.text
+    assert "sleep" not in page.text
+
+
+def test_bytes_that_a_comm_hook_sends_are_a_curve(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"comm_bytes_per_step": 4e6 / row["step"], "comm_share_of_fp32": 1 / row["step"]} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves = curves_of([read_run(folder, "run")])
+    assert curves is not None
+    titles = [panel.title for panel in curves.panels]
+    assert "Bytes that rank 0 sends for gradients, a step" in titles
+    assert not [title for title in titles if "fp32" in title]
 
 
 def test_any_file_may_be_missing(tmp_path: Path) -> None:
