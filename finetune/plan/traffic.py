@@ -135,7 +135,7 @@ def _zero0(job: Job, kernels: Kernels, network: Network, weights: Weights) -> Tr
 
 def _zero12(job: Job, kernels: Kernels, network: Network, weights: Weights) -> Traffic:
     """stage_1_and_2.py: a gradient is copied into the bucket (reduce_independent_p_g_buckets_and_remove_grads); a full
-    bucket is flattened, divided and summed over all ranks, also with `reduce_scatter` (allreduce_bucket, by
+    bucket is divided and summed over all ranks, with `reduce_scatter` in a flattened copy (allreduce_bucket, by
     use_multi_rank_bucket_allreduce); then this rank's part is copied out of it. Behind the optimizer, flat groups are
     gathered in place (all_gather_into_tensor_dp_groups). ZeRO-1 sums in the last micro-batch alone."""
     zero, size, ranks = job.zero, weights.bytes_each, network.group.ranks
@@ -147,7 +147,9 @@ def _zero12(job: Job, kernels: Kernels, network: Network, weights: Weights) -> T
     work = host + _copies(kernels, sizes, 1 if flat.contiguous else 0, size)
     for bucket in buckets:
         total = sum(bucket) * size
-        work += Work(kernels.moved("copy", 2 * total, size) + kernels.moved("scale", 2 * total, size), 2)
+        work += Work(kernels.moved("scale", 2 * total, size), 1)
+        if zero.reduce_scatter or not flat.contiguous:
+            work += Work(kernels.moved("copy", 2 * total, size), 1)
     owned = flat.owned_elements * size
     work += Work(kernels.moved("copy", 2 * owned, size), len(sizes) / ranks)
     link = network.machine.host_link

@@ -76,9 +76,10 @@ class Zero12(Layout):
         self.pending: list[str] = []
 
     def _reduce(self, ledger: Ledger) -> None:
-        """reduce_ipg_grads: the bucket is joined once more for its all-reduce (allreduce_bucket, flatten); then what
-        this rank owns is copied out, into a tensor for all that it owns (copy_grads_in_partition)."""
-        if self.filled and self.ranks > 1:
+        """reduce_ipg_grads: with `reduce_scatter` the bucket is joined once more for its all-reduce (allreduce_bucket,
+        flatten), without it is summed where it lies (gradient_reduction_w_predivide); then what this rank owns is
+        copied out, into a tensor for all that it owns (copy_grads_in_partition)."""
+        if self.filled and self.ranks > 1 and (self.zero.reduce_scatter or not self.contiguous):
             ledger.passing(BUCKETS, self.filled * self.size, "all-reduce of a bucket")
         for name in self.pending:
             owns = name in self.owned

@@ -1,0 +1,379 @@
+"""How fast the shipped ZeRO configs are beside DDP: ratios of step times, measured by turns.
+
+    python benchmarks/zero_speed.py                              # all parts, some fifteen minutes on two quiet cores
+    python benchmarks/zero_speed.py --parts shipped --models deep_study --rounds 9
+    python benchmarks/zero_speed.py --parts settings profile     # one factor at a time, and where the time goes
+    python benchmarks/zero_speed.py --render                     # the page again from the JSON
+    python benchmarks/zero_speed.py --gpu                        # one GPU, one rank: what the engine costs there
+
+Every layout is two ranks of a thread each under the Trainer, and several layouts of a model are up at the same time:
+one takes its steps while the others wait, then the next does, and the order turns each round. So a noisy machine slows
+what is compared alike. Beside the seconds stand the CPU seconds that the process itself used, which a noisy neighbour
+changes less, and its page faults. Ranks are forked from a process that has imported everything, and told where they are
+as torchrun would tell them; on a GPU they are started afresh.
+
+Writes docs/results/zero_speed.md and .json (zero_speed_gpu.* on a GPU), after each part.
+"""
+
+import argparse
+import cProfile
+import io
+import json
+import multiprocessing
+import os
+import platform
+import pstats
+import resource
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+OUT = REPO / "docs" / "results"
+HOST = "127.0.0.1"
+FIGURES = ("seconds", "cpu_seconds", "faults")  # a step
+CONTEXT = multiprocessing.get_context("forkserver")  # what is imported once, all ranks have
+
+# The "study" ones have as many rows, or tokens, a rank as the published study gave each GPU: 2,048.
+MODELS = {
+    "deep_512": ({"model_type": "mlp", "width": 256, "layers": 512, "num_labels": 10}, "sequence_classification", 64),
+    "deep_study": (
+        {"model_type": "mlp", "width": 256, "layers": 128, "num_labels": 256}, "sequence_classification", 2048
+    ),
+    "gptlite_study": ({"model_type": "gptlite", "vocab_size": 65, "num_hidden_layers": 6, "hidden_size": 384,
+                       "num_attention_heads": 6, "max_position_embeddings": 256, "bias": False}, "causal_lm", 8),
+}  # fmt: skip
+
+
+class Group:
+    """The ranks of one layout, up and waiting."""
+
+    def __init__(self, name: str, model: str, layout: dict, ranks: int, folder: Path, steps: int) -> None:
+        config, head, batch = MODELS[model]
+        place = folder / name
+        place.mkdir(parents=True)
+        flags = {
+            "output_dir": place / "run", "do_train": True, "deepspeed": written(layout, place),
+            "per_device_train_batch_size": batch * 2 // ranks, "max_steps": 100_000, "report_to": "none",
+            "save_strategy": "no", "logging_strategy": "no", "bf16": False, "remove_unused_columns": False,
+            "ddp_find_unused_parameters": False, **layout.get("flags", {}),
+        }  # fmt: skip
+        argv = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+        self.name, self.log = name, place / "log.txt"
+        self.pipes, self.processes = [], []
+        port = str(free_port())
+        for number in range(ranks):
+            here, there = CONTEXT.Pipe()
+            env = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            env |= {"MASTER_ADDR": HOST, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "turns"}  # as torchrun sets them
+            given = ({key: str(value) for key, value in env.items()} if ranks > 1 else {}, self.log)
+            # Another environment needs another start: what torch reads on import is read already in the forked ones.
+            context = multiprocessing.get_context("spawn") if layout.get("env") else CONTEXT
+            self.processes.append(context.Process(target=rank, args=(there, *given, steps, config, head, argv)))
+            os.environ |= layout.get("env", {})
+            self.processes[-1].start()
+            for key in layout.get("env", {}):
+                del os.environ[key]
+            there.close()
+            self.pipes.append(here)
+
+    def ask(self, word: str) -> list[dict]:
+        """What each rank has to say after it did `word`."""
+        try:
+            for pipe in self.pipes:
+                pipe.send(word)
+            return [pipe.recv() for pipe in self.pipes]
+        except (EOFError, OSError):
+            raise SystemExit(f"{self.name} ended:\n{self.log.read_text()[-3000:]}") from None
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def written(layout: dict, place: Path) -> str:
+    """What --deepspeed is given: a shipped name, or a file of one with changes; None takes a key out."""
+    name, changes = layout.get("config", "none"), layout.get("changes")
+    if not changes:
+        return name
+    found = json.loads((REPO / "ds_configs" / f"{name}.json").read_text())
+    for key, value in changes.items():
+        section, _, leaf = key.rpartition(".")
+        holder = found.setdefault(section, {}) if section else found
+        holder[leaf] = value
+        if value is None:
+            del holder[leaf]
+    path = place / "ds.json"
+    path.write_text(json.dumps(found, indent=1))
+    return str(path)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def rank(pipe, env: dict, log: Path, steps: int, config: dict, head: str, argv: list[str]) -> None:
+    """One rank: `steps` steps of the Trainer each time it is told to go."""
+    os.environ.update(env)
+    with log.open("a") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+
+    import torch
+    from transformers import TrainerCallback, default_data_collator, set_seed
+
+    from finetune.training.arguments import RunArguments
+    from finetune.training.loss import settle_loss_scaling
+    from finetune.training.start import start
+    from finetune.training.trainer import FinetuneTrainer
+    from finetune.trial.__main__ import Copies
+    from finetune.trial.models import build, samples
+
+    class Turns(TrainerCallback):
+        left, begun, profile = 0, 0.0, None
+
+        def on_step_begin(self, args, state, control, **kwargs) -> None:
+            if self.left:
+                return
+            word, self.left = pipe.recv(), steps
+            if word == "python":
+                self.profile = cProfile.Profile()
+                self.profile.enable()
+            elif word == "kernels":
+                self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+                self.profile.__enter__()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.used = resource.getrusage(resource.RUSAGE_SELF)
+            self.begun = time.perf_counter()
+
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            self.left -= 1
+            if self.left:
+                return
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds, used, before = (
+                time.perf_counter() - self.begun,
+                resource.getrusage(resource.RUSAGE_SELF),
+                self.used,
+            )
+            cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+            answer = {"seconds": seconds / steps, "cpu_seconds": cpu / steps}
+            answer["faults"] = (used.ru_minflt - before.ru_minflt) / steps
+            if self.profile is not None:
+                answer["profile"] = self.stop()
+            pipe.send(answer)
+
+        def stop(self) -> str:
+            profile, self.profile = self.profile, None
+            if isinstance(profile, torch.profiler.profile):
+                profile.__exit__(None, None, None)
+                return profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
+            profile.disable()
+            text = io.StringIO()
+            pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(30)
+            return text.getvalue()
+
+    session = start((RunArguments,), {}, argv, scratch_defaults={})
+    set_seed(session.training.seed)
+    model = build(config, head, "sdpa")
+    settle_loss_scaling(model, label_per_token=head == "causal_lm")
+    FinetuneTrainer(
+        model=model,
+        args=session.training,
+        train_dataset=Copies(25_600, samples(config, head, config.get("max_position_embeddings", 1))),
+        data_collator=default_data_collator,
+        callbacks=[Turns()],
+    ).train()
+
+
+def measure(model: str, layouts: dict, rounds: int, steps: int, ranks: int = 2, words: tuple = ()) -> dict:
+    """Of each layout its seconds a step by round, of the slower rank; the order turns each round."""
+    groups: list[Group] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for name, layout in layouts.items():
+                groups.append(Group(name, model, layout, ranks, Path(folder), steps))
+            for group in groups:  # optimizers make their states
+                group.ask("go")
+            found: dict = {group.name: {figure: [] for figure in FIGURES} for group in groups}
+            for turn in range(rounds):
+                print(f"{model}: round {turn + 1} of {rounds}", end="\r", flush=True)
+                for group in groups[:: -1 if turn % 2 else 1]:
+                    answers = group.ask("go")
+                    for figure in FIGURES:
+                        found[group.name][figure].append(max(answer[figure] for answer in answers))
+            for group in groups:
+                for word in words:
+                    found[group.name][word] = group.ask(word)[0]["profile"]
+            return found
+        finally:
+            for group in groups:
+                group.end()
+
+
+SHIPPED = {name: {"config": name} for name in ("zero0", "zero1", "zero2", "zero3")}
+ASKED = {"deep": {"zero1": 0.90, "zero2": 0.85}, "gptlite": {"zero1": 0.95, "zero2": 0.90}}
+ZERO = "zero_optimization."
+
+
+def changed(**keys) -> dict:
+    return {"config": "zero1", "changes": {ZERO + key: value for key, value in keys.items()}}
+
+
+def scattered(**keys) -> dict:
+    """As DeepSpeed has it unasked; it takes no prescale_gradients with that."""
+    return {
+        "config": "zero1",
+        "changes": {**changed(reduce_scatter=True, **keys)["changes"], "prescale_gradients": None},
+    }
+
+
+# One factor at a time, of zero1. What is measured against is DDP as it is.
+SETTINGS = {
+    "zero1 as shipped": {"config": "zero1"},
+    "reduce_scatter true, DeepSpeed's default": scattered(),
+    "that, and use_multi_rank_bucket_allreduce false": scattered(use_multi_rank_bucket_allreduce=False),
+    "pages of 4 KiB": {"config": "zero1", "env": {"THP_MEM_ALLOC_ENABLE": "0"}},
+    "overlap_comm false": changed(overlap_comm=False),
+    "contiguous_gradients false": changed(contiguous_gradients=False),
+    "buckets of 5e4, as in the study": changed(reduce_bucket_size=50_000, allgather_bucket_size=50_000),
+    "buckets of 5e6": changed(reduce_bucket_size=5_000_000, allgather_bucket_size=5_000_000),
+    "no clipping, compute_grad_norm false": {
+        "config": "zero1", "flags": {"max_grad_norm": 0.0},
+        "changes": {ZERO + "compute_grad_norm": False, "gradient_clipping": 0.0},
+    },
+}  # fmt: skip
+AT_ONCE = 3  # layouts beside DDP: what is up takes memory, also while it waits
+
+
+def in_parts(model: str, layouts: dict, rounds: int, steps: int, ranks: int = 2) -> dict:
+    """Figures of each layout, and of the baseline that stood beside it."""
+    names, found = list(layouts), {}
+    for at in range(0, len(names), AT_ONCE):
+        beside = {name: layouts[name] for name in names[at : at + AT_ONCE]}
+        got = measure(model, {"baseline": {}, **beside}, rounds, steps, ranks)
+        for name in beside:
+            found[name] = {**got[name], "baseline": got["baseline"]}
+            print(f"{model} {name}: {' | '.join(cells(found[name]))}", flush=True)
+    return found
+
+
+def cells(row: dict) -> list[str]:
+    """Seconds a step; median and range of the ratio baseline / layout by round; the same of CPU seconds; faults."""
+    words = [f"{statistics.median(row['seconds']):.3f}"]
+    for figure in ("seconds", "cpu_seconds"):
+        ratios = sorted(b / s for b, s in zip(row["baseline"][figure], row[figure], strict=True))
+        words.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+    return [*words, f"{statistics.median(row['faults']):.0f}"]
+
+
+HEAD = ["s a step", "DDP / it, by round: median (range)", "the same of CPU seconds", "page faults a step"]
+
+
+def table(first: list[str], rows: list[list[str]]) -> list[str]:
+    head = [*first, *HEAD]
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)] + [""]
+
+
+def render(results: dict) -> str:
+    lines = [
+        "# ZeRO beside DDP: how fast the shipped configs are",
+        "",
+        f"`{results['command']}`; {results['machine']}.",
+        "",
+    ]
+    if found := results.get("shipped"):
+        rows = []
+        for model, layouts in found.items():
+            asked = ASKED[model.split("_")[0]]
+            rows += [
+                [model, name, f"{asked[name]:.2f}" if name in asked else "-", *cells(row)]
+                for name, row in layouts.items()
+            ]
+        lines += ["## The shipped configs", "", *table(["model", "config", "asked"], rows)]
+    if found := results.get("settings"):
+        for model, layouts in found.items():
+            lines += [f"## One factor at a time: {model}", ""]
+            lines += table(["changed in zero1"], [[name, *cells(row)] for name, row in layouts.items()])
+    for model, layouts in results.get("profile", {}).items():
+        for name, row in layouts.items():
+            lines += [f"## Profile: {model}, {name}, rank 0, {row['steps']} steps, by own time", "", "```"]
+            lines += [line[:118].rstrip() for line in row["python"].splitlines() if line.strip()][:24]
+            lines += ["```", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", default=["shipped", "settings", "profile"])
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--only", nargs="*", help="layouts of these names alone")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--render", action="store_true")
+    options = parser.parse_args()
+    path = OUT / ("zero_speed_gpu.json" if options.gpu else "zero_speed.json")
+    results = json.loads(path.read_text()) if path.is_file() else {}
+
+    def keep() -> None:
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        path.with_suffix(".md").write_text(render(results))
+
+    if not options.render:
+        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
+        results["command"] = " ".join(["python benchmarks/zero_speed.py", *sys.argv[1:]])
+        results["machine"] = f"{machine(options.gpu)}; {versions}; fp32"
+        ranks = 1 if options.gpu else 2
+        for part in options.parts:
+            for model in options.models:
+                run_part(part, model, options, ranks, results)
+                keep()
+    keep()
+
+
+def run_part(part: str, model: str, options: argparse.Namespace, ranks: int, results: dict) -> None:
+    if part == "profile":
+        if model != "deep_512":
+            return
+        got = measure(model, {"DDP": {}, "zero1": {"config": "zero1"}}, 1, options.steps, ranks, ("python",))
+        each = {name: {"python": row["python"], "steps": options.steps} for name, row in got.items()}
+        results.setdefault("profile", {})[model] = each
+        return
+    if part == "settings" and model != "deep_512":
+        return
+    layouts = SHIPPED if part == "shipped" else SETTINGS
+    layouts = {name: layout for name, layout in layouts.items() if not options.only or name in options.only}
+    results.setdefault(part, {}).setdefault(model, {}).update(
+        in_parts(model, layouts, options.rounds, options.steps, ranks)
+    )
+
+
+def machine(gpu: bool) -> str:
+    if not gpu:
+        return f"2 ranks over gloo, {os.cpu_count()} CPU cores ({platform.machine()})"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("error: torch sees no GPU, which --gpu measures. Drop it to measure on the CPU.")
+    return f"1 rank on {torch.cuda.get_device_name()}: DDP stands for the plain Trainer"
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if "--gpu" in sys.argv:
+        CONTEXT = multiprocessing.get_context("spawn")
+    else:
+        os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        preload = ["finetune", "deepspeed", "finetune.training.trainer", "finetune.trial.__main__"]
+        CONTEXT.set_forkserver_preload(preload)
+    main()
