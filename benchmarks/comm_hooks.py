@@ -20,10 +20,13 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from comm_hooks_page import HOOKS, draw, page
+from comm_hooks_page import draw, page
+
+from finetune.training.comm_hooks.arguments import HOOKS
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path += [str(REPO / "tests"), str(REPO / "tests" / "launch")]
@@ -32,8 +35,8 @@ RATES = (10, 30, 100, 300, 1000, 0)
 RECIPE_RATE = 100
 # Small enough that every hook has its turn, long enough that the loss of a run tells something.
 RUNS = {
-    "causal_lm": {"max_steps": 400, "per_device_train_batch_size": 8, "logging_steps": 20, "sample_tokens": 1},
-    "seq_cls": {"logging_steps": 20},
+    "causal_lm": {"max_steps": 300, "per_device_train_batch_size": 8, "logging_steps": 20, "sample_tokens": 1},
+    "seq_cls": {"max_steps": 250, "logging_steps": 20},
 }
 TRANSFORMER = "num_hidden_layers=4,hidden_size=256,num_attention_heads=4,max_position_embeddings=64"
 
@@ -133,9 +136,8 @@ def as_words(flags: dict) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def accuracy(options: argparse.Namespace, scratch: Path) -> dict:
-    """Final losses by recipe, seed and hook, and the bytes of the compressed steps."""
-    found: dict = {}
+def accuracy(options: argparse.Namespace, scratch: Path, found: dict) -> dict:
+    """Final losses by recipe, seed and hook, and the bytes of the compressed steps; `found` are those of before."""
     for name in options.recipes:
         for seed in options.seeds:
             for hook in options.hooks:
@@ -170,9 +172,10 @@ def main() -> None:
     path = options.out / "comm_hooks.json"
     found = json.loads(path.read_text()) if path.is_file() else {}
     with tempfile.TemporaryDirectory(prefix="finetune-comm-") as scratch:
-        for name, part in (("link", link), ("recipe", recipe), ("accuracy", accuracy)):
+        parts = {"link": link, "recipe": recipe, "accuracy": partial(accuracy, found=found.get("accuracy", {}))}
+        for name, part in parts.items():
             if name in options.parts and (figures := part(options, Path(scratch))) is not None:
-                found[name] = figures if name != "accuracy" else {**found.get(name, {}), **figures}
+                found[name] = figures
                 found.setdefault("taken", {})[name] = time.strftime("%Y-%m-%d")
     packages = {name: version(name) for name in ("torch", "transformers", "accelerate")}
     found["machine"] = {"cpu_cores": os.cpu_count(), "python": platform.python_version(), **packages}

@@ -7,7 +7,7 @@ import statistics
 from itertools import pairwise
 from pathlib import Path
 
-HOOKS = "none fp16 bf16 powersgd topk onebit_adam".split()
+from finetune.training.comm_hooks.arguments import HOOKS
 
 
 def medians(found: dict) -> dict:

@@ -115,13 +115,19 @@ def _check_onebit(request: Request) -> None:
 
 
 def check_freeze(arguments: CompressionArguments, max_steps: int, warmup_steps: int) -> None:
-    """Raises RequestError for a freeze of 1-bit Adam that comes too early: while the rate still rises, the variance is
-    not what it will be (arXiv 2102.02888, section 7.1, freezes after the warm-up); or that never comes."""
-    if arguments.ddp_comm_hook != "onebit_adam":
+    """Raises RequestError for compression that never comes, and for a freeze of 1-bit Adam that comes too early: while
+    the rate still rises, the variance is not what it will be (arXiv 2102.02888, section 7.1)."""
+    if not arguments.keeps_errors:
         return
-    start = arguments.start_step(max_steps)
-    if start < warmup_steps:
+    start, flag = arguments.start_step(max_steps), f"--ddp_comm_hook {arguments.ddp_comm_hook}"
+    if start >= max_steps:
         raise RequestError(
-            f"--ddp_comm_hook onebit_adam freezes its variance after {start} steps, but the learning rate rises until "
+            f"{flag} sends whole gradients for {start} steps, but the run has {max_steps}, so it would compress "
+            f"nothing. Lower --comm_hook_start_steps (it is {FIRST_START} at least), train for more than {start} "
+            "steps, or drop the hook."
+        )
+    if arguments.ddp_comm_hook == "onebit_adam" and start < warmup_steps:
+        raise RequestError(
+            f"{flag} freezes its variance after {start} steps, but the learning rate rises until "
             f"step {warmup_steps}. Raise --comm_hook_start_steps to {warmup_steps} or more, or lower --warmup_steps."
         )

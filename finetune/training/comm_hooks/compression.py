@@ -55,7 +55,10 @@ class Compression:
             return None
         assert isinstance(self.optimizer, OneBitAdam)
         keeper = Exchange(self.wire)
-        self.optimizer.exchange, self.optimizer.freeze_step = keeper.mean, self.start
+        self.optimizer.exchange = keeper.mean
+        if self.optimizer.is_frozen:  # in the checkpoint, which the Trainer has loaded
+            self.start = int(self.optimizer.freeze_step or 0)
+        self.optimizer.freeze_step = self.start
         return keeper
 
     def exchange(self, bucket: distributed.GradBucket) -> Any:
@@ -142,7 +145,8 @@ class Compression:
         every: list[Any] = [None] * self.wire.world_size
         distributed.all_gather_object(every, mine)
         if any(one != self._mark() for one in every):
-            self._start_at(max(self.start, step) if self.arguments.ddp_comm_hook == "onebit_adam" else self.start)
+            if isinstance(self.optimizer, OneBitAdam) and not self.optimizer.is_frozen:
+                self._start_at(max(self.start, step))  # the variance was not frozen until now
             if isinstance(self.keeper, PowerSGD):
                 self.keeper.torch.iter = step
             return f"{checkpoint} has no errors of {self._named()}: what earlier steps did not send is left out."

@@ -119,7 +119,8 @@ class OneBitAdam(torch.optim.AdamW):
         self.longer: Any = 1.0  # what gradients must be multiplied by, once the Trainer has clipped them (Lengths)
         self.steps_taken = 0
         self._flat: _Flat | None = None
-        self.register_load_state_dict_post_hook(_count_again)
+        self.register_state_dict_post_hook(_add_freeze)
+        self.register_load_state_dict_post_hook(_go_on)
 
     @property
     def is_frozen(self) -> bool:
@@ -210,8 +211,18 @@ def _longest(group: dict[str, Any], freeze_step: int) -> float:
     return float(((1 - beta**freeze_step) / (1 - beta)) ** 0.5)
 
 
-def _count_again(optimizer: OneBitAdam) -> None:
+def _add_freeze(optimizer: OneBitAdam, state_dict: dict[str, Any]) -> None:
+    """What goes with a frozen variance is saved with it, so that ranks of any number find it."""
+    if optimizer.is_frozen:
+        for group in state_dict["param_groups"]:
+            group |= {"freeze_step": optimizer.freeze_step, "longer": float(optimizer.longer)}
+
+
+def _go_on(optimizer: OneBitAdam) -> None:
     """After a checkpoint is loaded."""
     steps = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
     optimizer.steps_taken = max(steps, default=0)
     optimizer._flat = None
+    for group in optimizer.param_groups:
+        if "freeze_step" in group:
+            optimizer.freeze_step, optimizer.longer = group.pop("freeze_step"), group.pop("longer")

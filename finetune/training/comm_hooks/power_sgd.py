@@ -16,7 +16,7 @@ NO_ZERO_DIVISION = 1e-8  # a column of zeros, of a parameter without gradient, w
 
 class PowerSGD:
     """Torch keeps its state by the number of the bucket, and DDP makes other buckets in its first step than later: what
-    is saved is by parameter, and laid out anew whenever a bucket has other parameters than it had."""
+    is saved is by parameter, and laid out anew where a bucket has other parameters than it had."""
 
     def __init__(self, wire: Wire, parameters: dict[str, torch.Tensor], rank: int, start: int) -> None:
         self.wire, self.parameters = wire, parameters
@@ -50,10 +50,12 @@ class PowerSGD:
         index = bucket.index()
         if self._buckets.get(index) == names:
             return
-        self._waiting |= self._by_parameter()
-        self._buckets = {}
-        for memory in (self.torch.error_dict, self.torch.p_memory_dict, self.torch.q_memory_dict):
-            memory.clear()
+        gone = {at: had for at, had in self._buckets.items() if at == index or not set(had).isdisjoint(names)}
+        self._waiting |= self._by_parameter(gone)
+        for at in gone:
+            del self._buckets[at]
+            for memory in (self.torch.error_dict, self.torch.p_memory_dict, self.torch.q_memory_dict):
+                memory.pop(at, None)
         if self._waiting and all(name in self._waiting for name in names):
             parts = {name: self._waiting.pop(name) for name in names}
             packed = [name for name, *_ in self._layout(names)]
@@ -63,10 +65,10 @@ class PowerSGD:
                 memory[index] = torch.cat(flat) if flat else parts[names[0]]["error"].new_empty(0)
         self._buckets[index] = names
 
-    def _by_parameter(self) -> dict[str, dict[str, torch.Tensor]]:
+    def _by_parameter(self, buckets: dict[int, tuple[str, ...]]) -> dict[str, dict[str, torch.Tensor]]:
         """Errors, and Ps and Qs of those that are compressed, cut out of the buckets."""
         found: dict[str, dict[str, torch.Tensor]] = {}
-        for index, names in self._buckets.items():
+        for index, names in buckets.items():
             if index not in self.torch.error_dict:
                 continue
             sizes = [self.parameters[name].numel() for name in names]
@@ -94,7 +96,7 @@ class PowerSGD:
 
     def state(self) -> dict[str, Any]:
         kind, keys, *rest = self.torch.rng.get_state()
-        parts = {**self._waiting, **self._by_parameter()}
+        parts = {**self._waiting, **self._by_parameter(self._buckets)}
         return {"parts": parts, "iter": self.torch.iter, "rng": [kind, keys.tolist(), *rest]}
 
     def restore(self, state: dict[str, Any], device: torch.device) -> None:

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from finetune.training.comm_hooks.arguments import CompressionArguments
 from finetune.training.comm_hooks.compression import Compression
 from finetune.training.comm_hooks.onebit_adam import OneBitAdam
+from finetune.training.comm_hooks.power_sgd import PowerSGD
 
 STEPS, START, SAVED = 14, 4, 9  # all steps; whole gradients before; where the resumed run begins
 WIDTH, ROWS = 96, 16
-UNEVEN = 3 * 7 + 3  # elements of a part whose size no block divides
 
 
 def train_by_every_hook(ranks: int, hooks: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
@@ -38,10 +38,11 @@ def _one(rank: int, ranks: int, hooks: tuple[str, ...], folder: Path) -> None:
 
 
 def _train(hook: str, checkpoint: Path) -> dict[str, Any]:
-    """Weights after START, SAVED and STEPS steps, and after STEPS of a run resumed at SAVED; and the figures."""
+    """Weights after START, SAVED and STEPS steps, and after STEPS of runs that began at SAVED: resumed, and with all
+    that no rank had sent lost; and the figures."""
     model, wrapped, optimizer = _fresh(hook)
     compression = _compression(hook, wrapped, optimizer)
-    found: dict[str, Any] = {"start": None, "windows": []}
+    found: dict[str, Any] = {"start": None, "windows": [], "same_matrices": []}
     for step in range(STEPS):
         if step == START:
             found["start"] = _weights(model)
@@ -51,21 +52,20 @@ def _train(hook: str, checkpoint: Path) -> dict[str, Any]:
             if compression:
                 compression.save(checkpoint)
                 distributed.barrier()
-        _step(wrapped, optimizer, step)
-        if compression:
-            compression.end_step()
-            found["windows"].append(compression.window())
+        _step_and_count(wrapped, optimizer, step, compression, found["windows"], found["same_matrices"])
     found |= {"end": _weights(model), "summary": compression.summary() if compression else {}}
-    model, wrapped, optimizer = _fresh(hook)
-    model.load_state_dict(before[0])
-    optimizer.load_state_dict(before[1])
-    compression = _compression(hook, wrapped, optimizer)
-    found["said"] = compression.restore(checkpoint, SAVED) if compression else None
-    for step in range(SAVED, STEPS):
-        _step(wrapped, optimizer, step)
-        if compression:
-            compression.end_step()
-    found["resumed"] = _weights(model)
+    found["freeze"] = _freeze(optimizer)
+    for name, where in (("resumed", checkpoint), ("lost", checkpoint / "none")):
+        model, wrapped, optimizer = _fresh(hook)
+        model.load_state_dict(before[0])
+        optimizer.load_state_dict(copy.deepcopy(before[1]))
+        compression = _compression(hook, wrapped, optimizer)
+        found[f"said_of_{name}"] = compression.restore(where, SAVED) if compression else None
+        found |= {f"{name}_windows": [], f"{name}_same_matrices": [], f"freeze_of_{name}": _freeze(optimizer)}
+        for step in range(SAVED, STEPS):
+            figures = found[f"{name}_windows"], found[f"{name}_same_matrices"]
+            _step_and_count(wrapped, optimizer, step, compression, *figures)
+        found[name] = _weights(model)
     model, wrapped, optimizer = _fresh(hook)
     compression = _compression(hook, wrapped, optimizer)
     found["said_of_none"] = compression.restore(checkpoint / "none", START) if compression else None
@@ -90,6 +90,31 @@ def _compression(hook: str, wrapped: DistributedDataParallel, optimizer: torch.o
     if arguments.keeps_errors:
         arguments.comm_hook_start_steps = START
     return Compression(arguments, wrapped, optimizer, STEPS) if arguments.is_on else None
+
+
+def _step_and_count(
+    wrapped: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    compression: Compression | None,
+    windows: list[dict[str, float]],
+    same_matrices: list[bool],
+) -> None:
+    """A step, what it has sent, and whether PowerSGD's matrices lie where they lay before it."""
+    keeper = compression.keeper if compression else None
+    before = dict(keeper.torch.p_memory_dict) if isinstance(keeper, PowerSGD) else {}  # held, so that none lies there
+    _step(wrapped, optimizer, step)
+    if compression:
+        compression.end_step()
+        windows.append(compression.window())
+    after = keeper.torch.p_memory_dict if isinstance(keeper, PowerSGD) else {}
+    where, now = ({index: p.data_ptr() for index, p in memory.items()} for memory in (before, after))
+    same_matrices.append(bool(now) and where == now)
+
+
+def _freeze(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+    """The step of the freeze, and how much longer a rank's gradients are; of others nothing."""
+    return (optimizer.freeze_step, float(optimizer.longer)) if isinstance(optimizer, OneBitAdam) else (0, 0)
 
 
 def _step(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, step: int) -> None:

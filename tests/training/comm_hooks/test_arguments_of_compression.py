@@ -8,7 +8,13 @@ import pytest
 
 from finetune.errors import RequestError
 from finetune.training.arguments import Request, RunArguments
-from finetune.training.comm_hooks.arguments import HOOKS, CompressionArguments, check_comm_hook, check_freeze
+from finetune.training.comm_hooks.arguments import (
+    HOOKS,
+    KEEPS_ERRORS,
+    CompressionArguments,
+    check_comm_hook,
+    check_freeze,
+)
 from finetune.training.engine import deepspeed_config_of
 from finetune.training.launch import Launch
 from finetune.training.pipeline.arguments import PipelineArguments
@@ -94,3 +100,14 @@ def test_the_variance_does_not_freeze_while_the_rate_rises() -> None:
     with pytest.raises(RequestError, match=r"rises until step 51. Raise --comm_hook_start_steps to 51 or more"):
         check_freeze(onebit, max_steps=1000, warmup_steps=51)
     check_freeze(CompressionArguments("topk", 2), max_steps=1000, warmup_steps=51)
+
+
+@pytest.mark.parametrize("hook", KEEPS_ERRORS)
+def test_compression_that_never_comes_is_refused(hook: str) -> None:
+    said = rf"{hook} sends whole gradients for 500 steps, but the run has 100.*Lower --comm_hook_start_steps.*than 500"
+    with pytest.raises(RequestError, match=said):
+        check_freeze(CompressionArguments(hook, 500), max_steps=100, warmup_steps=0)
+    with pytest.raises(RequestError, match="for 100 steps, but the run has 100"):
+        check_freeze(CompressionArguments(hook, 100), max_steps=100, warmup_steps=0)
+    check_freeze(CompressionArguments(hook, 99), max_steps=100, warmup_steps=0)
+    check_freeze(CompressionArguments("bf16"), max_steps=1, warmup_steps=0)

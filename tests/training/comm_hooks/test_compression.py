@@ -45,7 +45,7 @@ def test_after_it_something_else_was_sent_yet_it_goes_the_same_way(hook: str, tr
 def test_a_resumed_run_ends_as_the_uncut_one(hook: str, trained: Trained) -> None:
     """Though its first step has other buckets."""
     for rank in trained:
-        assert rank[hook]["said"] is None
+        assert rank[hook]["said_of_resumed"] is None
         assert not torch.equal(rank[hook]["saved"], rank[hook]["end"])
         assert torch.allclose(rank[hook]["resumed"], rank[hook]["end"], rtol=1e-6, atol=1e-6)
 
@@ -84,5 +84,27 @@ def test_the_bytes_of_the_others_are_those_of_their_forms(trained: Trained) -> N
     assert last["powersgd"] == pytest.approx(sent / whole)
 
 
-def test_the_step_it_resumed_at_was_a_compressed_one() -> None:
-    assert START < SAVED < STEPS
+@pytest.mark.parametrize("hook", KEEPS_ERRORS)
+def test_the_step_it_resumed_at_was_a_compressed_one(hook: str, trained: Trained) -> None:
+    found = trained[0][hook]
+    assert len(found["resumed_windows"]) == STEPS - SAVED
+    for uncut, resumed in zip(found["windows"][SAVED:], found["resumed_windows"], strict=True):
+        assert resumed["comm_share_of_fp32"] < 0.5
+        assert resumed == pytest.approx(uncut)
+
+
+def test_powersgd_lays_its_matrices_out_once_and_once_more_when_ddp_has_made_its_buckets(trained: Trained) -> None:
+    for rank in trained:
+        assert rank["powersgd"]["same_matrices"] == [False] * (START + 1) + [True] * (STEPS - START - 1)
+        assert rank["powersgd"]["resumed_same_matrices"] == [False, False] + [True] * (STEPS - SAVED - 2)
+
+
+def test_onebit_adam_without_its_errors_goes_on_from_the_freeze_that_was(trained: Trained) -> None:
+    """As on another number of ranks: steps by the bias correction of step SAVED would be 1.5 times as long."""
+    for rank in trained:
+        found = rank["onebit_adam"]
+        assert "has no errors of" in found["said_of_lost"]
+        assert found["freeze_of_lost"] == pytest.approx(found["freeze"])
+        assert found["freeze"][0] == START
+        assert found["freeze"][1] > 1
+        assert torch.equal(found["lost"], trained[0]["onebit_adam"]["lost"])

@@ -109,19 +109,29 @@ def test_a_gradient_beyond_what_adam_could_meet_is_bounded() -> None:
     assert torch.allclose(before - weight, torch.full((64,), momentum / (1 - 0.9**11)), rtol=1e-2)
 
 
-def test_a_checkpoint_holds_the_momentum_and_the_step() -> None:
+def test_a_checkpoint_holds_the_momentum_the_step_and_the_freeze() -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(70))
     other = torch.nn.Parameter(torch.randn(70))
     first, second = (OneBitAdam([p], lr=1e-2) for p in (weight, other))
-    for optimizer in (first, second):
-        optimizer.freeze_step = 3
+    first.freeze_step, first.longer = 3, torch.tensor(1.5)
     gradients = torch.randn(9, 70)
     steps(first, weight, gradients[:6])
     other.data.copy_(weight)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert second.steps_taken == 6
     assert second.is_frozen
+    assert (second.freeze_step, second.longer) == (3, 1.5)
     steps(first, weight, gradients[6:])
     steps(second, other, gradients[6:])
     assert torch.equal(weight, other)
+
+
+def test_a_checkpoint_from_before_the_freeze_leaves_the_freeze_open() -> None:
+    weight, other = (torch.nn.Parameter(torch.zeros(70)) for _ in range(2))
+    first, second = (OneBitAdam([p], lr=1e-2) for p in (weight, other))
+    first.freeze_step = 3
+    steps(first, weight, torch.ones(2, 70))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert second.steps_taken == 2
+    assert second.freeze_step is None
