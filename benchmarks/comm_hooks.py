@@ -1,7 +1,7 @@
 """What --ddp_comm_hook costs and saves: final loss, bytes, and step time on a slow link. Writes docs/results/.
 
     python benchmarks/comm_hooks.py                     # all parts, on two CPU ranks; `link` and `recipe` need root
-    python benchmarks/comm_hooks.py --parts link        # one part alone: link, recipe, accuracy, page
+    python benchmarks/comm_hooks.py --parts link        # one part alone: link, recipe, accuracy; or page, from the JSON
     python benchmarks/comm_hooks.py --parts accuracy --recipes seq_cls --seeds 1 2
 
 `link`: two network namespaces joined by a cable that `tc … tbf` slows, one rank in each, every hook at every rate in
@@ -31,7 +31,7 @@ from finetune.training.comm_hooks.arguments import HOOKS
 REPO = Path(__file__).resolve().parents[1]
 sys.path += [str(REPO / "tests"), str(REPO / "tests" / "launch")]
 OUT = REPO / "docs" / "results"
-RATES = (10, 30, 100, 300, 1000, 0)
+RATES = (10, 30, 100, 300, 1000, 1500, 2000, 3000, 0)
 RECIPE_RATE = 100
 # Small enough that every hook has its turn, long enough that the loss of a run tells something.
 RUNS = {
@@ -93,12 +93,12 @@ def link(options: argparse.Namespace, scratch: Path) -> dict | None:
 
     result = scratch / "link.json"
     script = ["benchmarks/comm_hooks_link.py", "--interface", INTERFACE, "--result", str(result)]
-    rates = [str(rate) for rate in options.rates]
+    rates, load = [str(rate) for rate in options.rates], os.getloadavg()[0]
     with cable() as hosts:
         if hosts is None:
             return None
         on_both(hosts, [*script, "--steps", str(options.steps), "--rates", *rates])
-    return json.loads(result.read_text())
+    return {**json.loads(result.read_text()), "load": load}
 
 
 def recipe(options: argparse.Namespace, scratch: Path) -> dict | None:
@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["link", "recipe", "accuracy"])
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="Mbit/s; 0 for no limit")
-    parser.add_argument("--steps", type=int, default=7, help="of each hook at each rate")
+    parser.add_argument("--steps", type=int, default=9, help="of each hook at each rate")
     parser.add_argument("--recipes", nargs="+", default=list(RUNS))
     parser.add_argument("--hooks", nargs="+", default=HOOKS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from finetune.training.comm_hooks.arguments import HOOKS
 
+QUIET = 0.5  # a load below which nothing else is said to run
+
 
 def medians(found: dict) -> dict:
     """Seconds by hook and rate."""
@@ -18,17 +20,28 @@ def medians(found: dict) -> dict:
     return table
 
 
+def speedups(found: dict) -> dict:
+    """How many times as fast as plain DDP, by hook and rate: the median over rounds, in which all hooks have a turn, so
+    that what else runs on the machine slows both."""
+    seconds = {(cell["hook"], cell["mbit"]): cell["seconds"] for cell in found["cells"]}
+    table: dict = {hook: {} for hook in HOOKS}
+    for (hook, mbit), ours in seconds.items():
+        plain = seconds["none", mbit]
+        table[hook][mbit] = statistics.median(theirs / own for theirs, own in zip(plain, ours, strict=True))
+    return table
+
+
 def crossovers(found: dict) -> dict:
     """Mbit/s below which each hook is faster than plain DDP: by the formula from bytes and the unlimited step, and
     where the measured times cross."""
-    table = medians(found)
+    table, faster = medians(found), speedups(found)
     counted = {cell["hook"]: cell["counted_bytes"] for cell in found["cells"]}
     rates = sorted(rate for rate in table["none"] if rate)
     result = {}
     for hook in HOOKS[1:]:
         extra = table[hook][0] - table["none"][0]
         by_formula = (counted["none"] - counted[hook]) * 8 / 1e6 / extra if extra > 0 else math.inf
-        gains = [(rate, math.log(table["none"][rate] / table[hook][rate])) for rate in rates]
+        gains = [(rate, math.log(faster[hook][rate])) for rate in rates]
         crossing = None
         for (low, gain), (high, other) in pairwise(gains):
             if gain > 0 >= other:
@@ -103,7 +116,7 @@ def page(found: dict) -> str:
 
 
 def link_chapter(found: dict, day: str) -> list[str]:
-    table, cross = medians(found), crossovers(found)
+    table, faster, cross = medians(found), speedups(found), crossovers(found)
     rates = sorted(rate for rate in table["none"] if rate) + [0]
     names = [f"{rate:g}" if rate else "no limit" for rate in rates]
     lines = ["## Step time on a slow link", "", "![Seconds a step over the bandwidth, by hook](comm_hooks.png)", ""]
@@ -111,13 +124,14 @@ def link_chapter(found: dict, day: str) -> list[str]:
         f"A GPT-lite of {found['parameters']:,} parameters, one rank in each of two network namespaces, and "
         f"`tc … tbf` on both ends of the cable between them. Median seconds of a step after the first whole steps, all "
         f"hooks in turn ({day}); computing alone takes {found['seconds_without_exchange']:.2f} s. In brackets how many "
-        "times as fast as plain DDP.",
+        "times as fast as plain DDP, the median over rounds in which each had its turn.",
         "",
+        *([_busy(found["load"])] if found.get("load", 0) > QUIET else []),
         f"| Mbit/s | {' | '.join(names)} | pays below |",
         f"|---|{'---|' * len(rates)}---|",
     ]
     for hook in HOOKS:
-        cells = [f"{table[hook][r]:.2f} ({table['none'][r] / table[hook][r]:.1f}x)" for r in rates]
+        cells = [f"{table[hook][r]:.2f} ({faster[hook][r]:.1f}x)" for r in rates]
         pays = "" if hook == "none" else _mbit(cross[hook]["measured"], rates)
         lines.append(f"| {hook} | {' | '.join(cells)} | {pays} |")
     lines += [
@@ -134,6 +148,13 @@ def link_chapter(found: dict, day: str) -> list[str]:
         formula = "" if hook == "none" else _mbit(cross[hook]["by_formula"], rates)
         lines.append(f"| {hook} | {counted:,.0f} | {share:.3f} (1/{1 / share:.1f}) | {seen:,.0f} | {formula} |")
     return [*lines, ""]
+
+
+def _busy(load: float) -> str:
+    return (
+        f"**Other programs ran at the time** (a load of {load:.1f} before the start), so seconds are too long, and "
+        "those of the fast links and the crossings are noisy.\n"
+    )
 
 
 def _mbit(value: float, rates: list[float]) -> str:
