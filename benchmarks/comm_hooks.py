@@ -26,7 +26,7 @@ from pathlib import Path
 
 from comm_hooks_page import draw, page
 
-from finetune.training.comm_hooks.arguments import HOOKS
+from finetune.training.comm_hooks.arguments import HOOKS, CompressionArguments
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path += [str(REPO / "tests"), str(REPO / "tests" / "launch")]
@@ -98,7 +98,7 @@ def link(options: argparse.Namespace, scratch: Path) -> dict | None:
         if hosts is None:
             return None
         on_both(hosts, [*script, "--steps", str(options.steps), "--rates", *rates])
-    return {**json.loads(result.read_text()), "load": load}
+    return {**json.loads(result.read_text()), "load": load, "topk_ratio": CompressionArguments().topk_ratio}
 
 
 def recipe(options: argparse.Namespace, scratch: Path) -> dict | None:

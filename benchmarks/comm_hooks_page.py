@@ -124,9 +124,10 @@ def link_chapter(found: dict, day: str) -> list[str]:
         f"A GPT-lite of {found['parameters']:,} parameters, one rank in each of two network namespaces, and "
         f"`tc … tbf` on both ends of the cable between them. Median seconds of a step after the first whole steps, all "
         f"hooks in turn ({day}); computing alone takes {found['seconds_without_exchange']:.2f} s. In brackets how many "
-        "times as fast as plain DDP, the median over rounds in which each had its turn.",
+        "times as fast as plain DDP, the median over rounds in which each had its turn. "
+        f"`topk` sends {found['topk_ratio']:g} of the elements.",
         "",
-        *([_busy(found["load"])] if found.get("load", 0) > QUIET else []),
+        *_busy(found.get("load")),
         f"| Mbit/s | {' | '.join(names)} | pays below |",
         f"|---|{'---|' * len(rates)}---|",
     ]
@@ -150,11 +151,16 @@ def link_chapter(found: dict, day: str) -> list[str]:
     return [*lines, ""]
 
 
-def _busy(load: float) -> str:
-    return (
-        f"**Other programs ran at the time** (a load of {load:.1f} before the start), so seconds are too long, and "
-        "those of the fast links and the crossings are noisy.\n"
-    )
+def _busy(load: float | None) -> list[str]:
+    """What is said of a load before the start that was not low, or not noted."""
+    if load is not None and load <= QUIET:
+        return []
+    known = "" if load is None else f" (a load of {load:.1f} before the start)"
+    return [
+        f"**Other programs ran on these cores at the time**{known}: seconds are too long, and those of the fast "
+        "links, and with them where the lines cross, are noisy.",
+        "",
+    ]
 
 
 def _mbit(value: float, rates: list[float]) -> str:
