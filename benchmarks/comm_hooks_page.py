@@ -59,14 +59,21 @@ def draw(found: dict, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    table = medians(found)
-    rates = sorted(rate for rate in table["none"] if rate)
+    plain, faster = medians(found)["none"], speedups(found)
+    rates = sorted(rate for rate in plain if rate)
     figure, axes = pyplot.subplots(figsize=(7.5, 4.6), dpi=120)
     styles = {"none": ("black", "o"), "fp16": ("tab:blue", "v"), "bf16": ("tab:cyan", "^")}
     styles |= {"powersgd": ("tab:green", "s"), "topk": ("tab:orange", "D"), "onebit_adam": ("tab:red", "o")}
     for hook, (colour, mark) in styles.items():
         label = "none (plain DDP)" if hook == "none" else hook
-        axes.plot(rates, [table[hook][rate] for rate in rates], color=colour, marker=mark, label=label, markersize=5)
+        axes.plot(
+            rates,
+            [plain[rate] / faster[hook][rate] for rate in rates],
+            color=colour,
+            marker=mark,
+            label=label,
+            markersize=5,
+        )
     axes.axhline(found["seconds_without_exchange"], color="grey", linestyle=":", linewidth=1)
     axes.annotate(
         "computing alone", (rates[0], found["seconds_without_exchange"]), color="grey", fontsize=8, va="bottom"
@@ -124,7 +131,8 @@ def link_chapter(found: dict, day: str) -> list[str]:
         f"A GPT-lite of {found['parameters']:,} parameters, one rank in each of two network namespaces, and "
         f"`tc … tbf` on both ends of the cable between them. Median seconds of a step after the first whole steps, all "
         f"hooks in turn ({day}); computing alone takes {found['seconds_without_exchange']:.2f} s. In brackets how many "
-        "times as fast as plain DDP, the median over rounds in which each had its turn. "
+        "times as fast as plain DDP, the median over rounds in which each had its turn; the picture shows plain "
+        "DDP's median over these, so that lines cross where a hook ceases to pay. "
         f"`topk` sends {found['topk_ratio']:g} of the elements.",
         "",
         *_busy(found.get("load")),
