@@ -1,7 +1,7 @@
 """recipes/image_cls.py: accuracy on the digits, and the loss of the same steps in every layout; into docs/results/.
 
-python benchmarks/images.py                       # a quarter of an hour on two quiet cores
-python benchmarks/images.py --launch_prefix "flock /tmp/lock"     # where others want the cores as well
+python benchmarks/images.py                        # a quarter of an hour on two quiet cores
+python benchmarks/images.py --runs /tmp/images     # in parts: what has ended there is not run again
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,7 @@ SAME = {
 LAYOUTS: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "1 process": ("python", 1, 32, 1, {}),
     "DDP, 2 ranks": ("torchrun", 2, 16, 1, {}),
+    "ZeRO-1, 2 ranks": ("deepspeed", 2, 16, 1, {"deepspeed": "zero1"}),
     "ZeRO-2, 2 ranks": ("deepspeed", 2, 16, 1, {"deepspeed": "zero2"}),
     "ZeRO-2, 2 ranks, 2 micro-batches": ("deepspeed", 2, 8, 2, {"deepspeed": "zero2"}),
     "ZeRO-3, 2 ranks": ("deepspeed", 2, 16, 1, {"deepspeed": "zero3"}),
@@ -59,20 +61,26 @@ def tool(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-def launch(prefix: list[str], folder: Path, launcher: str, ranks: int, flags: dict[str, Any]) -> float:
-    """Seconds that the run took, from the command to its end."""
+def launch(folder: Path, launcher: str, ranks: int, flags: dict[str, Any]) -> float:
+    """Seconds that the run took, from the command to its end; written beside it, for it is not run twice."""
+    ended = folder.with_suffix(".seconds")
+    if ended.is_file():
+        return float(ended.read_text())
     starts = {
         "python": [sys.executable],
         "torchrun": [tool("torchrun"), "--nproc_per_node", str(ranks), "--master_port", "29611"],
         "deepspeed": [tool("deepspeed"), "--num_gpus", str(ranks), "--master_port", "29612"],
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    command = [*prefix, *starts[launcher], "recipes/image_cls.py", "--output_dir", str(folder), *words]
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
+    command = [*starts[launcher], "recipes/image_cls.py", "--output_dir", str(folder), *words]
     start = time.monotonic()
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=TIMEOUT_SECONDS * 6, check=False)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return time.monotonic() - start
+    seconds = time.monotonic() - start
+    ended.write_text(f"{seconds:.1f}")
+    return seconds
 
 
 def losses(folder: Path) -> list[float]:
@@ -80,7 +88,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def same_loss(prefix: list[str], home: Path, only: str) -> list[str]:
+def same_loss(home: Path, only: str) -> list[str]:
     lines = ["| model | layout | " + " | ".join(f"step {step}" for step in STEPS) + " | furthest from 1 process |"]
     lines.append("|---|---|" + "---|" * (len(STEPS) + 1))
     for model, (flags, layouts) in MODELS.items():
@@ -92,7 +100,7 @@ def same_loss(prefix: list[str], home: Path, only: str) -> list[str]:
             assert micro * accumulation * (1 if "pipeline_parallel_size" in more else ranks) == GLOBAL_BATCH
             batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
             folder = home / f"{model}-{number}".replace(" ", "_").replace(",", "")
-            launch(prefix, folder, launcher, ranks, {**SAME, **flags, **batch, **more})
+            launch(folder, launcher, ranks, {**SAME, **flags, **batch, **more})
             found = losses(folder)
             first = first or found
             apart = max(abs(b / a - 1) for a, b in zip(first, found, strict=True))
@@ -102,14 +110,14 @@ def same_loss(prefix: list[str], home: Path, only: str) -> list[str]:
     return lines
 
 
-def accuracy(prefix: list[str], home: Path) -> list[str]:
+def accuracy(home: Path) -> list[str]:
     lines = [
         "| launch | accuracy | macro F1 | seconds, from the command to its end | training alone |",
         "|---|---|---|---|---|",
     ]
     for launcher, ranks in (("deepspeed", 2), ("torchrun", 2), ("python", 1)):
         folder = home / f"digits-{launcher}"
-        seconds = launch(prefix, folder, launcher, ranks, {})
+        seconds = launch(folder, launcher, ranks, {})
         found = json.loads((folder / "all_results.json").read_text())
         name = f"{launcher}, {ranks} rank(s)"
         lines.append(
@@ -122,15 +130,16 @@ def accuracy(prefix: list[str], home: Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launch_prefix", default="", help="words before each launch")
+    parser.add_argument("--runs", type=Path, help="folder for the runs, kept; default: one that is deleted")
     parser.add_argument("--only", default="", help="models with this in their name; prints, and writes no page")
     arguments = parser.parse_args()
-    prefix = shlex.split(arguments.launch_prefix)
-    with tempfile.TemporaryDirectory() as home:
-        table = same_loss(prefix, Path(home), arguments.only)
+    with tempfile.TemporaryDirectory() as passing:
+        home = arguments.runs or Path(passing)
+        home.mkdir(exist_ok=True)
+        table = same_loss(home, arguments.only)
         if arguments.only:
             return
-        digits = accuracy(prefix, Path(home))
+        digits = accuracy(home)
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "deepspeed"))
     RESULT.write_text(
         f"""# recipes/image_cls.py: accuracy and the same loss

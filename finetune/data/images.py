@@ -115,6 +115,7 @@ def prepare_images(
     prepare_once(folder, job.make, what="to read pictures", leads=leads, reports=reports, timeout_seconds=timeout)
     stored = json.loads((folder / "data.json").read_text(encoding="utf-8"))
     account = ImageAccount(**stored["account"])
+    _check_crop(augmentation, stored["shape"][1:])
     own = processor or square_processor(account.side, account.mean, account.std)
     splits = {}
     for split, rows in account.rows.items():
@@ -130,6 +131,15 @@ def _check(arguments: ImageArguments, augmentation: AugmentationArguments) -> No
         raise RequestError(f"--image_size is {arguments.image_size}, but it must be 1 or more.")
     if augmentation.crop_padding is not None and augmentation.crop_padding < 0:
         raise RequestError(f"--crop_padding is {augmentation.crop_padding}, but it must be 0 (none) or more.")
+
+
+def _check_crop(augmentation: AugmentationArguments, sides: Sequence[int]) -> None:
+    """Of the settled sides, which --image_size, the model or the pictures decide."""
+    if (most := augmentation.crop_padding) is not None and most >= min(sides):
+        raise RequestError(
+            f"--crop_padding is {most}, but pictures have {' x '.join(map(str, sides))} pixels here, and a crop that "
+            f"moves so far may show none of them. Give less than {min(sides)}."
+        )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ this module makes it known to AutoConfig and AutoModelForImageClassification.
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +19,12 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
+from finetune.models.classifier_pipeline import classifier_pipeline, summed_loss
 from finetune.models.pipeline import PipelineLayer, PipelineModel, layer_seed, layer_spec
 
 CONVOLUTIONS, POOLED = 5, (0, 1, 4)  # how many, and those with a max-pool behind them
 LAYERS = CONVOLUTIONS + 3
+HEAD_STD = 0.01  # that of all weights in Krizhevsky et al. 2012, section 5
 
 # What a size names. `tiny` suits two CPU cores, `small` pictures of 32 x 32 (CIFAR-10); `original` is the paper's, for
 # 224 x 224. `pooled_size` is the side of what the last convolution's maps are averaged to before the linear layers.
@@ -70,6 +70,10 @@ class AlexNetConvolution(GradientCheckpointingLayer):
         return self.pool(nn.functional.relu(self.convolution(x)))  # (B, C, H, W)
 
 
+class AlexNetHead(nn.Linear):
+    """The linear map to logits."""
+
+
 class AlexNetLinear(GradientCheckpointingLayer):
     """The linear layer at `place`: the first flattens what it gets, the last gives logits."""
 
@@ -79,7 +83,8 @@ class AlexNetLinear(GradientCheckpointingLayer):
         inputs = config.hidden_sizes[-1] * config.pooled_size**2 if self.is_first else config.classifier_size
         self.pool = nn.AdaptiveAvgPool2d(config.pooled_size) if self.is_first else nn.Identity()
         self.drop = nn.Dropout(0.0 if self.is_last else config.dropout)
-        self.linear = nn.Linear(inputs, config.num_labels if self.is_last else config.classifier_size)
+        kind, outputs = (AlexNetHead, config.num_labels) if self.is_last else (nn.Linear, config.classifier_size)
+        self.linear = kind(inputs, outputs)
         if seed is not None:
             draw_layer(self, config, seed, place)
 
@@ -104,10 +109,13 @@ class AlexNetPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _init_weights(self, module: nn.Module) -> None:
-        """He's, which keeps the scale through ReLUs (arXiv 1502.01852, eq. 10); biases start at zero."""
+        """He's, which keeps the scale through ReLUs (arXiv 1502.01852, eq. 10), and a small head, by which the first
+        loss is that of a guess; biases start at zero."""
         if isinstance(module, nn.Conv2d | nn.Linear):
             init.kaiming_normal_(module.weight, nonlinearity="relu")
             init.zeros_(module.bias)
+        if isinstance(module, AlexNetHead):
+            init.normal_(module.weight, std=HEAD_STD)
 
 
 class AlexNetForImageClassification(AlexNetPreTrainedModel):
@@ -156,49 +164,17 @@ def draw_weights(model: AlexNetForImageClassification, seed: int) -> None:
 def alexnet_pipeline(config: AlexNetConfig, seed: int | None) -> PipelineModel:
     """An AlexNet for `finetune.training.pipeline`. With `seed` None weights are not drawn, for they are to be
     loaded."""
-    with torch.device("meta"):
-        total = AlexNetForImageClassification(config).num_parameters()
     layers = [
         PipelineLayer(layer_spec(layer_kind(place), config, place, seed), f"layers.{place}") for place in range(LAYERS)
     ]
-    return PipelineModel(
-        layers=layers,
-        split=split_batch,
-        loss=summed_loss,
-        items=count_labels,
-        figures=row_figures,
-        multiplied_parameters=total,
-        save=partial(save_config, config),
-    )
+    return classifier_pipeline(AlexNetForImageClassification, config, layers, summed_figures)
 
 
-def split_batch(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the first stage reads, and what the last compares with."""
-    return batch["pixel_values"], batch["labels"]
-
-
-def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy in nats, summed over pictures: logits (B, classes), labels (B)."""
-    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-
-
-def count_labels(labels: torch.Tensor) -> torch.Tensor:
-    """How many pictures, as a tensor of no dimension."""
-    return torch.tensor(labels.numel())
-
-
-def row_figures(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of each picture its loss, and a 1 in the cell of a confusion matrix, row by row: (B, 1 + classes^2)."""
+def summed_figures(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of all pictures, and their confusion matrix row by row, in float64: (1, 1 + classes^2)."""
     classes = logits.shape[-1]
-    losses = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
-    cells = nn.functional.one_hot(labels * classes + logits.argmax(-1), classes**2)
-    return torch.cat([losses[:, None], cells], dim=-1)
-
-
-def save_config(config: AlexNetConfig, folder: Path) -> None:
-    """What `save_pretrained` writes beside the weights."""
-    config.architectures, config.dtype = [AlexNetForImageClassification.__name__], torch.float32
-    config.save_pretrained(folder)
+    cells = torch.bincount(labels * classes + logits.argmax(-1), minlength=classes**2)
+    return torch.cat([summed_loss(logits, labels).double()[None], cells.double()])[None]
 
 
 AutoConfig.register(AlexNetConfig.model_type, AlexNetConfig, exist_ok=True)

@@ -19,24 +19,28 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
-class AllRanksBatchNorm2d(nn.BatchNorm2d):
-    """Over the pictures of all ranks, on any device: torch's own SyncBatchNorm refuses tensors on a CPU (torch 2.13,
-    nn/modules/batchnorm.py, SyncBatchNorm.forward). Weights and statistics have the names of a BatchNorm2d."""
+class AllRanksBatchNorm(nn.SyncBatchNorm):
+    """torch's SyncBatchNorm, and on a CPU, which that refuses (torch 2.13, nn/modules/batchnorm.py,
+    SyncBatchNorm.forward), the same by two all-reduces. Weights and statistics have the names of a plain one."""
+
+    process_group = None  # all ranks; for a plain one that has become this
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` (B, C, H, W). Every rank must call it; gradients go through the sums of all ranks."""
-        if not self.training:
+        """`input` (B, C, ...). Every rank must call it; gradients go through the sums of all ranks."""
+        if not self.training or input.device.type != "cpu":
             return super().forward(input)
         x = input.float()
-        count = torch.full((1,), x.numel() / x.shape[1], device=x.device)
-        sums = all_reduce(torch.cat([x.sum(dim=(0, 2, 3)), count]))  # (C + 1)
+        others = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [-1] + [1] * (x.dim() - 2)  # of what each channel has, beside x
+        count = torch.full((1,), x.numel() / x.shape[1])
+        sums = all_reduce(torch.cat([x.sum(dim=others), count]))  # (C + 1)
         total = sums[-1]
         mean = sums[:-1] / total
-        centred = x - mean[:, None, None]
-        variance = all_reduce((centred**2).sum(dim=(0, 2, 3))) / total
+        centred = x - mean.view(shape)
+        variance = all_reduce((centred**2).sum(dim=others)) / total
         self._track(mean.detach(), variance.detach() * (total / (total - 1)).detach())
         scale = torch.rsqrt(variance + self.eps) * self.weight
-        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(input.dtype)
+        return (centred * scale.view(shape) + self.bias.view(shape)).to(input.dtype)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _track(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
@@ -46,15 +50,13 @@ class AllRanksBatchNorm2d(nn.BatchNorm2d):
 
 
 def synchronise_batch_norm(model: Any) -> Any:
-    """The model with statistics over all ranks: by torch's SyncBatchNorm on a GPU, by the above on a CPU. Parameters
-    stay the same objects. Without other ranks the model stays as it is."""
+    """The model with statistics over all ranks, wherever its pictures are: a machine with a GPU may train on its CPU.
+    Parameters stay the same objects. Without other ranks the model stays as it is."""
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return model
-    if torch.cuda.is_available():
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
-        if type(module) is nn.BatchNorm2d:
-            module.__class__ = AllRanksBatchNorm2d
+        if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            module.__class__ = AllRanksBatchNorm
     return model
 
 

@@ -170,9 +170,8 @@ def build_image_classifier(
             f"--activation_checkpoint_interval: transformers' {type(model).__name__} cannot compute activations again. "
             "Drop it; smaller micro-batches save memory, too."
         )
-    for flag in ("sync_batch_norm", "freeze_batch_norm"):
-        if getattr(arguments, flag) and not batch_norms(model):
-            raise RequestError(f"--{flag}: the model has no batch norm. Drop it.")
+    if not batch_norms(model):
+        _refuse_batch_norm_flags(arguments)
     if arguments.freeze_batch_norm:
         freeze_batch_norm(model)
     return synchronise_batch_norm(model) if arguments.sync_batch_norm else model
@@ -186,11 +185,18 @@ def image_pipeline(arguments: ImageModelArguments, source: ImageSource, config: 
             ", or --model_type alexnet." if source.config is None else "."
         )
         raise RequestError(f"--pipeline_parallel_size: a {kind} is no list of layers here, an alexnet is. {mend}")
+    _refuse_batch_norm_flags(arguments)
     if source.hub_id:
         raise RequestError(f"--model_name_or_path {source.hub_id}: a pipeline reads a folder. Download it first.")
     if source.config is None:
         _check_side(config, AlexNetForImageClassification, config.image_size)
     return alexnet_pipeline(config, seed=seed if source.config is None else None)
+
+
+def _refuse_batch_norm_flags(arguments: ImageModelArguments) -> None:
+    for flag in ("sync_batch_norm", "freeze_batch_norm"):
+        if getattr(arguments, flag):
+            raise RequestError(f"--{flag}: the model has no batch norm. Drop it.")
 
 
 def _check_knows(source: ImageSource, labels: Labels) -> None:

@@ -8,8 +8,6 @@ pipeline.
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from finetune.models.classifier_pipeline import classifier_pipeline
 from finetune.models.pipeline import PipelineLayer, PipelineModel, layer_seed, layer_spec
 
 
@@ -109,45 +108,15 @@ def draw_weights(model: MLPForClassification, seed: int) -> None:
 
 def mlp_pipeline(config: MLPConfig, seed: int | None) -> PipelineModel:
     """An MLP for `finetune.training.pipeline`. With `seed` None weights are not drawn, for they are to be loaded."""
-    with torch.device("meta"):
-        total = MLPForClassification(config).num_parameters()
     layers = [PipelineLayer(layer_spec(MLPLayer, config, i, seed), f"layers.{i}") for i in range(config.layers)]
-    return PipelineModel(
-        layers=[*layers, PipelineLayer(layer_spec(MLPHead, config, seed), "head")],
-        split=split_batch,
-        loss=summed_loss,
-        items=count_labels,
-        figures=row_figures,
-        multiplied_parameters=total,
-        save=partial(save_config, config),
-    )
-
-
-def split_batch(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the first stage reads, and what the last compares with."""
-    return batch["inputs"], batch["labels"]
-
-
-def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy in nats, summed over samples: logits (B, classes), labels (B)."""
-    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-
-
-def count_labels(labels: torch.Tensor) -> torch.Tensor:
-    """How many samples, as a tensor of no dimension."""
-    return torch.tensor(labels.numel())
+    head = PipelineLayer(layer_spec(MLPHead, config, seed), "head")
+    return classifier_pipeline(MLPForClassification, config, [*layers, head], row_figures)
 
 
 def row_figures(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Of each sample its loss, and 1 where the class is right: (B, 2)."""
     losses = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
     return torch.stack([losses, (logits.argmax(-1) == labels).float()], dim=-1)
-
-
-def save_config(config: MLPConfig, folder: Path) -> None:
-    """What `save_pretrained` writes beside the weights."""
-    config.architectures, config.dtype = [MLPForClassification.__name__], torch.float32
-    config.save_pretrained(folder)
 
 
 AutoConfig.register(MLPConfig.model_type, MLPConfig, exist_ok=True)

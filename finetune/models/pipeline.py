@@ -54,7 +54,8 @@ class PipelineModel:
 
     `split` makes of a collated batch what the first layer reads and what the last stage compares with. `loss` is the
     sum over the items of a micro-batch, `items` their number: the trainer divides by the items of the whole global
-    batch, so that micro-batches of uneven size add up right. `figures` (rows, k) are summed over an evaluation.
+    batch, so that micro-batches of uneven size add up right. `figures` are (rows, k), or (1, k) that sum the rows
+    up already; an evaluation sums them.
     """
 
     layers: Sequence[PipelineLayer]

@@ -17,19 +17,22 @@ from finetune.models.batch_norm import batch_norms
 
 
 class SharedStatistics(TrainerCallback):
-    """After each step they become the mean over ranks, which is what a rank that saw all pictures, a micro-batch at a
-    time, would have gathered. Use it with `ddp_broadcast_buffers=False`."""
+    """After each step they become the mean over ranks: what one rank would gather whose batches had the mean and the
+    variance that those of all ranks have on average. A micro-batch fades once, with the momentum of one, as each rank
+    has seen one; the variance is that inside a rank's, without what their means are apart. Use it with
+    `ddp_broadcast_buffers=False`."""
 
     def __init__(self, model: Any) -> None:
-        norms = [norm for norm in batch_norms(model) if norm.running_mean is not None]
-        self.buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+        self.norms = [norm for norm in batch_norms(model) if norm.running_mean is not None]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.buffers or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        if not self.norms or not distributed.is_initialized() or distributed.get_world_size() == 1:
             return
-        flat = torch.cat([buffer.float() for buffer in self.buffers])
+        # Asked for anew: to move or cast a module replaces its buffers (torch 2.13, nn/modules/module.py, _apply).
+        buffers: list[Any] = [buffer for norm in self.norms for buffer in (norm.running_mean, norm.running_var)]
+        flat = torch.cat([buffer.float() for buffer in buffers])
         distributed.all_reduce(flat)
-        means = (flat / distributed.get_world_size()).split([buffer.numel() for buffer in self.buffers])
-        for buffer, mean in zip(self.buffers, means, strict=True):
+        means = (flat / distributed.get_world_size()).split([buffer.numel() for buffer in buffers])
+        for buffer, mean in zip(buffers, means, strict=True):
             buffer.copy_(mean)

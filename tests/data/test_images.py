@@ -38,11 +38,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def prepare(cut: dict[str, Any] | None = None, trained: Labels | None = None, **arguments: Any) -> ImageData:
+def prepare(
+    cut: dict[str, Any] | None = None, trained: Labels | None = None, crop: int | None = None, **arguments: Any
+) -> ImageData:
     return prepare_images(
         ImageArguments(**arguments),
         PreparationArguments(**(cut or {})),
-        AugmentationArguments(),
+        AugmentationArguments(crop_padding=crop),
         None,
         seed=7,
         leads=True,
@@ -179,6 +181,7 @@ def _two_sources(folder: Path) -> dict[str, str]:
         pytest.param(_two_sources, "--train_dir and --cifar_dir are all given", id="two sources"),
         pytest.param(lambda _: {"train_dir": "nowhere"}, "there is no such folder", id="no folder"),
         pytest.param(lambda _: {"cifar_dir": "nowhere"}, "there is no such folder", id="no CIFAR"),
+        pytest.param(lambda _: {"image_size": 8, "crop": 8}, "--crop_padding is 8, .* 8 x 8 .* less than 8", id="crop"),
         pytest.param(lambda _: {"image_size": 0}, "--image_size is 0", id="no pixels"),
         pytest.param(lambda _: {"dataset_name": "nobody/nothing"}, "Offline. Give a folder by --train_dir", id="hub"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from finetune.models.alexnet import (
     draw_weights,
 )
 from finetune.training.loss import honours_num_items_in_batch
+from finetune.training.pipeline.loss import StageLoss
 
 
 def a_model(seed: int = 3, **changes: Any) -> AlexNetForImageClassification:
@@ -67,11 +70,29 @@ def test_the_loss_of_micro_batches_of_uneven_size_adds_up() -> None:
     pictures, labels = torch.randn(5, 3, 16, 16), torch.arange(5)
     parts = [model(pictures[part], labels[part], num_items_in_batch=5).loss for part in (slice(0, 2), slice(2, 5))]
     assert sum(part.item() for part in parts) == pytest.approx(model(pictures, labels).loss.item(), rel=1e-6)
+
+
+def test_an_evaluation_sums_a_confusion_matrix_once_and_leaves_filling_out() -> None:
+    model = a_model()
+    pictures, labels = torch.randn(5, 3, 16, 16), torch.arange(5)
     pipeline = alexnet_pipeline(model.config, seed=3)
-    figures = pipeline.figures(model(pictures).logits, labels).sum(dim=0)  # (1 + classes^2)
+    evaluation = StageLoss(pipeline, shares=1)
+    evaluation.real_rows = deque([3, 2])
+    for part in (slice(0, 3), slice(3, 5)):
+        filled = [torch.cat([rows[part], rows[:1].expand(2, *rows.shape[1:])]) for rows in (pictures, labels)]
+        evaluation(model(filled[0]).logits, filled[1])
+    figures = evaluation.figures  # (1 + classes^2)
+    assert figures is not None
     assert figures[0].item() / 5 == pytest.approx(model(pictures, labels).loss.item(), rel=1e-6)
     counts = figures[1:].reshape(10, 10)
     assert counts.sum(dim=1).tolist() == [1.0] * 5 + [0.0] * 5
+    of_many = pipeline.figures(torch.randn(64, 1000), torch.arange(64))
+    assert of_many.shape == (1, 1 + 1000**2), "a row of it for each picture would be 0.5 GiB"
+
+
+def test_the_first_loss_is_that_of_a_guess() -> None:
+    loss = a_model()(torch.randn(64, 3, 32, 32), torch.arange(64) % 10).loss.item()
+    assert loss == pytest.approx(math.log(10), abs=0.1)
 
 
 def test_a_saved_one_opens_by_its_auto_class(tmp_path: Path) -> None:

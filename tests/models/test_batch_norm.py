@@ -12,9 +12,11 @@ from transformers import AutoModelForImageClassification, ResNetConfig, ResNetFo
 from finetune.data.columns import Labels
 from finetune.data.images import ImageAccount, ImageData
 from finetune.errors import RequestError
-from finetune.models.batch_norm import AllRanksBatchNorm2d, batch_norms, freeze_batch_norm, synchronise_batch_norm
+from finetune.models.alexnet import ALEXNET_SIZES, AlexNetConfig
+from finetune.models.batch_norm import AllRanksBatchNorm, batch_norms, freeze_batch_norm, synchronise_batch_norm
 from finetune.models.images import (
     ImageModelArguments,
+    ImageSource,
     build_image_classifier,
     find_image_source,
     image_pipeline,
@@ -43,6 +45,7 @@ def one_rank(rank: int, port_file: str, folder: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
     pictures, labels = batch()
     own = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+    torch.cuda.is_available = lambda: True  # a machine with a GPU, of which --use_cpu True makes no use
     model = synchronise_batch_norm(a_model())
     loss = model(pictures[own], labels=labels[own]).loss
     loss.backward()
@@ -50,8 +53,10 @@ def one_rank(rank: int, port_file: str, folder: str) -> None:
         distributed.all_reduce(parameter.grad)
         parameter.grad /= 2
     alone = a_model()
+    statistics = SharedStatistics(alone)
+    alone.double().float()  # its buffers are others now, as after a move to a GPU
     alone(pictures[own])
-    SharedStatistics(alone).on_step_end(None, None, None)
+    statistics.on_step_end(None, None, None)
     if rank == 0:
         found = {"loss": loss.detach(), "grads": [p.grad for p in model.parameters()], "state": model.state_dict()}
         torch.save({**found, "alone": alone.state_dict()}, Path(folder, "found.pt"))
@@ -85,7 +90,7 @@ def test_over_all_ranks_it_is_that_of_the_whole_batch(tmp_path: Path) -> None:
 
 
 def test_a_single_process_keeps_plain_batch_norm() -> None:
-    assert not any(isinstance(norm, AllRanksBatchNorm2d) for norm in batch_norms(synchronise_batch_norm(a_model())))
+    assert not any(isinstance(norm, AllRanksBatchNorm) for norm in batch_norms(synchronise_batch_norm(a_model())))
 
 
 def test_a_frozen_one_normalises_as_in_evaluation_and_gathers_nothing() -> None:
@@ -158,6 +163,15 @@ def test_resnet18_is_the_published_network() -> None:
 def test_flags_that_contradict_are_refused(flags: dict[str, object], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         build(**flags)
+
+
+@pytest.mark.parametrize("flag", ["sync_batch_norm", "freeze_batch_norm"])
+def test_a_pipeline_refuses_flags_of_batch_norm(flag: str, tmp_path: Path) -> None:
+    config = AlexNetConfig(**ALEXNET_SIZES["tiny"], num_labels=2)
+    source = ImageSource(config, None, str(tmp_path), None)
+    arguments = ImageModelArguments(model_name_or_path=str(tmp_path), **{flag: True})
+    with pytest.raises(RequestError, match=f"--{flag}: the model has no batch norm"):
+        image_pipeline(arguments, source, config, seed=1)
 
 
 def test_a_resnet_is_no_pipeline() -> None:

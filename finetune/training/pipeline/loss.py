@@ -29,6 +29,12 @@ class StageLoss:
             if self.watch is not None:
                 self.watch(loss)
             return loss
-        rows = self.model.figures(outputs, labels)[: self.real_rows.popleft()].double().sum(dim=0)
-        self.figures = rows if self.figures is None else self.figures + rows
-        return rows.new_zeros(())  # which DeepSpeed adds up, and nobody reads
+        real = self.real_rows.popleft()
+        sums = self.model.figures(_first_rows(outputs, real), _first_rows(labels, real)).double().sum(dim=0)
+        self.figures = sums if self.figures is None else self.figures + sums
+        return sums.new_zeros(())  # which DeepSpeed adds up, and nobody reads
+
+
+def _first_rows(values: Any, count: int) -> Any:
+    """Of a tensor, or of each in a tuple: what comes behind fills up the last batch."""
+    return tuple(value[:count] for value in values) if isinstance(values, tuple) else values[:count]
