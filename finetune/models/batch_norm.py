@@ -13,13 +13,40 @@ import torch
 from torch import distributed, nn
 from torch.distributed.nn.functional import all_reduce
 
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
     """The modules whose statistics depend on the batch, torch's SyncBatchNorm among them."""
     return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
-class AllRanksBatchNorm(nn.SyncBatchNorm):
+class FullPrecisionStatistics(nn.modules.batchnorm._BatchNorm):
+    """Batch norm of a model in bf16 or fp16, with statistics in fp32, to which a step adds a tenth of what is new.
+    DeepSpeed casts weights and leaves statistics (0.19.8, runtime/engine.py, _cast_module_mixed_precision), and torch
+    takes both in one precision alone: it may be another than the input's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` (B, C, ...), in whose precision the result is."""
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        weight, bias = self.weight.float(), self.bias.float()
+        kept = self.running_mean, self.running_var
+        return nn.functional.batch_norm(input, *kept, weight, bias, self.training, self.momentum, self.eps)
+
+
+def keep_statistics_in_fp32(model: nn.Module) -> None:
+    """In a model that may be cast. Under ZeRO-3 it is built in bf16 or fp16 (deepspeed 0.19.8, runtime/zero/
+    partition_parameters.py, zero.Init), its statistics with it."""
+    for module in batch_norms(model):
+        if not (module.affine and module.track_running_stats and module.momentum is not None):
+            continue  # torch's ways for these are left to torch
+        module.running_mean, module.running_var = module.running_mean.float(), module.running_var.float()
+        if type(module) in PLAIN:
+            module.__class__ = FullPrecisionStatistics
+
+
+class AllRanksBatchNorm(FullPrecisionStatistics, nn.SyncBatchNorm):
     """torch's SyncBatchNorm, and on a CPU, which that refuses (torch 2.13, nn/modules/batchnorm.py,
     SyncBatchNorm.forward), the same by two all-reduces. Weights and statistics have the names of a plain one."""
 
@@ -27,8 +54,10 @@ class AllRanksBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input` (B, C, ...). Every rank must call it; gradients go through the sums of all ranks."""
-        if not self.training or input.device.type != "cpu":
+        if not self.training:
             return super().forward(input)
+        if input.device.type != "cpu":
+            return nn.SyncBatchNorm.forward(self, input)
         x = input.float()
         others = [dim for dim in range(x.dim()) if dim != 1]
         shape = [-1] + [1] * (x.dim() - 2)  # of what each channel has, beside x
@@ -55,7 +84,7 @@ def synchronise_batch_norm(model: Any) -> Any:
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return model
     for module in model.modules():
-        if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        if type(module) in PLAIN:
             module.__class__ = AllRanksBatchNorm
     return model
 

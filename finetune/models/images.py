@@ -26,7 +26,12 @@ from finetune.models.alexnet import (
     alexnet_pipeline,
     draw_weights,
 )
-from finetune.models.batch_norm import batch_norms, freeze_batch_norm, synchronise_batch_norm
+from finetune.models.batch_norm import (
+    batch_norms,
+    freeze_batch_norm,
+    keep_statistics_in_fp32,
+    synchronise_batch_norm,
+)
 from finetune.models.classifier import trained_labels
 from finetune.models.pipeline import PipelineModel
 from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification
@@ -174,7 +179,10 @@ def build_image_classifier(
         _refuse_batch_norm_flags(arguments)
     if arguments.freeze_batch_norm:
         freeze_batch_norm(model)
-    return synchronise_batch_norm(model) if arguments.sync_batch_norm else model
+    if arguments.sync_batch_norm:
+        model = synchronise_batch_norm(model)
+    keep_statistics_in_fp32(model)
+    return model
 
 
 def image_pipeline(arguments: ImageModelArguments, source: ImageSource, config: Any, seed: int) -> PipelineModel:

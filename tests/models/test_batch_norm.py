@@ -13,7 +13,13 @@ from finetune.data.columns import Labels
 from finetune.data.images import ImageAccount, ImageData
 from finetune.errors import RequestError
 from finetune.models.alexnet import ALEXNET_SIZES, AlexNetConfig
-from finetune.models.batch_norm import AllRanksBatchNorm, batch_norms, freeze_batch_norm, synchronise_batch_norm
+from finetune.models.batch_norm import (
+    AllRanksBatchNorm,
+    batch_norms,
+    freeze_batch_norm,
+    keep_statistics_in_fp32,
+    synchronise_batch_norm,
+)
 from finetune.models.images import (
     ImageModelArguments,
     ImageSource,
@@ -47,6 +53,7 @@ def one_rank(rank: int, port_file: str, folder: str) -> None:
     own = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
     torch.cuda.is_available = lambda: True  # a machine with a GPU, of which --use_cpu True makes no use
     model = synchronise_batch_norm(a_model())
+    keep_statistics_in_fp32(model)
     loss = model(pictures[own], labels=labels[own]).loss
     loss.backward()
     for parameter in model.parameters():
@@ -91,6 +98,28 @@ def test_over_all_ranks_it_is_that_of_the_whole_batch(tmp_path: Path) -> None:
 
 def test_a_single_process_keeps_plain_batch_norm() -> None:
     assert not any(isinstance(norm, AllRanksBatchNorm) for norm in batch_norms(synchronise_batch_norm(a_model())))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_cast_as_deepspeed_casts_it_keeps_statistics_in_fp32(frozen: bool) -> None:
+    """DeepSpeed casts parameters and leaves buffers, which torch's own batch norm refuses."""
+    models = [a_model(), a_model()]
+    keep_statistics_in_fp32(models[0])
+    for weight in models[0].parameters():
+        weight.data = weight.data.bfloat16()
+    pictures, labels = batch()
+    for model in models:
+        if frozen:
+            freeze_batch_norm(model)
+        model(pictures.to(model.dtype), labels=labels).loss.backward()
+        assert all(weight.grad is not None for weight in model.parameters())
+    cast, plain = (model.state_dict() for model in models)
+    assert cast.keys() == plain.keys(), "it must save as a plain one"
+    for name in (name for name in plain if "running" in name):
+        assert cast[name].dtype == torch.float32
+        assert torch.allclose(cast[name], plain[name], atol=0.02, rtol=0.02), name
+    logits = [model.eval()(pictures.to(model.dtype)).logits.float() for model in models]
+    assert torch.allclose(*logits, atol=0.1)
 
 
 def test_a_frozen_one_normalises_as_in_evaluation_and_gathers_nothing() -> None:
