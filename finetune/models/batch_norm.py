@@ -46,22 +46,18 @@ def keep_statistics_in_fp32(model: nn.Module) -> None:
             module.__class__ = FullPrecisionStatistics
 
 
-class AllRanksBatchNorm(FullPrecisionStatistics, nn.SyncBatchNorm):
-    """torch's SyncBatchNorm, and on a CPU, which that refuses (torch 2.13, nn/modules/batchnorm.py,
-    SyncBatchNorm.forward), the same by two all-reduces. Weights and statistics have the names of a plain one."""
-
-    process_group = None  # all ranks; for a plain one that has become this
+class AllRanksBatchNorm(FullPrecisionStatistics):
+    """Over the pictures of all ranks, by two all-reduces on any device. torch's SyncBatchNorm refuses a CPU, and DDP
+    there any module of that class (torch 2.13, nn/parallel/distributed.py, _passing_sync_batchnorm_handle)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input` (B, C, ...). Every rank must call it; gradients go through the sums of all ranks."""
         if not self.training:
             return super().forward(input)
-        if input.device.type != "cpu":
-            return nn.SyncBatchNorm.forward(self, input)
         x = input.float()
         others = [dim for dim in range(x.dim()) if dim != 1]
         shape = [-1] + [1] * (x.dim() - 2)  # of what each channel has, beside x
-        count = torch.full((1,), x.numel() / x.shape[1])
+        count = torch.full((1,), x.numel() / x.shape[1], device=x.device)
         sums = all_reduce(torch.cat([x.sum(dim=others), count]))  # (C + 1)
         total = sums[-1]
         mean = sums[:-1] / total

@@ -51,6 +51,7 @@ def one_rank(rank: int, port_file: str, folder: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
     pictures, labels = batch()
     own = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+    nn.parallel.DistributedDataParallel(synchronise_batch_norm(a_model()))  # which refuses SyncBatchNorm on a CPU
     torch.cuda.is_available = lambda: True  # a machine with a GPU, of which --use_cpu True makes no use
     model = synchronise_batch_norm(a_model())
     keep_statistics_in_fp32(model)
