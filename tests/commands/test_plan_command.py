@@ -48,7 +48,8 @@ def test_a_flag_overrules_the_yaml(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_shipped_recipe_config_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    files = sorted((REPO / "recipes/configs").glob("*.yaml"))
+    every = sorted((REPO / "recipes/configs").glob("*.yaml"))
+    files = [file for file in every if not file.stem.startswith(("bench_", "image_cls"))]  # grids; pictures
     assert len(files) >= 8
     for file in files:  # two of them go on from a model, which the command line gives
         model = ["--model_name_or_path", "Llama-3.2-1B"] if file.stem in ("instruction", "lora_zero3") else []
