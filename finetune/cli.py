@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import sys
+from typing import Any
 
 from finetune import __version__
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, RequestError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, do, and give the exit status: 0 done, 1 it failed, 2 the request was wrong."""
-    asked = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file may hold what a terminal cannot show
     try:
+        asked = parser().parse_args(argv)
         status = int(asked.handler(asked))
         sys.stdout.flush()
         return status
@@ -31,9 +33,25 @@ def main(argv: list[str] | None = None) -> int:
         return 130  # 128 + SIGINT, as shells say it
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest flag, as the recipes do; its subcommands' parsers are of this class too."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = next((one for one in unknown if one.startswith("-")), unknown[0])
+            if not word.startswith("-"):
+                raise RequestError(f"{word}: that is one argument too many for `{self.prog}`. `--help` lists them.")
+            names = [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
+            near = difflib.get_close_matches(word.lstrip("-").partition("=")[0], names, 1)
+            mend = f"Did you mean --{near[0]}?" if near else f"`{self.prog} --help` lists them."
+            raise RequestError(f"{word} is no flag of `{self.prog}`. {mend}")
+        return known, unknown
+
+
 def parser() -> argparse.ArgumentParser:
     """Every command with its options; importing nothing for them."""
-    whole = argparse.ArgumentParser(prog="finetune", description=__doc__)
+    whole = _Parser(prog="finetune", description=__doc__)
     whole.add_argument("--version", action="version", version=f"finetune {__version__}")
     commands = whole.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="find what is wrong with DeepSpeed configs, as a recipe does on start")

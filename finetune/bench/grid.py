@@ -35,8 +35,7 @@ MOST_CELLS = 10_000
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration. `accumulation` is None where `global_batch` cannot be made, which is then said by
-    `finetune.bench.limits`; `global_batch` is 0 where none was asked for."""
+    """One configuration; `global_batch` is 0 where none was asked for."""
 
     model: str
     layout: str
@@ -44,7 +43,7 @@ class Cell:
     world_size: int
     stages: int
     micro_batch: int
-    accumulation: int | None
+    accumulation: int
     checkpoint_interval: int
     precision: str
     global_batch: int = 0
@@ -65,7 +64,7 @@ class Cell:
     @property
     def samples(self) -> int:
         """Of a step, over all ranks."""
-        return self.micro_batch * (self.accumulation or 0) * (self.world_size // self.stages)
+        return self.micro_batch * self.accumulation * (self.world_size // self.stages)
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class Grid:
 
 def read_grid(path: str, scale: float | None = None, repeats: int | None = None) -> Grid:
     """The grid of a YAML file; `scale` and `repeats` overrule it. Raises RequestError for what is wrong with it."""
-    content = read_flat_yaml(path, said=path)
+    content = read_flat_yaml(path, path, "`grid:`, a list of blocks (docs/bench.md)")
     given = {"scale": scale, "repeats": repeats}
     try:
         return _grid({**content, **{name: value for name, value in given.items() if value is not None}})
@@ -141,7 +140,7 @@ def _grid(content: dict[str, Any]) -> Grid:
         raise RequestError("models must hold the changes of each model, such as `models: {wide: {width: 512}}`.")
     blocks = content.get("grid")
     if not isinstance(blocks, list) or not blocks:
-        raise RequestError("grid must be a list of blocks, each with `models:` and `layouts:` at least.")
+        raise RequestError("grid must list blocks, each with `models:` and `layouts:` at least (docs/bench.md).")
     for name in changes:
         find_model(name, settings["scale"], changes[name])
     places: dict[Cell, int] = {}
@@ -252,16 +251,31 @@ def _cells(block: Block) -> Iterator[Cell]:
         worlds = [1] if kind.launcher == PYTHON else block.world_sizes
         lists = (
             *(configs, worlds, block.stages if kind.has_stages else [1], block.micro_batches),
-            *([None] if block.global_batch else block.accumulations, block.checkpoint_intervals, block.precisions),
+            *(block.accumulations, block.checkpoint_intervals, block.precisions),
         )
         for config, world, stages, micro, accumulation, interval, precision in product(*lists):
-            share = micro * max(1, world // stages)
-            if block.global_batch and block.global_batch % share == 0:
-                accumulation = block.global_batch // share
+            if world % stages:
+                raise RequestError(
+                    f"{layout} of stages {stages} on world_sizes {world}: {world} ranks are no multiple of {stages} "
+                    f"stages. Give world_sizes {stages} or a multiple, or a block of their own."
+                )
+            if block.global_batch:
+                accumulation = _accumulation(block.global_batch, micro, world, stages)
             if layout == "checkpointing":
                 interval = max(1, interval)
             yield Cell(model, layout, config, world, stages, micro, accumulation, interval, precision,
                        block.global_batch)  # fmt: skip
+
+
+def _accumulation(global_batch: int, micro: int, world: int, stages: int) -> int:
+    """What makes up the global batch. Raises RequestError where nothing does."""
+    share = micro * (world // stages)
+    if global_batch % share:
+        raise RequestError(
+            f"global_batch {global_batch} is no multiple of {micro} x {world // stages} = {share} (micro-batch x ranks "
+            f"that read different samples). Give {max(1, round(global_batch / share)) * share}, or another micro-batch."
+        )
+    return global_batch // share
 
 
 def _whole(name: str, value: Any, least: int) -> int:

@@ -27,14 +27,6 @@ def why_not(cell: Cell, gpus: int | None = None, cores: int | None = None) -> st
         return f"{cell.layout} is of several ranks, and this is one: it would be `none`"
     if LAYOUTS[cell.layout].has_stages and cell.model not in IN_STAGES:
         return f"{cell.model} is no list of layers that a pipeline could cut; {', '.join(IN_STAGES)} are"
-    if cell.world_size % cell.stages:
-        return f"{cell.world_size} ranks are no multiple of {cell.stages} stages"
-    if cell.accumulation is None:
-        share = cell.micro_batch * (cell.world_size // cell.stages)
-        return (
-            f"a global batch of {cell.global_batch} is no multiple of {cell.micro_batch} x "
-            f"{cell.world_size // cell.stages} = {share} (micro-batch x ranks that read different samples)"
-        )
     return None
 
 

@@ -91,25 +91,33 @@ def append(folder: Path, row: Row) -> None:
 
 
 def read_rows(place: Path) -> list[Row]:
-    """Of a bench's folder, or of the file itself. A line that a kill has torn is left out. Raises RequestError where
-    there is none, and for a line that is no row."""
+    """Those of `read_results`, without the number."""
+    return read_results(place)[0]
+
+
+def read_results(place: Path) -> tuple[list[Row], int]:
+    """Of a bench's folder, or of the file itself, with how many lines a kill has torn, which are left out. Raises
+    RequestError where there is none, and for a line that is no row."""
     path = place / RESULTS if place.is_dir() else place
+    if place.is_dir() and not path.exists():
+        raise RequestError(f"{place}: it holds no bench (no {RESULTS}). Give the --output_dir of `finetune bench`.")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: cannot be read ({error}). Give the folder of a benchmark.") from error
-    rows = []
+    rows, torn = [], 0
     for number, line in enumerate(lines, start=1):
         try:
             content = json.loads(line)
         except ValueError:
+            torn += bool(line.strip())
             continue
         known = set(Row.__dataclass_fields__)
         try:
             rows.append(checked(Row(**{name: value for name, value in content.items() if name in known})))
         except (TypeError, AttributeError, ValueError) as error:
             raise RequestError(f"{path}:{number}: is no result of a benchmark ({error}).") from error
-    return rows
+    return rows, torn
 
 
 def checked(row: Row) -> Row:

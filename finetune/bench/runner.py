@@ -69,20 +69,31 @@ class Bench:
                     "changed since. Give another --output_dir, and --compare the two."
                 )
         else:
+            if resume and not self._part.is_file():
+                raise RequestError(
+                    f"--resume: {self.folder} holds no benchmark that could be gone on with. Leave --resume out to "
+                    "begin one there, or give the --output_dir of the one that was begun."
+                )
             self._write_record(record)
         (self.folder / LOGS).mkdir(exist_ok=True)
         if not (yaml := self.folder / "grid.yaml").is_file():
             shutil.copyfile(self.source, yaml)
 
+    @property
+    def _part(self) -> Path:
+        """The record while it is written."""
+        return (self.folder / RECORD).with_suffix(".part")
+
     def _write_record(self, record: Path) -> None:
         """Before all else, and whole: a kill leaves a folder that can be gone on with."""
-        part = record.with_suffix(".part")
+        part = self._part
         if self.folder.is_dir() and any(path != part for path in self.folder.iterdir()):
             raise RequestError(f"{self.folder} holds something that is no benchmark. Give another --output_dir.")
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {
             "sha256": self.grid.sha256,
             "scale": self.grid.scale,
+            "repeats": self.grid.repeats,
             "steps": self.grid.steps,
             "models": {name: asdict(model) for name, model in self.grid.models.items()},
             "cells": [cell.name for cell in self.grid.cells],

@@ -87,9 +87,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"{where}; torch {versions.get('torch')}, deepspeed {versions.get('deepspeed')}; "
         f"{last.started[:10]}; revision {', '.join(sorted({row.git_revision for row in rows}))}",
-        f"peak and average: of the fullest rank, by {' and '.join(by) or 'nobody'}",
     ]
-    lines.append(f"losses of the same model and global batch differ by at most {losses_apart(rows):.2%} in any step")
+    if by:
+        lines.append(f"peak and average: of the fullest rank, by {' and '.join(by)}")
+    if (apart := losses_apart(rows)) is not None:
+        lines.append(f"losses of the same model and global batch differ by at most {apart:.2%} in any step")
     if any(row.planned for row in rows):
         lines.append(f"planned: step ms and peak MiB by `finetune plan` on the profile {_profiles(rows)}")
     lines.append(f"published: {study()['title']}, {study()['machine']}, as ratios to its DDP ({study()['source']})")
@@ -100,13 +102,17 @@ def _profiles(rows: Sequence[Row]) -> str:
     return ", ".join(sorted({str(row.planned.get("machine")) for row in rows if row.planned}))
 
 
-def losses_apart(rows: Sequence[Row]) -> float:
-    """The most that losses of one step differ among layouts that train the same, as a share: 0 where all are equal,
-    NaN where one is no number."""
+def losses_apart(rows: Sequence[Row]) -> float | None:
+    """The most that losses of one step differ among cells that train the same, as a share: 0 where all are equal, NaN
+    where one is no number, None where no two cells train the same."""
     groups: dict[object, list[list[float]]] = {}
+    cells: dict[object, set[str]] = {}
     for row in rows:
         if row.is_done:
             groups.setdefault(row.place.setting, []).append(row.losses)
+            cells.setdefault(row.place.setting, set()).add(row.cell)
+    if not any(len(names) > 1 for names in cells.values()):
+        return None
     steps = [step for group in groups.values() for step in zip(*group, strict=False)]
     if not all(map(math.isfinite, (loss for step in steps for loss in step))):
         return math.nan

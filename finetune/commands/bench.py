@@ -9,17 +9,21 @@ from pathlib import Path
 
 from finetune.bench import table
 from finetune.bench.compare import compare
+from finetune.bench.folder import command_to_go_on, left_to_run
 from finetune.bench.grid import read_grid
 from finetune.bench.launching import why_not
 from finetune.bench.planned import machine_for, planned
-from finetune.bench.result import Row, read_rows
+from finetune.bench.result import Row, read_results, read_rows
 from finetune.bench.runner import Bench, headline
 from finetune.errors import RequestError
 from finetune.here import gpu_names
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+
 
 def run(asked: argparse.Namespace) -> int:
-    """0: it ran, whatever came of the cells; 1: something is worse than in --compare; 2: the request was wrong."""
+    """0: some cell was measured; 1: none was, or something is worse than in --compare; 2: the request was wrong; 130:
+    Ctrl-C."""
     old = read_rows(Path(asked.compare)) if asked.compare else None
     if old == []:
         raise RequestError(f"--compare {asked.compare}: it has no results yet. Give a benchmark that has run.")
@@ -28,23 +32,54 @@ def run(asked: argparse.Namespace) -> int:
     target = Path(asked.target)
     if target.is_dir() or target.suffix == ".jsonl":
         _refuse_to_run(asked)
-        rows = read_rows(target)
-        folder = None
-    else:
-        bench = _bench(asked)
-        if asked.dry_run:
-            return _list(bench, asked.only)
-        folder = bench.folder
-        rows = _run(bench, asked)
+        return _show(target, old, asked.threshold)
+    bench = _bench(asked)
+    if asked.dry_run:
+        return _list(bench, asked.only)
+    many = len(bench.due(asked.only))  # which refuses a name that is none, before anything is written
+    bench.open(asked.resume)
+    try:
+        for number, row in enumerate(bench.run(asked.only), start=1):
+            print(headline(row, number, many), flush=True)
+    except KeyboardInterrupt:
+        return _stopped(bench, asked, many)
+    rows = bench.rows()
+    _write(bench.folder, rows)
+    return _judge(rows, old, asked.threshold)
+
+
+def _show(target: Path, old: list[Row] | None, threshold: float) -> int:
+    """The results of a bench that has run, and what is left of it."""
+    rows, torn = read_results(target)
     if not rows:
         raise RequestError(f"{target}: there are no results yet.")
-    return _say(rows, old, asked.threshold, folder)
+    _say(rows)
+    if torn:
+        print(f"{torn} {'line' if torn == 1 else 'lines'} of its results left out: torn, by a kill")
+    left, many = left_to_run(target, rows)
+    if left:
+        command = command_to_go_on(target)
+        print(f"{left} of {many} launches are not run yet{f'; `{command}` runs them' if command else ''}")
+    return _judge(rows, old, threshold)
+
+
+def _stopped(bench: Bench, asked: argparse.Namespace, many: int) -> int:
+    """After Ctrl-C: what is there is written, and how to go on is said."""
+    done = many - len(bench.due(asked.only))
+    if rows := bench.rows():
+        _write(bench.folder, rows)
+    how = "the same command" + ("" if asked.resume else " with --resume")
+    print(f"\nstopped; {done} of {many} launches done; {how} goes on", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _refuse_to_run(asked: argparse.Namespace) -> None:
     """Raises RequestError for a flag of a run where results are only shown."""
     flags = ("output_dir", "resume", "scale", "repeats", "only", "dry_run", "machine")
     if flag := next((name for name in flags if getattr(asked, name) not in (None, False)), None):
+        command = command_to_go_on(Path(asked.target)) if flag == "resume" else None
+        if command:
+            raise RequestError(f"--resume: {asked.target} has run, and is only shown. To go on: `{command}`.")
         raise RequestError(
             f"--{flag}: {asked.target} has run, and is only shown. Give the grid's YAML to run, such as "
             f"`finetune bench recipes/configs/bench_laptop.yaml --{flag} ...`; or drop --{flag}."
@@ -73,22 +108,25 @@ def _list(bench: Bench, only: str | None) -> int:
     return 0
 
 
-def _run(bench: Bench, asked: argparse.Namespace) -> list[Row]:
-    many = len(bench.due(asked.only))  # which refuses a name that is none, before anything is written
-    bench.open(asked.resume)
-    for number, row in enumerate(bench.run(asked.only), start=1):
-        print(headline(row, number, many), flush=True)
-    return bench.rows()
-
-
-def _say(rows: list[Row], old: list[Row] | None, threshold: float, folder: Path | None) -> int:
+def _say(rows: list[Row]) -> None:
     table.show(table.HEADER, table.results(rows))
     print(*table.notes(rows), sep="\n")
-    if folder is not None:
-        print(f"wrote {table.write_markdown(folder, rows)}")
-        _write_page(folder)
+
+
+def _write(folder: Path, rows: list[Row]) -> None:
+    """The table, also into results.md, and the page."""
+    _say(rows)
+    print(f"wrote {table.write_markdown(folder, rows)}")
+    _write_page(folder)
+
+
+def _judge(rows: list[Row], old: list[Row] | None, threshold: float) -> int:
+    """The exit status, by what was measured and by what is worse than in `old`."""
+    status = 0 if any(row.is_done for row in rows) else 1
+    if status:
+        print("no cell was measured", file=sys.stderr)
     if old is None:
-        return 0
+        return status
     found = compare(rows, old)
     table.show(table.CHANGES, table.changes(found, threshold))
     print(table.worded())
@@ -100,7 +138,7 @@ def _say(rows: list[Row], old: list[Row] | None, threshold: float, folder: Path 
         print(f"worse by more than {threshold:.0%}: {', '.join(worse) or 'none'}")
     if undecided:
         print(f"undecided: {undecided} cells have one repeat. Run both with --repeats 3 or more.")
-    return 1 if worse else 0
+    return 1 if worse else status
 
 
 def _write_page(folder: Path) -> None:

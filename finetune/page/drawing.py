@@ -145,7 +145,8 @@ def ticks_below(picture: Picture, scale: Scale, top: float, bottom: float, words
         beyond = x + letters(text, SMALL) / 2 > picture.width
         word = Word(picture.width if beyond else x, bottom + 14, text, "end" if beyond else "middle", MUTED)
         picture.add(Line(((x, top), (x, bottom)), GRID, 1), word)
-    picture.add(Word(scale.start, bottom + 29, words, colour=MUTED))
+    start = max(0.0, min(scale.start, picture.width - letters(words, SMALL)))  # farther left where it would be cut off
+    picture.add(Word(start, bottom + 29, words, colour=MUTED))
 
 
 def ticks_left(picture: Picture, scale: Scale, across: Scale, words: str) -> None:

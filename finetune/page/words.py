@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
-GIB = 2**30
+from dataclasses import dataclass
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Of bytes, the same for all of a table's column or of a picture."""
+
+    name: str
+    size: int
+
+    def __call__(self, size: float) -> str:
+        """The number alone."""
+        value = size / self.size
+        return f"{value:,.2f}" if abs(value) >= 0.1 or not size else f"{value:,.4f}"
+
+    def said(self, size: float) -> str:
+        return f"{self(size)} {self.name}"
+
+    @property
+    def words(self) -> str:
+        """For an axis."""
+        return f"{self.name} (2**{self.size.bit_length() - 1} bytes)"
+
+
+def unit_for(most: float | None) -> Unit:
+    """GiB, or MiB where the most is below a tenth of one GiB."""
+    return Unit("MiB", MIB) if most and most < GIB / 10 else Unit("GiB", GIB)
 
 
 def spelled(kind: str) -> str:
@@ -11,7 +39,7 @@ def spelled(kind: str) -> str:
 
 def gib(size: float) -> str:
     """In GiB, 2**30 bytes; to a few MiB, or where all is small to a few KiB."""
-    return f"{size / GIB:,.2f}" if abs(size) >= GIB / 10 or not size else f"{size / GIB:,.4f}"
+    return Unit("GiB", GIB)(size)
 
 
 def number(value: float) -> str:

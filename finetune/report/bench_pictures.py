@@ -24,7 +24,7 @@ from finetune.page.drawing import (
     ticks_below,
     ticks_left,
 )
-from finetune.page.words import GIB, gib, number, spelled
+from finetune.page.words import number, spelled, unit_for
 from finetune.plan.report.kinds import in_order
 from finetune.plan.report.memory_pictures import COLOURS, OTHER
 from finetune.report.bench import PIPELINE, Bench, Cell
@@ -61,7 +61,7 @@ def throughput_bars(bench: Bench, model: str, width: float) -> Picture:
                 Line(((scale(v), middle - 4), (scale(v), middle + 4)), INK, 1.2) for v in (min(values), max(values))
             ]
         shapes.append(Word(max(x, end) + 6, place + 13, _rate_words(bench, cell, short=True), bold=True))
-    ticks_below(picture, scale, top, y, "samples a second, all ranks; lines are the range of the repeats")
+    ticks_below(picture, scale, top, y, "samples a second, all ranks; lines: range of repeats")
     picture.add(*shapes)
     picture.height = y + 34
     return picture
@@ -104,12 +104,16 @@ def rank_memory(bench: Bench, model: str, width: float) -> Picture | None:
     cells = [cell for cell in bench.of(model) if cell.memory("peak_bytes")]
     if not cells:
         return None
-    alt = "; ".join(f"{cell.name}: peak {', '.join(map(gib, cell.memory('peak_bytes')))} GiB" for cell in cells)
+    most = max(size for cell in cells for size in cell.memory("peak_bytes"))
+    unit = unit_for(most)
+    alt = "; ".join(
+        f"{cell.name}: peak {', '.join(map(unit, cell.memory('peak_bytes')))} {unit.name}" for cell in cells
+    )
     picture = Picture("rank-memory", f"Memory of each rank: {model}", alt, width)
     y = picture.legend([("average", ACCENT), ("peak", MUTED)], 0) + 4
     left, above = _left(cells, width)
     left += 44
-    scale = Scale(0, max(size for cell in cells for size in cell.memory("peak_bytes")) / GIB or 1.0, left, width - 58)
+    scale = Scale(0, most / unit.size or 1.0, left, width - 58)
     top, shapes = y, list[Shape]()
     for cell in cells:
         peaks, averages = cell.memory("peak_bytes"), cell.memory("average_bytes")
@@ -120,15 +124,15 @@ def rank_memory(bench: Bench, model: str, width: float) -> Picture | None:
             shapes.append(Word(left - 52, y + 12, cell_words(cell), "end", size=NORMAL))
         for rank in shown_ranks(peaks, MOST_RANKS):
             shapes.append(Word(left - 6, y + 11, f"rank {rank}", "end", MUTED, 10))
-            end, says = scale(peaks[rank] / GIB), f"{cell.name}, rank {rank}: peak {gib(peaks[rank])} GiB"
+            end, says = scale(peaks[rank] / unit.size), f"{cell.name}, rank {rank}: peak {unit.said(peaks[rank])}"
             shapes.append(Box(left, y, max(end - left, 0.5), 14, MUTED, says, 0.45))
             if rank < len(averages):
-                reach = max(scale(min(averages[rank], peaks[rank]) / GIB) - left, 0.5)
-                shapes.append(Box(left, y, reach, 14, ACCENT, f"average {gib(averages[rank])} GiB", 0.85))
-            shapes.append(Word(end + 5, y + 11, gib(peaks[rank]), bold=True))
+                reach = max(scale(min(averages[rank], peaks[rank]) / unit.size) - left, 0.5)
+                shapes.append(Box(left, y, reach, 14, ACCENT, f"average {unit.said(averages[rank])}", 0.85))
+            shapes.append(Word(end + 5, y + 11, unit(peaks[rank]), bold=True))
             y += 18
         y += 6
-    ticks_below(picture, scale, top, y, "GiB (2**30 bytes)")
+    ticks_below(picture, scale, top, y, unit.words)
     picture.add(*shapes)
     picture.height = y + 34
     return picture
@@ -140,23 +144,25 @@ def kind_memory(bench: Bench, model: str, width: float) -> Picture | None:
     if not cells:
         return None
     kinds = in_order({kind for cell in cells for kind in cell.by_kind})
-    alt = "; ".join(f"{cell.name}: {gib(sum(cell.by_kind.values()))} GiB" for cell in cells)
+    most = max(sum(cell.by_kind.values()) for cell in cells)
+    unit = unit_for(most)
+    alt = "; ".join(f"{cell.name}: {unit.said(sum(cell.by_kind.values()))}" for cell in cells)
     picture = Picture("kind-memory", f"Memory of rank 0, by kind: {model}", alt, width)
     y = picture.legend([(spelled(kind), kind_colour(kind)) for kind in kinds], 0) + 6
     left, above = _left(cells, width)
-    scale = Scale(0, max(sum(cell.by_kind.values()) for cell in cells) / GIB, left, width - 58)
+    scale = Scale(0, most / unit.size, left, width - 58)
     top, shapes = y, list[Shape]()
     for cell in cells:
         y, place = _label(shapes, cell, y, left, above)
         below = 0
         for kind in kinds:
             if size := cell.by_kind.get(kind, 0):
-                x, end = scale(below / GIB), scale((below + size) / GIB)
-                says = f"{spelled(kind)}: {gib(size)} GiB"
+                x, end = scale(below / unit.size), scale((below + size) / unit.size)
+                says = f"{spelled(kind)}: {unit.said(size)}"
                 shapes.append(Box(x, place, max(end - x - (end - x > 3), 0.4), 17, kind_colour(kind), says))
                 below += size
-        shapes.append(Word(scale(below / GIB) + 5, place + 13, gib(below), bold=True))
-    ticks_below(picture, scale, top, y, "GiB (2**30 bytes)")
+        shapes.append(Word(scale(below / unit.size) + 5, place + 13, unit(below), bold=True))
+    ticks_below(picture, scale, top, y, unit.words)
     picture.add(*shapes)
     picture.height = y + 34
     return picture
@@ -167,13 +173,16 @@ def kind_colour(kind: str) -> str:
     return COLOURS.get(kind.removesuffix(" and other"), OTHER)
 
 
-def planned_against_measured(bench: Bench, what: str, title: str, words: str) -> Picture | None:
+def planned_against_measured(bench: Bench, what: str, title: str) -> Picture | None:
     """`what`: "step_seconds" or "peak_bytes". Dots on the line were planned right; None where nothing was planned."""
-    unit = GIB if what == "peak_bytes" else 1.0
     pairs = ((cell, cell.planned(what), cell.measured(what)) for cell in bench.cells)
-    found = [(cell, planned / unit, measured / unit) for cell, planned, measured in pairs if planned and measured]
+    found = [(cell, planned, measured) for cell, planned, measured in pairs if planned and measured]
     if not found:
         return None
+    words = "seconds"
+    if what == "peak_bytes":
+        unit = unit_for(max(size for _, *both in found for size in both))
+        words, found = unit.name, [(cell, one / unit.size, other / unit.size) for cell, one, other in found]
     ratios = [planned / measured for _, planned, measured in found]
     spread = f"median {statistics.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}"
     alt = f"Planned / measured: {spread}; cells: {len(found)}."

@@ -9,7 +9,7 @@ from finetune.bench.published import AVERAGE_MEMORY, Published, ratios
 from finetune.page.drawing import Picture, Point
 from finetune.page.html import NARROW, WIDE
 from finetune.page.table import Table
-from finetune.page.words import gib
+from finetune.page.words import Unit, unit_for
 from finetune.report.axes import SECONDS, STEP
 from finetune.report.bench import Bench, Cell, numbers, of_done
 from finetune.report.bench_pictures import (
@@ -22,6 +22,8 @@ from finetune.report.bench_pictures import (
 from finetune.report.blocks import Block, Code, Curves, Drawn, Facts, Folded, Panels, Section, Words
 from finetune.report.curves import Curve, Panel, colour_of
 from finetune.report.words import figure, ratio, said
+
+MEMORY = {"peak_bytes": "peak", "average_bytes": "average", "rss_peak_bytes": "resident"}
 
 
 def bench_sections(bench: Bench, *, named: bool = False) -> list[Section]:
@@ -57,23 +59,25 @@ def _summary(bench: Bench) -> list[Block]:
 
 
 def _summary_table(bench: Bench) -> Table:
-    columns = ("cell", "status", "x DDP", "samples/s", "spread", "tokens/s", "peak GiB", "average GiB", "resident GiB",
-               "final loss", "model", "layout", "ranks", "micro-batch")  # fmt: skip
+    memory = {key: unit_for(max((cell.most(key) or 0 for cell in bench.cells), default=0)) for key in MEMORY}
+    held = (f"{words} {memory[key].name}" for key, words in MEMORY.items())
+    columns = ("cell", "status", "x DDP", "samples/s", "spread", "tokens/s", *held, "final loss", "model", "layout",
+               "ranks", "micro-batch")  # fmt: skip
     rows = []
     for cell in bench.cells:
         spread, share = cell.spread, bench.rate_to_ddp(cell)
         rows.append((
             cell.name, cell.status, "" if share is None else f"{share:.2f}", figure(cell.rate),
             "" if spread is None else f"{spread:.1%}", figure(cell.median("tokens_per_second")),
-            _gib(cell.most("peak_bytes")), _gib(cell.most("average_bytes")), _gib(cell.most("rss_peak_bytes")),
+            *(_in(unit, cell.most(key)) for key, unit in memory.items()),
             figure(cell.final_loss), cell.model, cell.layout, cell.word("world_size"), cell.word("micro_batch"),
         ))  # fmt: skip
     table = Table("All cells", columns, tuple(rows), texts=("model", "layout", "status"))
     return table.without(name for name, column in zip(columns, zip(*rows, strict=True), strict=True) if not any(column))
 
 
-def _gib(size: float | None) -> str:
-    return "" if size is None else gib(size)
+def _in(unit: Unit, size: float | None) -> str:
+    return "" if size is None else unit(size)
 
 
 def _throughput(bench: Bench) -> list[Block]:
@@ -101,21 +105,23 @@ def _memory(bench: Bench) -> list[Block]:
 
 def _planned(bench: Bench) -> list[Block]:
     drawn = [
-        planned_against_measured(bench, "step_seconds", "Time of a step", "seconds"),
-        planned_against_measured(bench, "peak_bytes", "Peak memory of a rank", "GiB"),
+        planned_against_measured(bench, "step_seconds", "Time of a step"),
+        planned_against_measured(bench, "peak_bytes", "Peak memory of a rank"),
     ]
     pictures = tuple(picture for picture in drawn if picture is not None)
     if not pictures:
         return []
+    peaks = (cell.planned("peak_bytes") or cell.most("peak_bytes") for cell in bench.cells)
+    unit = unit_for(max((peak for peak in peaks if peak), default=0))
     rows = tuple(
         (cell.name, figure(cell.planned("step_seconds")), figure(cell.step_seconds),
-         ratio(cell.planned("step_seconds"), cell.step_seconds), _gib(cell.planned("peak_bytes")),
-         _gib(cell.most("peak_bytes")), ratio(cell.planned("peak_bytes"), cell.most("peak_bytes")),
-         _gib(cell.most("average_bytes")))
+         ratio(cell.planned("step_seconds"), cell.step_seconds), _in(unit, cell.planned("peak_bytes")),
+         _in(unit, cell.most("peak_bytes")), ratio(cell.planned("peak_bytes"), cell.most("peak_bytes")),
+         _in(unit, cell.most("average_bytes")))
         for cell in bench.cells if cell.planned("step_seconds") or cell.planned("peak_bytes")
     )  # fmt: skip
-    columns = ("cell", "step s\nplanned", "step s\nmeasured", "planned /\nmeasured", "peak GiB\nplanned",
-               "peak GiB\nmeasured", "planned / \nmeasured", "average GiB\nmeasured")  # fmt: skip
+    columns = ("cell", "step s\nplanned", "step s\nmeasured", "planned /\nmeasured", f"peak {unit.name}\nplanned",
+               f"peak {unit.name}\nmeasured", "planned / \nmeasured", f"average {unit.name}\nmeasured")  # fmt: skip
     return [Panels(pictures), Table("Planned against measured", columns, rows)]
 
 

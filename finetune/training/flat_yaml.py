@@ -24,9 +24,9 @@ class _OneOfEach(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_flat_yaml(name: str, said: str | None = None) -> dict[str, Any]:
+def read_flat_yaml(name: str, said: str | None = None, holds: str = "flat `flag: value` lines") -> dict[str, Any]:
     """The file's lines. Raises RequestError, with line and column, for what is no such file; `said` is how it was asked
-    for, other than by --config."""
+    for, other than by --config, and `holds` what belongs into it."""
     path, said = Path(name).expanduser(), said or f"--config {name}"
     try:
         if path.stat().st_size > MAX_YAML_BYTES:
@@ -41,5 +41,6 @@ def read_flat_yaml(name: str, said: str | None = None) -> dict[str, Any]:
             f"{name}{where}: cannot be read as YAML: {getattr(error, 'problem', None) or error}."
         ) from error
     if not isinstance(content, dict):
-        raise RequestError(f"{name}: must hold flat `flag: value` lines, but holds a {type(content).__name__}.")
+        found = "is empty" if content is None else f"holds a {type(content).__name__}"
+        raise RequestError(f"{name}: must hold {holds}, but {found}.")
     return content

@@ -93,6 +93,10 @@ def test_one_process_is_the_same_in_any_world(tmp_path: Path) -> None:
             "zeropp is ZeRO++ stage 3, but the layout zero3 is ZeRO stage",
         ),
         ({"layouts": "zero3_offload", "ds_configs": "zero3"}, {}, "with offload of optimizer to cpu and param to cpu."),
+        ({"layouts": "pipeline", "stages": 3}, {}, "2 ranks are no multiple of 3 stages. Give world_sizes 3 or"),
+        ({"layouts": "pipeline", "world_sizes": [4, 3], "stages": 2}, {}, "3 ranks are no multiple of 2 stages"),
+        ({"micro_batches": 3, "global_batch": 8}, {}, "global_batch 8 is no multiple of 3 x 2 = 6"),
+        ({"micro_batches": 3, "global_batch": 8}, {}, "Give 6, or another micro-batch"),
         ({"layouts": "deepspeed"}, {}, "the layout deepspeed is what ds_configs say, and there are none"),
         ({"stages": 2}, {}, "no layout of the block is a pipeline"),
         ({"global_batch": 8, "accumulations": 2}, {}, "Drop one"),
@@ -118,11 +122,18 @@ def test_a_cell_that_is_there_already_is_refused(tmp_path: Path) -> None:
         grid_of(tmp_path, ONE, {**ONE, "layouts": ["zero1", "ddp"]})
 
 
-@pytest.mark.parametrize("text", ["grid: []", "scale: 1", "- wide", "grid: [wide]"])
+@pytest.mark.parametrize("text", ["grid: []", "scale: 1", "- wide", "grid: [wide]", "", "# nothing yet"])
 def test_a_yaml_that_is_no_grid_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "grid.yaml"
     path.write_text(text)
     with pytest.raises(RequestError, match="must "):
+        read_grid(str(path))
+
+
+def test_an_empty_yaml_says_what_belongs_into_it(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.touch()
+    with pytest.raises(RequestError, match=r"must hold `grid:`, a list of blocks \(docs/bench.md\), but is empty"):
         read_grid(str(path))
 
 
@@ -139,8 +150,6 @@ def test_a_file_that_is_not_there_is_named_once(tmp_path: Path) -> None:
         ({"layouts": "ddp", "world_sizes": 4}, 2, r"4 ranks are more than this machine's 2 GPU\(s\)"),
         ({"layouts": "ddp", "world_sizes": 1}, 0, "it would be `none`"),
         ({"models": "resnet", "layouts": "pipeline", "world_sizes": 2}, 0, "resnet is no list of layers"),
-        ({"layouts": "pipeline", "world_sizes": 3, "stages": 2}, 0, "3 ranks are no multiple of 2 stages"),
-        ({"layouts": "ddp", "micro_batches": 3, "global_batch": 8}, 0, r"8 is no multiple of 3 x 2 = 6"),
         ({"layouts": "ddp"}, 0, None),
     ],
 )

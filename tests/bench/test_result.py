@@ -48,6 +48,9 @@ def test_keys_of_a_later_version_are_left_out_and_other_files_refused(tmp_path: 
         read_rows(tmp_path)
     with pytest.raises(RequestError, match="cannot be read"):
         read_rows(tmp_path / "nowhere")
+    (tmp_path / "docs").mkdir()
+    with pytest.raises(RequestError, match=r"docs: it holds no bench \(no results.jsonl\)"):
+        read_rows(tmp_path / "docs")
 
 
 def repeats(*seconds: float, cell: str = "wide-ddp-2x8") -> list[Row]:
@@ -217,6 +220,15 @@ def test_other_work_is_not_compared(changes: dict[str, Any], said: str) -> None:
 def test_losses_are_compared_among_layouts_that_train_the_same() -> None:
     same = [row(losses=[2.0, 1.0]), row("wide-zero1-2x8", losses=[2.02, 1.0]), row("deep-ddp-2x8", losses=[9.0, 9.0])]
     assert table.losses_apart(same) == pytest.approx(0.02 / 2.02)
+
+
+def test_nothing_is_said_of_losses_that_were_not_compared() -> None:
+    alone = [row(), row(repeat=1), row("deep-ddp-2x8"), row("wide-zero1-2x8", status="oom", reason="full")]
+    assert table.losses_apart(alone) is None
+    assert not any("losses" in note for note in table.notes(alone))
+    nobody = table.notes([row(status="oom", reason="full")])
+    assert not any("by nobody" in note or "losses" in note for note in nobody)
+    assert any("losses" in note for note in table.notes([*alone, row("wide-zero2-2x8")]))
 
 
 def test_markdown_holds_every_cell_and_keeps_its_columns(tmp_path: Path) -> None:

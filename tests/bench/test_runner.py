@@ -166,6 +166,91 @@ def test_resume_runs_what_is_missing(folder: Path, monkeypatch: pytest.MonkeyPat
     assert not set(had) & {(row.repeat, row.cell) for row in rest}
 
 
+def test_resume_only_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["bench", str(folder / "grid.yaml"), "--output_dir", str(folder / "out"), "--resume"]
+    assert main(asked) == 2
+    assert "holds no benchmark that could be gone on with. Leave --resume out" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("only", [None, "none,zero1"])
+def test_ctrl_c_writes_what_is_there_and_says_how_to_go_on(
+    only: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch)
+    real, calls = runner.run, list[int]()
+
+    def interrupted(*asked: Any) -> int | None:
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            raise KeyboardInterrupt
+        return real(*asked)
+
+    grid, out = str(folder / "grid.yaml"), folder / "out"
+    asked = ["bench", grid, "--output_dir", str(out), *(["--only", only] if only else [])]
+    monkeypatch.setattr(runner, "run", interrupted)
+    assert main(asked) == 130
+    many = 6 if only is None else 4
+    assert f"stopped; 1 of {many} launches done; the same command with --resume goes on" in capsys.readouterr().err
+    assert all((out / name).is_file() for name in ("results.md", "report.html"))
+    assert "Not run yet" in (out / "report.md").read_text()
+    assert main([*asked, "--resume"]) == 130
+    assert f"stopped; 1 of {many - 1} launches done; the same command goes on" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_any_row_writes_no_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    stand_in(monkeypatch)
+    monkeypatch.setattr(runner, "run", interrupted)
+    assert main(["bench", str(folder / "grid.yaml"), "--output_dir", str(folder / "out")]) == 130
+    assert "stopped; 0 of 6 launches done" in capsys.readouterr().err
+    assert not (folder / "out" / "results.md").exists()
+
+
+def test_the_status_is_1_where_no_cell_was_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch, {"zero1": ENDS["crashed"]})
+    grid, out = str(folder / "grid.yaml"), str(folder / "out")
+    assert main(["bench", grid, "--output_dir", out, "--only", "zero1"]) == 1
+    assert "no cell was measured" in capsys.readouterr().err
+    assert main(["bench", out]) == 1
+    assert main(["bench", grid, "--output_dir", out, "--resume", "--only", "zero2"]) == 0
+
+
+def test_a_folder_says_what_is_left_of_it_and_the_command_that_runs_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch)
+    grid, out = str(folder / "grid.yaml"), str(folder / "out")
+    assert main(["bench", grid, "--output_dir", out, "--scale", "0.03", "--repeats", "3", "--only", "zero1"]) == 0
+    capsys.readouterr()
+    with Path(out, "results.jsonl").open("a") as file:
+        file.write('{"cell": "torn')
+    assert main(["bench", out]) == 0
+    said = capsys.readouterr().out
+    assert "1 line of its results left out: torn, by a kill" in said
+    command = f"finetune bench {out}/grid.yaml --output_dir {out} --resume --scale 0.03 --repeats 3"
+    assert f"6 of 9 launches are not run yet; `{command}` runs them" in said
+    assert main(["bench", out, "--resume"]) == 2
+    assert f"{out} has run, and is only shown. To go on: `{command}`." in capsys.readouterr().err
+    assert main(command.split()[1:]) == 0
+    capsys.readouterr()
+    assert main(["bench", out]) == 0
+    assert "not run yet" not in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_bench_is_named_as_such(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "docs").mkdir()
+    for asked in (["bench", str(folder / "docs")], ["bench", str(folder), "--compare", str(folder / "docs")]):
+        assert main(asked) == 2
+        assert "docs: it holds no bench (no results.jsonl)." in capsys.readouterr().err
+
+
 def test_an_interrupted_bench_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     bench = bench_of(folder)
@@ -229,7 +314,7 @@ def test_flags_of_a_run_are_refused_where_results_are_shown(
     stand_in(monkeypatch)
     ran(bench_of(folder, repeats=1))
     out = str(folder / "out")
-    for flag in (["--resume"], ["--dry_run"], ["--only", "zero1"], ["--repeats", "3"], ["--scale", "0.1"]):
+    for flag in (["--dry_run"], ["--only", "zero1"], ["--repeats", "3"], ["--scale", "0.1"]):
         assert main(["bench", out, *flag]) == 2
         assert f"{flag[0]}: {out} has run, and is only shown" in capsys.readouterr().err
 

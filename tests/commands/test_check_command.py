@@ -82,6 +82,30 @@ def test_the_options_are_these() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench", "grid.yaml", "--onyl", "wide-*"], "--onyl is no flag of `finetune bench`. Did you mean --only?"),
+        (["bench", "grid.yaml", "--treshold=1"], "--treshold=1 is no flag of `finetune bench`. Did you mean --thres"),
+        (["report", "runs/one", "--markdwon", "a.md"], "of `finetune report`. Did you mean --markdown?"),
+        (["plan", "gpt2", "--per_device_train_batch_sise", "8"], "Did you mean --per_device_train_batch_size?"),
+        (["doctor", "--xyzzy"], "--xyzzy is no flag of `finetune doctor`. `finetune doctor --help` lists them."),
+        (["doctor", "runs"], "runs: that is one argument too many for `finetune doctor`"),
+        (["--verison", "doctor"], "--verison is no flag of `finetune`. Did you mean --version?"),
+        (
+            ["launch", "--nodse", "2", "recipes/seq_cls.py", "--onyl"],
+            "--nodse is no flag of `finetune launch`. Did you",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_misspelt_flag_is_refused_with_the_nearest(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", ["--help", "check --help", "doctor --help", "launch --help", "check zero2"])
 def test_an_answer_needs_nothing_heavy(words: str) -> None:
     heavy = {"torch", "transformers", "deepspeed", "datasets", "numpy", "pydantic"}

@@ -11,6 +11,7 @@ import pytest
 from page_reader import PageReader
 from report_folders import GIB, HOSTILE, LAYOUTS, MODELS, bench_folder, run_folder
 
+from finetune.page.drawing import Word
 from finetune.report import bench as bench_module
 from finetune.report.bench import Bench, Cell, read_bench
 from finetune.report.bench_pictures import throughput_bars
@@ -88,6 +89,30 @@ def test_bars_are_as_long_as_what_they_stand_for(folder: Path) -> None:
     assert [bar.width / bars[0].width for bar in bars] == pytest.approx(
         [(rate or 0) / (rates[0] or 1) for rate in rates]
     )
+
+
+def test_the_caption_is_not_cut_off_on_a_telephone(folder: Path) -> None:
+    picture = throughput_bars(read_bench(folder, "bench"), "gptlite", 340.0)
+    (caption,) = (one for one in picture.shapes if isinstance(one, Word) and "samples a second" in one.text)
+    assert caption.x >= 0
+    assert caption.x + caption.width <= 340
+
+
+def test_small_models_are_in_mib(folder: Path) -> None:
+    large = page_of(folder).text
+    assert "peak GiB" in large
+    assert "peak MiB" not in large
+    rows = rows_of(folder)
+    for row in rows:
+        if memory := row["memory"]:
+            memory |= {"peak_bytes": [2**18, 2**17], "average_bytes": [2**17, 2**17], "by_kind": {"parameters": 2**16}}
+        row["planned"] = {"peak_bytes": 2**19, "step_seconds": 1.0}
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = page_of(folder).text
+    for words in ("peak MiB", "average MiB", "resident GiB", "MiB (2**20 bytes)", "measured, MiB", "planned, MiB"):
+        assert words in small, words
+    assert "peak GiB" not in small
+    assert "0.25" in small
 
 
 def test_a_repeat_that_was_run_again_counts_once(folder: Path) -> None:
