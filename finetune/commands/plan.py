@@ -14,7 +14,9 @@ from finetune.dsconfig.run import flag_value
 from finetune.errors import RequestError
 from finetune.plan.flags import RECIPE_FLAGS
 from finetune.plan.job import Job
+from finetune.plan.kept import RUN_RECORD, SHAPING, with_kept_model
 from finetune.plan.machine import Machine, find_machine
+from finetune.plan.model import read_config
 from finetune.plan.notes import notes as notes_of
 from finetune.plan.plan import Plan, plan
 from finetune.plan.request import Asked, job_of
@@ -91,6 +93,11 @@ def _asked(asked: argparse.Namespace, machine: Machine) -> Asked:
         from finetune.training.flat_yaml import read_flat_yaml
 
         values |= {name: flag_value(value) for name, value in read_flat_yaml(target).items()}
+        is_other = any(getattr(asked, name) for name in ("model_name_or_path", *SHAPING))
+        if Path(target).name == RUN_RECORD and not is_other:
+            folder = Path(target).parent
+            processor = folder / "preprocessor_config.json"
+            values = with_kept_model(values, folder, read_config(processor) if processor.is_file() else {})
     elif target:
         values["model_name_or_path"] = target
     flags = {name: getattr(asked, name) for name in RECIPE_FLAGS}

@@ -21,6 +21,10 @@ NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse"
 SIDE, CHANNELS = 32, 3
 PIXELS = CHANNELS * SIDE * SIDE
 TRAIN, TEST = tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",)
+# What a cut or random file makes of the pickle machine (Python's documentation of pickle.UnpicklingError).
+BROKEN = (pickle.UnpicklingError, ValueError, TypeError, EOFError, LookupError, AttributeError, ImportError,
+          MemoryError, OverflowError)  # fmt: skip
+AGAIN = "Unpack the archive again."
 
 Batch = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]  # pictures (N, 32, 32, 3) and class ids (N,)
 
@@ -53,7 +57,7 @@ def _read_binary(path: Path) -> Batch:
     if not len(content) or len(content) % (PIXELS + 1):
         raise RequestError(
             f"{path}: is {len(content):,} bytes, but CIFAR-10's binary files are records of {PIXELS + 1:,}. Was it cut "
-            "off? Unpack it again."
+            "off? Unpack the archive again."
         )
     records = content.reshape(-1, PIXELS + 1)
     return _checked(path, records[:, 1:], records[:, 0].astype(np.int64))
@@ -68,7 +72,7 @@ def _read_pickle(path: Path) -> Batch:
         found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise RequestError(
             f"{path}: is no batch of CIFAR-10, which holds b'data' (bytes, pictures x {PIXELS:,}) and b'labels' "
-            f"(a list of integers). It holds {str(found)[:200]}."
+            f"(a list of integers). It holds {str(found)[:200]}. {AGAIN}"
         )
     assert data is not None
     return _checked(path, data, np.asarray(labels, dtype=np.int64))
@@ -76,7 +80,7 @@ def _read_pickle(path: Path) -> Batch:
 
 def _checked(path: Path, rows: npt.NDArray[np.uint8], labels: npt.NDArray[np.int64]) -> Batch:
     if len(rows) != len(labels):
-        raise RequestError(f"{path}: has {len(rows):,} pictures, but {len(labels):,} labels.")
+        raise RequestError(f"{path}: has {len(rows):,} pictures, but {len(labels):,} labels. {AGAIN}")
     if len(labels) and not 0 <= labels.min() <= labels.max() < len(NAMES):
         wrong = sorted(set(labels.tolist()) - set(range(len(NAMES))))[:5]
         raise RequestError(f"{path}: has the labels {wrong}, but CIFAR-10's are 0 to {len(NAMES) - 1}.")
@@ -92,11 +96,13 @@ def load_plain_pickle(path: Path) -> Any:
         if not isinstance(found, dict):
             return found
         return {name: value.values if isinstance(value, _Array) else value for name, value in found.items()}
-    except pickle.UnpicklingError as error:
+    except _RefusedError as error:
         raise RequestError(f"{path}: {first_line(error, 400)}") from error
-    except (ValueError, TypeError, EOFError, IndexError, KeyError, AttributeError, ImportError, MemoryError) as error:
-        # What a cut or random file makes of the pickle machine (Python's documentation of pickle.UnpicklingError).
-        raise RequestError(f"{path}: cannot be read as a pickle ({first_line(error)}). Was it cut off?") from error
+    except BROKEN as error:
+        raise RequestError(
+            f"{path}: is no batch of CIFAR-10 in python form, or was cut off; it cannot be read as a pickle "
+            f"({first_line(error)}). {AGAIN}"
+        ) from error
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -106,11 +112,15 @@ def _bytes_of(path: Path) -> bytes:
         raise RequestError(f"{path}: cannot be read ({error.strerror}). CIFAR-10 has all of its batches.") from error
 
 
+class _RefusedError(pickle.UnpicklingError):
+    """For a pickle that asks for more than a batch needs. The message says what."""
+
+
 class _Refusing:
     """What stands for a name in a pickle. The pickle machine sets attributes on what has no __setstate__ of its own."""
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("the pickle fills something that no batch does. It is not read.")
+        raise _RefusedError("the pickle fills something that no batch does. It is not read.")
 
 
 class _Latin1(_Refusing):
@@ -118,9 +128,7 @@ class _Latin1(_Refusing):
 
     def __new__(cls, text: Any, encoding: Any = None) -> Any:
         if encoding not in ("latin1", b"latin1") or not isinstance(text, str):
-            raise pickle.UnpicklingError(
-                f"the pickle encodes text as {encoding!r}, which no batch does. It is not read."
-            )
+            raise _RefusedError(f"the pickle encodes text as {encoding!r}, which no batch does. It is not read.")
         return text.encode("latin1")
 
 
@@ -130,7 +138,7 @@ class _Kind(_Refusing):
     def __init__(self, name: Any, *_: Any) -> None:
         kind = np.dtype(name.decode("latin1") if isinstance(name, bytes) else str(name))
         if kind.kind not in "biuf":
-            raise pickle.UnpicklingError(f"the pickle holds an array of {kind}, which is no number. It is not read.")
+            raise _RefusedError(f"the pickle holds an array of {kind}, which is no number. It is not read.")
         self.kind = kind
 
     def __setstate__(self, state: Any) -> None:
@@ -168,7 +176,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (found := KNOWN.get((module, name))) is not None:
             return found
-        raise pickle.UnpicklingError(
+        raise _RefusedError(
             f"the pickle asks for {module}.{name}, which no batch of CIFAR-10 needs: loading it could run code. "
             "It is not read. Get the files from their source."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -30,16 +30,24 @@ def square_processor(side: int, mean: Sequence[float], std: Sequence[float]) -> 
     return ViTImageProcessorPil(size=size, image_mean=list(mean), image_std=list(std))
 
 
-def refuse_bad(bad: Sequence[str], split: str, of: int, skip: bool) -> None:
-    """Raises RequestError for pictures that cannot be read, unless the rest is to do without them."""
-    if bad and not skip:
-        shown = "; ".join(bad[:SHOWN]) + ("; ..." if len(bad) > SHOWN else "")
-        raise RequestError(
-            f"the {split} data has {len(bad):,} of {of:,} pictures that cannot be read: {shown}. Mend them, or leave "
-            "them out by --skip_bad_rows True."
+def refuse_bad(bad: Mapping[str, Sequence[str]], of: Mapping[str, int], skip: bool, is_held_out: bool) -> None:
+    """Raises RequestError for pictures that cannot be read, all at once, unless the rest is to do without them. Both
+    mappings are by split; `is_held_out`: what validates is a part of the user's train data."""
+    if any(bad.values()) and not skip:
+        wrong, all_of = {split: list(names) for split, names in bad.items()}, dict(of)
+        if is_held_out:
+            wrong["train"] = sorted([*wrong["train"], *wrong.pop("validation")])
+            all_of["train"] += all_of["validation"]
+        found = ". And ".join(
+            f"the {split} data has {len(names):,} of {all_of[split]:,} pictures that cannot be read: "
+            + "; ".join([*names[:SHOWN], *(["..."] if len(names) > SHOWN else [])])
+            for split, names in wrong.items()
+            if names
         )
-    if len(bad) == of:
-        raise RequestError(f"the {split} data has no picture that can be read, {bad[0]} for instance.")
+        raise RequestError(f"{found}. Mend them, or leave them out by --skip_bad_rows True.")
+    for split, names in bad.items():
+        if len(names) == of[split]:
+            raise RequestError(f"the {split} data has no picture that can be read, {names[0]} for instance.")
 
 
 class Resizer:

@@ -73,6 +73,7 @@ class RawImages:
     source: str
     is_builtin: bool = False
     left_out: int = 0  # files that are no pictures, or lie in no class folder
+    hidden: tuple[str, ...] = ()  # folders of pictures that are not looked at, for their names begin with a dot
 
 
 def load_images(arguments: ImageArguments) -> RawImages:
@@ -136,14 +137,16 @@ def _array_split(pixels: npt.NDArray[np.uint8], labels: Sequence[str], what: str
 
 
 def _from_folders(folders: dict[str, Path]) -> RawImages:
-    splits, left_out = {}, 0
+    splits, left_out, hidden = {}, 0, list[str]()
     names: tuple[str, ...] = ()
     for split, folder in folders.items():
         files, labels, others = _look_into(folder, split)
+        hidden += _hidden_folders(folder)
         splits[split], left_out = _file_split(folder, files, labels), left_out + others
         if split == "train" or (not names and labels is not None):
             names = tuple(sorted(set(labels or ())))
-    return RawImages(splits, names, ", ".join(folder.name for folder in folders.values()), left_out=left_out)
+    source = ", ".join(folder.name for folder in folders.values())
+    return RawImages(splits, names, source, left_out=left_out, hidden=tuple(dict.fromkeys(hidden)))
 
 
 def _look_into(folder: Path, split: str) -> tuple[list[str], list[str] | None, int]:
@@ -179,6 +182,17 @@ def _look_into(folder: Path, split: str) -> tuple[list[str], list[str] | None, i
     if empty:
         raise RequestError(f"{flag}: has no picture in {', '.join(empty[:8])}. Fill them or remove them.")
     return files, labels, others
+
+
+def _hidden_folders(folder: Path) -> list[str]:
+    """Those that programs keep for themselves, and perhaps a class; only where they hold pictures."""
+    return [
+        display(path.name)
+        for path in sorted(folder.iterdir())
+        if path.name.startswith(".")
+        and path.is_dir()
+        and any(file.lower().endswith(SUFFIXES) for _, _, some in os.walk(path) for file in some)
+    ]
 
 
 def _file_split(folder: Path, files: list[str], labels: list[str] | None) -> RawSplit:

@@ -27,8 +27,9 @@ from finetune.data.image_samples import AugmentationArguments, ImageCollator, Pi
 from finetune.data.image_sources import BadImageError, ImageArguments, RawImages, RawSplit, load_images
 from finetune.data.tables import SPLITS, PreparationArguments, at_most, hold_out
 from finetune.errors import RequestError
+from finetune.page.words import plain
 
-FORMAT = 1  # raise it when what is cached changes
+FORMAT = 2  # raise it when what is cached changes
 LEAST_SIDE, MOST_SIDE = 32, 224  # of a model from scratch, unless --image_size says otherwise
 LOOKED_AT = 200  # pictures that the default side is taken from
 
@@ -45,6 +46,8 @@ class ImageAccount:
     side: int
     sizes: list[str]  # the most frequent sizes that pictures came in
     left_out: int  # files that were not looked at
+    hidden: list[str]  # folders of pictures that were not looked at, for their names begin with a dot
+    single: list[str]  # classes of one picture, of which nothing was held out
     mean: list[float]
     std: list[float]
 
@@ -86,6 +89,8 @@ class ImageData:
         bad = sum(account.skipped.values())
         cut = f", {bad:,} bad pictures left out" if bad else ""
         cut += f", {account.left_out:,} other files not looked at" if account.left_out else ""
+        cut += f", hidden by a dot and left out: {_listed(account.hidden)}" if account.hidden else ""
+        cut += f", of one picture and only trained on: {_listed(account.single)}" if account.single else ""
         more = "; --train_dir takes your own" if account.is_builtin else ""
         return f"data: {account.source} ({rows} pictures, {len(self.labels.names)} classes{resized}{cut}{more})"
 
@@ -124,6 +129,10 @@ def prepare_images(
         change = augmentation_of(augmentation, account.side, account.is_builtin, seed) if split == "train" else None
         splits[split] = Pictures(pixels, np.load(labels) if labels.is_file() else None, change)
     return ImageData(splits, Labels("classification", tuple(stored["names"])), account, own, stored["pictures"])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(plain(name) for name in [*names[:SHOWN], *(["..."] if len(names) > SHOWN else [])])
 
 
 def _check(arguments: ImageArguments, augmentation: AugmentationArguments) -> None:
@@ -177,11 +186,10 @@ class _Preparation:
         side = arguments.image_size or _default_side(raw.splits["train" if "train" in raw.splits else first])
         processor = self.processor or square_processor(side, [0.0] * CHANNELS, [1.0] * CHANNELS)
         resizer = Resizer(processor, preparation.preprocessing_num_workers or os.cpu_count() or 1)
-        rows, skipped, pictures, counts = {}, {}, {}, {}
+        rows, bad, pictures, counts = {}, {}, {}, {}
         for split, (source, wanted) in chosen.items():
-            kept, bad = resizer.write(source, wanted, folder / f"{split}.bin")
-            refuse_bad(bad, split, len(wanted), preparation.skip_bad_rows)
-            rows[split], skipped[split] = len(kept), len(bad)
+            kept, bad[split] = resizer.write(source, wanted, folder / f"{split}.bin")
+            rows[split] = len(kept)
             pictures[split] = [source.name(row) for row in kept] if split == "test" else []
             if source.labels is not None:
                 ids = np.asarray([names.index(source.labels[row]) for row in kept], dtype=np.int64)
@@ -189,16 +197,22 @@ class _Preparation:
                 if split == "train":
                     found = Counter(ids.tolist())
                     counts = {name: found[i] for i, name in enumerate(names)}
+        is_held_out = "validation" in chosen and "validation" not in raw.splits
+        wanted_rows = {split: len(wanted) for split, (_, wanted) in chosen.items()}
+        refuse_bad(bad, wanted_rows, preparation.skip_bad_rows, is_held_out)
+        found_labels = Counter(raw.splits["train"].labels or () if is_held_out else ())
         mean, std = moments(np.memmap(folder / f"{first}.bin", np.uint8, "r").reshape(-1, *resizer.shape))
         account = ImageAccount(
             raw.source,
             raw.is_builtin,
             rows,
-            skipped,
+            {split: len(names) for split, names in bad.items()},
             counts,
             resizer.shape[-1],
             resizer.sizes(),
             raw.left_out,
+            list(raw.hidden),
+            [name for name in names if found_labels[name] == 1],
             mean,
             std,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from typing import Any
 
 from finetune.page.table import Table
@@ -16,8 +17,8 @@ def fenced(text: str) -> str:
 
 
 def cell(text: Any) -> str:
-    """One line that neither ends a table cell nor starts markup."""
-    line = " ".join(str(text).split())
+    """One line that neither ends a table cell nor starts markup, nor moves the cursor of who reads it by `cat`."""
+    line = "".join(letter for letter in " ".join(str(text).split()) if unicodedata.category(letter) != "Cc")
     for character in "\\|<>`*_[]#!":
         line = line.replace(character, "\\" + character)
     return line

@@ -20,6 +20,7 @@ from finetune.plan.families.parts import MOST, Sizes
 from finetune.plan.flags import RECIPE_FLAGS
 from finetune.plan.forward.losses import CHUNK_TOKENS, LARGE_VOCABULARY
 from finetune.plan.job import DEEPSPEED, NO_TEXT, PIPELINE, TRAINER, Job
+from finetune.plan.kept import refuse_images
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, model_of, read_config, with_lora
 from finetune.plan.named import find_model_config
@@ -145,6 +146,7 @@ def _model(asked: Asked, notes: list[str]) -> tuple[Model, str]:
         if wants_classes and model.head != "sequence_classification":
             model = model_of(config, str(given), head="sequence_classification")
         return model, "seq_cls" if model.head == "sequence_classification" else "causal_lm"
+    refuse_images(values)
     config = find_model_config(GPTLITE_SIZES + str(values.get("model_size", "tiny")))
     for part in filter(None, str(values.get("config_overrides") or "").split(",")):
         name, _, text = part.partition("=")

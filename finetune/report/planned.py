@@ -6,12 +6,11 @@ from typing import Any
 
 from finetune.dsconfig.run import flag_value
 from finetune.errors import FinetuneError, first_line
+from finetune.plan.kept import with_kept_model
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.plan import Plan, plan
 from finetune.plan.request import Asked, job_of
 from finetune.report.run import Run, read_json
-
-SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
 
 
 def planned(run: Run) -> Plan | None:
@@ -39,15 +38,9 @@ def planned(run: Run) -> Plan | None:
 
 
 def _flags(run: Run) -> dict[str, Any]:
-    """Of its recipe; but the model is the one that it has kept, for each recipe has another by default."""
+    """Of its recipe; but the model is the one that it has kept."""
     flags = {name: flag_value(value) for name, value in run.recipe.items()}
-    if (run.folder / "config.json").is_file():
-        flags = {name: value for name, value in flags.items() if name not in SHAPING}
-        flags["model_name_or_path"] = str(run.folder)
-    side = read_json(run.folder / "preprocessor_config.json", run.notes).get("size")
-    if isinstance(side, dict) and "height" in side:
-        flags.setdefault("image_size", side["height"])
-    return flags
+    return with_kept_model(flags, run.folder, read_json(run.folder / "preprocessor_config.json", run.notes))
 
 
 def _machine(run: Run) -> Machine:

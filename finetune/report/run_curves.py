@@ -51,6 +51,8 @@ def _keys(runs: Iterable[Run]) -> list[str]:
         key: None for run in runs for row in run.rows if not is_summary(row)
         for key, value in row.items() if key not in NOT_DRAWN and as_number(value) is not None
     }  # fmt: skip
+    if any(as_number(row.get("eval_loss")) is not None for run in runs for row in run.rows if not is_summary(row)):
+        seen[LOSS] = None  # a short run may be evaluated before it logs a loss of training
     if "real_tokens_per_second" in seen:
         seen.pop("samples_per_second", None)
     known = list(TITLES)

@@ -36,6 +36,7 @@ def write(
 
 def read(paths: Sequence[Path]) -> tuple[list[Run], list[Bench]]:
     """Raises RequestError for a path that is neither a run's folder nor a bench's."""
+    given = {path.parent if path.is_file() else path: path for path in reversed(paths)}
     folders = list(dict.fromkeys(path.parent if path.is_file() else path for path in paths))
     names = _names(folders)
     runs, benches = list[Run](), list[Bench]()
@@ -47,9 +48,11 @@ def read(paths: Sequence[Path]) -> tuple[list[Run], list[Bench]]:
         elif not folder.is_dir():
             raise RequestError(f"{folder}: there is no such folder. Give the --output_dir of a run or of a bench.")
         else:
+            path = given[folder]
+            what = "it" if path == folder else f"is a file, and its folder {folder}"
             raise RequestError(
-                f"{folder}: it holds neither a run (metrics.jsonl, all_results.json, ...) nor a bench (results.jsonl). "
-                "Give the --output_dir of a recipe, or of `finetune bench`."
+                f"{path}: {what} holds neither a run (metrics.jsonl, all_results.json, ...) nor a bench "
+                "(results.jsonl). Give the --output_dir of a recipe, or of `finetune bench`."
             )
     return runs, benches
 

@@ -37,8 +37,9 @@ STEPS, BATCH, WIDTH = 5, 24, 16  # 24 rows divide among 2, 3 or 4 ranks
 BUCKET_BYTES = 2200  # two of the four layers; torch's own are 25 MiB
 
 if os.environ.get("WORLD_SIZE") not in ("2", "3", "4"):
-    print("error: start it with: torchrun --nproc_per_node 2 recipes/basics/ddp_by_hand.py (or 3, 4)", file=sys.stderr)
-    sys.exit(2)
+    if speaks := os.environ.get("RANK", "0") == "0":
+        print("error: 2, 3 or 4 ranks: torchrun --nproc_per_node 2 recipes/basics/ddp_by_hand.py", file=sys.stderr)
+    sys.exit(2 if speaks else 0)  # were another to fail first, torchrun would end rank 0 before it has spoken
 GPUS = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each rank: NCCL; otherwise gloo
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPUS else torch.device("cpu")
 if GPUS:
@@ -143,8 +144,7 @@ if __name__ == "__main__":
             assert max(to_ddp, to_one_process) < 1e-6, differences
             assert (between_ranks, sum(sent)) == (0, 4 * weights.numel())
             assert len(sent) == (8 if way == "1 average" else 2)
-            left_in_mid_backward = events.index(">1") < events.index("b2")
-            assert left_in_mid_backward == (way == "3 overlap")
+            assert (events.index(">1") < events.index("b2")) == (way == "3 overlap"), "sent too early or late"
     if RANK == 0:
         print("All three equal torch's DDP and one process. With overlap the first message leaves in mid-backward.")
     dist.destroy_process_group()

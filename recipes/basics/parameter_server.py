@@ -92,11 +92,11 @@ def serve(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, rate: Ca
 
 
 def main() -> None:
-    too_few = int(os.environ.get("WORLD_SIZE", 1)) < 3  # one worker alone is never stale
-    if too_few and os.environ.get("RANK", "0") == "0":
-        print("error: start it with: torchrun --nproc_per_node 4 recipes/basics/parameter_server.py", file=sys.stderr)
-    if too_few:
-        sys.exit(2)
+    if int(os.environ.get("WORLD_SIZE", 1)) < 3:  # one worker alone is never stale
+        if speaks := os.environ.get("RANK", "0") == "0":
+            told = "error: start it with: torchrun --nproc_per_node 4 recipes/basics/parameter_server.py"
+            print(told, file=sys.stderr)
+        sys.exit(2 if speaks else 0)  # were another to fail first, torchrun would end rank 0 before it has spoken
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, default=Path("runs/basics/parameter_server.png"))
     output = parser.parse_args().output

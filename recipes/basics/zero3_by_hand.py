@@ -38,8 +38,9 @@ from torch import nn
 STEPS, WIDTHS = 5, (12, 24, 24, 6)  # La: 12 -> 24, Lb: 24 -> 24, Lc: 24 -> 6, 1,062 parameters; 3 divides each layer's
 
 if os.environ.get("WORLD_SIZE") != "3":
-    print("error: start it with: torchrun --nproc_per_node 3 recipes/basics/zero3_by_hand.py", file=sys.stderr)
-    sys.exit(2)
+    if speaks := os.environ.get("RANK", "0") == "0":
+        print("error: start it with: torchrun --nproc_per_node 3 recipes/basics/zero3_by_hand.py", file=sys.stderr)
+    sys.exit(2 if speaks else 0)  # were another to fail first, torchrun would end rank 0 before it has spoken
 GPUS = torch.cuda.device_count() >= 3  # a GPU for each rank: NCCL; otherwise gloo on the CPU
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPUS else torch.device("cpu")
 if GPUS:
@@ -120,7 +121,6 @@ if __name__ == "__main__":
         nn.functional.mse_loss(model(MY_X), MY_Y).backward()
         note("at the step")
         adam.step()
-
     means = [adam.state[shard.mine][mean] for shard in shards for mean in ("exp_avg", "exp_avg_sq")]
     sizes = [moments[-1][2], sum(shard.mine.grad.nbytes for shard in shards), sum(mean.nbytes for mean in means)]
     everybodys: list = [None] * WORLD

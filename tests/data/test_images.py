@@ -134,6 +134,31 @@ def test_a_bad_picture_is_named_before_training_and_left_out_where_asked(spoil: 
     assert "2 bad pictures left out" in data.headline()
 
 
+@pytest.mark.parametrize("both", [True, False], ids=["a split of its own", "held out"])
+def test_bad_pictures_of_all_splits_are_named_at_once(both: bool, folder: Path) -> None:
+    names = [f"red/{i}.png" for i in range(4)]  # with a half held out, by this seed some lie on either side
+    for name in names:
+        (folder / name).write_text("no picture")
+    arguments = {"validation_dir": str(folder)} if both else {}
+    with pytest.raises(RequestError) as caught:
+        prepare({"validation_fraction": 0.5}, train_dir=str(folder), **arguments)
+    said = str(caught.value)
+    assert all(said.count(f"{name} is no picture") == (2 if both else 1) for name in names)
+    assert "the train data has 4 of 30 pictures" in said
+    assert ("the validation data has 4 of 30 pictures" in said) == both
+
+
+def test_a_folder_that_a_dot_hides_and_a_class_of_one_picture_are_said(folder: Path) -> None:
+    picture(folder / ".green" / "0.png", (5, 250, 5))
+    picture(folder / "white" / "0.png", (250, 250, 250))
+    (folder / ".cache").mkdir()
+    data = prepare(train_dir=str(folder))
+    assert data.labels.names == ("blue", "red", "white")
+    said = data.headline()
+    assert "hidden by a dot and left out: .green, of one picture and only trained on: white" in said
+    assert "trained on" not in prepare(train_dir=str(folder), validation_dir=str(folder)).headline()
+
+
 def test_a_picture_larger_than_meant_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture(tmp_path / "large.png", 0, (300, 300), "L")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300 * 200)
@@ -308,7 +333,10 @@ def _cut_short(marker: Path) -> bytes:
         pytest.param(_object_array, "asks for|array of object", id="array of objects"),
         pytest.param(_fills_a_class, "fills something|cannot be read as a pickle", id="fills a class"),
         pytest.param(_cut_short, "cannot be read as a pickle|truncated", id="cut short"),
-        pytest.param(lambda _: b"<html>Not found</html>", "invalid load key", id="a page in its place"),
+        pytest.param(
+            lambda _: b"<html>Not found</html>", "python form, or was cut off; .* Unpack", id="a page in its place"
+        ),
+        pytest.param(lambda _: b"hello, no pickle", "python form, or was cut off; .* Unpack", id="any text"),
     ],
 )
 def test_a_pickle_that_asks_for_more_than_numbers_runs_nothing(content: Any, message: str, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from report_folders import HOSTILE, run_folder
 
 from finetune.cli import main
 from finetune.errors import RequestError
+from finetune.page.markdown import cell
 from finetune.report.axes import SECONDS, STEP, TOKENS, as_number, envelope, places, smoothed
 from finetune.report.planned import planned
 from finetune.report.run import read_run
@@ -250,6 +251,19 @@ def test_bytes_that_a_comm_hook_sends_are_a_curve(tmp_path: Path) -> None:
     assert not [title for title in titles if "fp32" in title]
 
 
+def test_a_run_that_logged_only_losses_of_evaluation_shows_them_dashed(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"step": 2, "eval_loss": 1.5}\n{"step": 4, "eval_loss": 1.2}\n')
+    curves = curves_of([read_run(folder, "run")])
+    assert curves is not None
+    (panel,) = curves.panels
+    assert [(curve.name, curve.dashed, curve.points["step"]) for curve in panel.curves] == [
+        ("evaluation", True, [(2, 1.5), (4, 1.2)])
+    ]
+    page, _, _ = page_of([folder], tmp_path)
+    assert "Loss" in page.text
+
+
 def test_any_file_may_be_missing(tmp_path: Path) -> None:
     for gone in MARKED[:4]:
         folder = run_folder(tmp_path / gone.partition(".")[0])
@@ -266,6 +280,9 @@ def test_any_file_may_be_missing(tmp_path: Path) -> None:
 def test_a_folder_that_is_neither_and_one_that_is_not_there_are_said(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="it holds neither a run"):
         write([tmp_path], html=tmp_path / "x.html")
+    (tmp_path / "README.md").write_text("# Not a run")
+    with pytest.raises(RequestError, match=r"README\.md: is a file, and its folder .* holds neither a run"):
+        write([tmp_path / "README.md"], html=tmp_path / "x.html")
     with pytest.raises(RequestError, match="there is no such folder"):
         write([tmp_path / "gone"], html=tmp_path / "x.html")
 
@@ -400,6 +417,10 @@ def test_a_profile_is_a_table_by_part_and_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [True, "3", None, [1], math.nan, math.inf, 10**400])
 def test_what_is_no_number_is_not_drawn(value: Any) -> None:
     assert as_number(value) is None
+
+
+def test_a_cell_of_markdown_has_no_control_characters() -> None:
+    assert cell("\x1b[31mred\x9b2J\x00 \t| n\u00e4hme") == "\\[31mred2J \\| n\u00e4hme"
 
 
 def test_it_is_there_without_matplotlib_or_torch() -> None:

@@ -142,6 +142,18 @@ def test_a_page_runs_as_its_docstring_says_and_prints_what_it_teaches(name: str)
         assert words in output, f"{words!r} is missing in:\n{output}"
 
 
+@pytest.mark.parametrize(
+    "name",
+    one_quick_of(["collectives", "ddp_by_hand", "zero1_by_hand", "zero2_by_hand", "zero3_by_hand"], "ddp_by_hand"),
+)
+def test_of_a_wrong_number_of_ranks_rank_0_alone_speaks(name: str) -> None:
+    """The others end well and silent: torchrun would end rank 0 with them before it has spoken."""
+    command, wrong = [sys.executable, str(page_of(name))], {"WORLD_SIZE": "5", "OMP_NUM_THREADS": "1"}
+    status, output = run_to_its_end(command, {**wrong, "RANK": "0"})
+    assert (status, output.count("error: "), output.count("torchrun --nproc_per_node")) == (2, 1, 1), output
+    assert run_to_its_end(command, {**wrong, "RANK": "3"}) == (0, "")
+
+
 def test_the_first_message_of_ddp_leaves_in_mid_backward_only_with_overlap() -> None:
     status, output = run(page_of("ddp_by_hand"))
     assert status == 0, output[-6000:]

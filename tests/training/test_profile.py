@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,6 +234,27 @@ def test_a_run_that_is_too_short_is_refused_with_the_numbers() -> None:
         check_length(first=6, steps=3, last=7, done=0)
     with pytest.raises(RequestError, match=r"end with step 18, but .* 10 were had before it was resumed"):
         check_length(first=6, steps=3, last=12, done=10)
+
+
+@pytest.mark.parametrize(
+    ("first", "steps", "last", "mends"),
+    [
+        (6, 20, 6, "num_train_epochs, or a --profile of at most 1, or --profile 5 with --profile_first_step 2."),
+        (6, 3, 7, "num_train_epochs, or a --profile of at most 2, or a --profile_first_step from 2 to 5."),
+        (6, 3, 5, "num_train_epochs, or a --profile_first_step from 2 to 3."),
+        (6, 1, 1, "num_train_epochs."),
+    ],
+)
+def test_a_run_that_is_too_short_is_offered_only_what_helps(first: int, steps: int, last: int, mends: str) -> None:
+    with pytest.raises(RequestError) as error:
+        check_length(first, steps, last, done=0)
+    assert str(error.value).endswith(mends)
+    for wanted in re.findall(r"at most (\d+)", mends):
+        check_length(first, int(wanted), last, done=0)
+    for place in re.findall(r"from 2 to (\d+)", mends):
+        check_length(int(place), steps, last, done=0)
+    for wanted in re.findall(r"--profile (\d+) with", mends):
+        check_length(2, int(wanted), last, done=0)
 
 
 def request(*words: str, pipeline: bool = False) -> Request:

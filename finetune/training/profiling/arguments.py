@@ -69,10 +69,17 @@ def check_length(first: int, steps: int, last: int, done: int) -> None:
         return
     of = f"; {done} were had before it was resumed" if done else ""
     least = done + first + steps - 1
+    room = last - done
+    mends = ["more steps by --max_steps or --num_train_epochs"]
+    if room >= first:
+        mends.append(f"a --profile of at most {room - first + 1}")
+    if room > steps:
+        mends.append(f"a --profile_first_step from 2 to {room - steps + 1}")
+    elif room > 1:
+        mends.append(f"--profile {room - 1} with --profile_first_step 2")
     raise RequestError(
         f"--profile: {steps} step(s) from --profile_first_step {first} on end with step {least}, but this run ends "
-        f"with step {last}{of}. Give a smaller --profile_first_step (2 or more), or more steps by --max_steps or "
-        "--num_train_epochs."
+        f"with step {last}{of}. Give {', or '.join(mends)}."
     )
 
 
