@@ -288,7 +288,9 @@ def render(results: dict) -> str:
     lines = [
         "# ZeRO beside DDP: how fast the shipped configs are",
         "",
-        f"`{results['command']}`; {results['machine']}.",
+        f"`{results['command']}`; {results['machine']}. `deep_study` (256 wide, 128 layers) and `gptlite_study` have 2,048",
+        "rows, or tokens, a rank, as the published study gave each GPU; `deep_512` has 512 layers and 64 rows, so that what",
+        "the engine costs a tensor is not hidden by the computing.",
         "",
     ]
     if found := results.get("shipped"):
@@ -309,7 +311,7 @@ def render(results: dict) -> str:
             lines += [f"## Profile: {model}, {name}, rank 0, {row['steps']} steps, by own time", "", "```"]
             lines += [line[:118].rstrip() for line in row["python"].splitlines() if line.strip()][:24]
             lines += ["```", ""]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, *results.get("notes", [])]).rstrip() + "\n"  # notes are written by hand, and kept
 
 
 def main() -> None:
