@@ -288,9 +288,10 @@ def render(results: dict) -> str:
     lines = [
         "# ZeRO beside DDP: how fast the shipped configs are",
         "",
-        f"`{results['command']}`; {results['machine']}. `deep_study` (256 wide, 128 layers) and `gptlite_study` have 2,048",
-        "rows, or tokens, a rank, as the published study gave each GPU; `deep_512` has 512 layers and 64 rows, so that what",
-        "the engine costs a tensor is not hidden by the computing.",
+        f"`{results['command']}`; {results['machine']}.",
+        "",
+        "`deep_study` (256 wide, 128 layers) and `gptlite_study` have 2,048 rows, or tokens, a rank, as the study",
+        "gave each GPU; `deep_512` has 512 layers and 64 rows, so that computing does not hide what the engine costs.",
         "",
     ]
     if found := results.get("shipped"):
