@@ -219,6 +219,8 @@ def planned(name: str, way: Way) -> tuple[Model, Tape]:
 def test_peaks_above_the_weights_are_those_of_the_real_model(name: str, way: Way) -> None:
     if way.lora is not None:
         pytest.importorskip("peft", reason="peft is not installed")
+    if name.startswith("resnet") and (way.half or way.autocast) and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no convolutions in bf16: torch unfolds pictures in their place, as no GPU does")
     torch.manual_seed(0)
     model, tape = planned(name, way)
     ledger = played(model, tape, way.numbers.bytes_each)
