@@ -1,7 +1,7 @@
 """recipes/image_cls.py: accuracy on the digits, and the loss of the same steps in every layout; into docs/results/.
 
 python benchmarks/images.py                        # a quarter of an hour on two quiet cores
-python benchmarks/images.py --runs /tmp/images     # in parts: what has ended there is not run again
+python benchmarks/images.py --runs runs/images     # in parts: what has ended there is not run again
 """
 
 from __future__ import annotations
