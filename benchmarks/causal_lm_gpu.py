@@ -116,7 +116,10 @@ def stock(scale: Scale, folder: Path, tf32: bool, attention: str) -> dict:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     size = {"per_device_train_batch_size": scale.batch, "max_steps": scale.steps}
     arguments = TrainingArguments(output_dir=str(folder / "stock"), save_strategy="no", **size)
-    rows = [{"input_ids": block, "labels": block} for block in torch.load(folder / "ids.pt").split(scale.block)]
+    rows = [
+        {"input_ids": block, "labels": block}
+        for block in torch.load(folder / "ids.pt", weights_only=True).split(scale.block)
+    ]
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
     return speed(scale, model, marks[scale.steps] - marks[scale.warmup])
 
@@ -127,7 +130,7 @@ def loop(scale: Scale, folder: Path) -> dict:
     model = gpt_lite(scale).to(DEVICE).train()
     forward = torch.compile(model) if scale.compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
-    ids, shape = torch.load(folder / "ids.pt").to(DEVICE), (scale.steps, scale.batch, scale.block)
+    ids, shape = torch.load(folder / "ids.pt", weights_only=True).to(DEVICE), (scale.steps, scale.batch, scale.block)
     inputs, targets = (part[: math.prod(shape)].view(shape) for part in (ids, ids[1:]))
     for number, (x, y) in enumerate(zip(inputs, targets, strict=True)):  # each (B, T)
         if number == scale.warmup:

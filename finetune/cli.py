@@ -1,4 +1,6 @@
-"""`finetune`: what can be asked before a run. Every import is inside its handler, so that answers come at once."""
+"""`finetune`: what can be asked before a run, and of what a run has left.
+
+Every import is inside its handler, so that answers come at once."""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import sys
 from typing import Any
 
 from finetune import __version__
+from finetune.dsconfig.secret import without_home
 from finetune.errors import FinetuneError, RequestError
 
 
@@ -26,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except FinetuneError as error:
-        print(f"finetune: {error}", file=sys.stderr)
+        print(f"finetune: {without_home(str(error))}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print("\nfinetune: stopped.", file=sys.stderr)
@@ -51,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Every command with its options; importing nothing for them."""
-    whole = _Parser(prog="finetune", description=__doc__)
+    whole = _Parser(prog="finetune", description=(__doc__ or "").partition("\n")[0])
     whole.add_argument("--version", action="version", version=f"finetune {__version__}")
     commands = whole.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="find what is wrong with DeepSpeed configs, as a recipe does on start")
@@ -94,6 +97,8 @@ def parser() -> argparse.ArgumentParser:
     add("paths", nargs="+", metavar="RUN_OR_BENCH", help="the --output_dir of a recipe or of `finetune bench`")
     add("--html", metavar="FILE", help="the page (default: report.html in the folder, or here for several)")
     add("--markdown", metavar="FILE", help="for a model card, its pictures in a folder beside it")
+    _checkpoint_options(commands.add_parser("checkpoint", help="what is in a run folder, and whether it is whole"))
+    _export_options(commands.add_parser("export", help="a checkpoint of any layout as a model that transformers opens"))
     launch = commands.add_parser("launch", help="print the command that starts a recipe on the machine or cluster")
     launch.set_defaults(handler=_launch)
     add = launch.add_argument
@@ -160,6 +165,34 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
     add("--threshold", type=float, default=0.05, metavar="X", help="by how much worse, as a share (default 0.05)")
 
 
+def _checkpoint_options(command: argparse.ArgumentParser) -> None:
+    kinds = command.add_subparsers(dest="kind", metavar="{ls,verify}", required=True)
+    ls = kinds.add_parser("ls", help="list the checkpoints of a run folder, newest first")
+    ls.set_defaults(handler=_checkpoint)
+    ls.add_argument("folder", metavar="RUN_FOLDER", help="the --output_dir of a recipe")
+    ls.add_argument("--verify", action="store_true", help="read every byte (default: names and sizes alone)")
+    ls.add_argument("--json", action="store_true", help="for another program")
+    verify = kinds.add_parser("verify", help="read every byte; exit status 1 where something is not as it was saved")
+    verify.set_defaults(handler=_checkpoint)
+    verify.add_argument("folder", metavar="FOLDER_OR_CHECKPOINT", help="a run folder, or one checkpoint in it")
+    verify.add_argument("--json", action="store_true", help="for another program")
+
+
+def _export_options(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(handler=_export)
+    add = command.add_argument
+    add(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="such as runs/seq_cls/checkpoint-100, or the folder of a run that ended",
+    )
+    add("out", metavar="OUT", help="a folder that is not there yet, or is empty")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
+    add("--max_shard_size", default="5GB", metavar="SIZE", help="of a file, such as 500MB (default 5GB)")
+    add("--merge_adapter", action="store_true", help="LoRA: write the base model with the adapter in its weights")
+    add("--base_model", metavar="FOLDER", help="for that, where the base model is (default: as the adapter says)")
+
+
 def _check(asked: argparse.Namespace) -> int:
     from finetune.commands.check import run
 
@@ -184,8 +217,20 @@ def _bench(asked: argparse.Namespace) -> int:
     return run(asked)
 
 
+def _export(asked: argparse.Namespace) -> int:
+    from finetune.commands.export import run
+
+    return run(asked)
+
+
 def _launch(asked: argparse.Namespace) -> int:
     from finetune.commands.launch import run
+
+    return run(asked)
+
+
+def _checkpoint(asked: argparse.Namespace) -> int:
+    from finetune.commands.checkpoint import run
 
     return run(asked)
 

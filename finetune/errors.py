@@ -25,6 +25,13 @@ class InterruptedRunError(FinetuneError):
     exit_status = 75
 
 
+class BusyError(FinetuneError):
+    """The request was right, and somebody else still has what the run needs. The status is EX_TEMPFAIL, as above: a
+    cluster starts the run again."""
+
+    exit_status = 75
+
+
 class NothingToDoError(FinetuneError):
     """What was asked for is there already."""
 

@@ -28,7 +28,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
         if not text:
             continue
         found = LINE.fullmatch(text)
-        if not found or int(found[2]) < 1:
+        if not found or len(found[2]) > 6 or int(found[2]) < 1:
             raise RequestError(f"{path}:{number}: {text!r} is no host. Write its name and its GPUs: worker-1 slots=8.")
         if found[1] in hosts:
             raise RequestError(

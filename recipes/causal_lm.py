@@ -19,6 +19,7 @@ from finetune.models.document_mask import check_document_mask
 from finetune.models.source import positions_of
 from finetune.training.arguments import RunArguments
 from finetune.training.comm_hooks.arguments import CompressionArguments
+from finetune.training.guards.arguments import GuardArguments
 from finetune.training.hub import push
 from finetune.training.launch import run
 from finetune.training.loss import settle_loss_scaling
@@ -60,10 +61,10 @@ SCRATCH = {
 
 def main() -> None:
     # Start: parse, check, settle the machine. What is wrong with the request is said here or in the next two chapters.
-    text, engine = (CorpusArguments, BlockArguments, SampleArguments), (RunArguments, CompressionArguments)
-    groups = (CausalModelArguments, AdapterArguments, *text, ProfileArguments, *engine)
-    session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
-    model_args, adapter_args, *text_args, profile_args, run_args, comm_args = session.arguments
+    groups = (CausalModelArguments, AdapterArguments, CorpusArguments, BlockArguments, SampleArguments)
+    engine = (ProfileArguments, RunArguments, CompressionArguments, GuardArguments)
+    session = start((*groups, *engine), DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
+    model_args, adapter_args, *text_args, profile_args, run_args, comm_args, guards = session.arguments
     corpus_args, block_args, sample_args = text_args
     training, folder = session.training, Path(session.training.output_dir)
     settle_language_arguments(training, corpus_args, session.request.given)
@@ -115,6 +116,7 @@ def main() -> None:
         callbacks=callbacks,
         lengths=data.lengths if run_args.group_by_length else None,
         compression=comm_args,
+        guards=guards,
     )
 
     with explained_disk_errors(folder):
@@ -124,8 +126,8 @@ def main() -> None:
             write_records(folder, session.request.values, sys.argv[1:], session.launch)
         if training.do_train:
             trained = trainer.train(resume_from_checkpoint=session.checkpoint)
-            peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
-            trainer.save_metrics("train", {**trained.metrics, **peaks})
+            peaks = trainer.peak_memory_gib_per_rank()
+            trainer.save_metrics("train", {**trained.metrics, "peak_memory_gib_per_rank": peaks})
             trainer.save_model()
             trainer.save_state()
 
@@ -139,9 +141,7 @@ def main() -> None:
             if adapter_args.merge_adapter and training.do_train:
                 session.say(f"merged: {write_merged(folder, model_args, source, data.tokenizer)}")
             write_language_report(folder, data, source, samples.last)
-            if samples.last:
-                session.say("sample:", samples.last)
-            session.say(headline(folder))
+            session.say(*(["sample:", samples.last] if samples.last else []), headline(folder))
         if training.push_to_hub:
             session.say(push(trainer))
 

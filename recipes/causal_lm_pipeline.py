@@ -16,6 +16,7 @@ from finetune.models.causal import CausalModelArguments, find_causal_source, set
 from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
 from finetune.models.source import positions_of
 from finetune.training.arguments import RunArguments
+from finetune.training.guards.arguments import GuardArguments
 from finetune.training.launch import run
 from finetune.training.metrics import language_metrics, settle_language_arguments
 from finetune.training.output_dir import check_same_model, open_output_dir
@@ -58,9 +59,9 @@ SCRATCH = {
 def main() -> None:
     # Start: parse, check the layout, settle the machine.
     text = (CorpusArguments, BlockArguments, SampleArguments)
-    groups = (CausalModelArguments, PipelineArguments, *text, ProfileArguments, RunArguments)
+    groups = (CausalModelArguments, PipelineArguments, *text, ProfileArguments, RunArguments, GuardArguments)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
-    model_args, pipeline_args, corpus_args, block_args, sample_args, profile_args, run_args = session.arguments
+    model_args, pipeline_args, corpus_args, block_args, sample_args, profile_args, run_args, guards = session.arguments
     training, folder, launch = session.training, Path(session.training.output_dir), session.launch
     settle_language_arguments(training, corpus_args, session.request.given)
 
@@ -107,6 +108,7 @@ def main() -> None:
         checkpoint_interval=interval,
         weights=Path(source.pretrained) if source.pretrained else None,
         schedule_step=pipeline_args.schedule_step,
+        guards=guards,
     )
 
     with explained_disk_errors(folder):

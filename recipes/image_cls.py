@@ -20,6 +20,7 @@ from finetune.data.tables import PreparationArguments
 from finetune.models.images import ImageModelArguments, build_image_classifier, find_image_source, settled_image_config
 from finetune.training.arguments import RunArguments
 from finetune.training.comm_hooks.arguments import CompressionArguments
+from finetune.training.guards.arguments import GuardArguments
 from finetune.training.hub import push
 from finetune.training.launch import run
 from finetune.training.loss import ClassArguments, loss_for, settle_loss_scaling
@@ -57,7 +58,7 @@ def main() -> None:
     # Start: parse, check, settle the machine. With --pipeline_parallel_size the engine is DeepSpeed's pipeline.
     engine = (PipelineArguments,) if asks_for_pipeline(sys.argv[1:]) else (ClassArguments, CompressionArguments)
     data_groups = (ImageArguments, PreparationArguments, AugmentationArguments)
-    groups = (ImageModelArguments, *data_groups, *engine, ProfileArguments, RunArguments)
+    groups = (ImageModelArguments, *data_groups, *engine, ProfileArguments, RunArguments, GuardArguments)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
     model_args, image_args, preparation, augmentation, *_ = session.arguments
     training, folder = session.training, Path(session.training.output_dir)
@@ -120,7 +121,7 @@ def main() -> None:
 
 def image_trainer(session, source, data, config, metrics):
     """The Hugging Face Trainer. The model is built after TrainingArguments, for ZeRO-3 shards it while it is built."""
-    model_args, _, _, _, class_args, comm_args, profile_args, run_args = session.arguments
+    model_args, _, _, _, class_args, comm_args, profile_args, run_args, guards = session.arguments
     training = session.training
     recomputes = bool(training.activation_checkpointing)
     model = build_image_classifier(model_args, source, config, data.account.side, training.seed, recomputes)
@@ -138,6 +139,7 @@ def image_trainer(session, source, data, config, metrics):
         compute_loss_func=loss_for(weights, training.label_smoothing_factor, data.labels.task, counts),
         callbacks=[MetricsFile(), SharedStatistics(model), *profiling(profile_args), *early_stopping(run_args)],
         compression=comm_args,
+        guards=guards,
     )
 
 

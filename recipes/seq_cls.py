@@ -16,6 +16,7 @@ from finetune.data.tables import DataArguments, PreparationArguments
 from finetune.models.classifier import ModelArguments, build_classifier, find_source
 from finetune.training.arguments import RunArguments
 from finetune.training.comm_hooks.arguments import CompressionArguments
+from finetune.training.guards.arguments import GuardArguments
 from finetune.training.hub import push
 from finetune.training.launch import run
 from finetune.training.loss import ClassArguments, loss_for, settle_loss_scaling
@@ -47,10 +48,10 @@ SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "warmup_steps": 0.1}
 
 def main() -> None:
     # Start: parse, check, settle the machine. What is wrong with the request is said here or in the next two chapters.
-    data, engine = (DataArguments, PreparationArguments, ClassArguments), (RunArguments, CompressionArguments)
-    groups = (ModelArguments, *data, ProfileArguments, *engine)
+    engine = (RunArguments, CompressionArguments, GuardArguments)
+    groups = (ModelArguments, DataArguments, PreparationArguments, ClassArguments, ProfileArguments, *engine)
     session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
-    model_args, data_args, preparation, class_args, profile_args, run_args, comm_args = session.arguments
+    model_args, data_args, preparation, class_args, profile_args, run_args, comm_args, guards = session.arguments
     training, folder = session.training, Path(session.training.output_dir)
 
     # Data: the model's tokenizer, or one trained on the text. One rank prepares, the others wait.
@@ -94,6 +95,7 @@ def main() -> None:
         callbacks=callbacks,
         lengths=data.lengths if run_args.group_by_length else None,
         compression=comm_args,
+        guards=guards,
     )
 
     with explained_disk_errors(folder):

@@ -46,5 +46,5 @@ def _record(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return {"scale": content["scale"], "repeats": int(content.get("repeats", 1)), "cells": list(content["cells"])}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise RequestError(f"{path}: is no record of a bench ({error}). Delete the folder, or mend it.") from error

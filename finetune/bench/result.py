@@ -109,7 +109,7 @@ def read_results(place: Path) -> tuple[list[Row], int]:
     for number, line in enumerate(lines, start=1):
         try:
             content = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             torn += bool(line.strip())
             continue
         known = set(Row.__dataclass_fields__)

@@ -112,7 +112,7 @@ class Bench:
 
     def one(self, cell: Cell, repeat: int) -> Row:
         """One launch, whatever comes of it."""
-        model, begun = self.grid.models[cell.model], time.time()
+        model, begun, start = self.grid.models[cell.model], time.time(), time.monotonic()
         row = Row(
             cell=cell.name,
             model=cell.model,
@@ -141,7 +141,9 @@ class Bench:
         log, work = f"{LOGS}/{name}.txt", (self.folder / WORK / name).absolute()
         try:
             ended = self._launch(cell, work, self.folder / log)
-            row = replace(row, status=ended.kind, reason=ended.reason, seconds=round(time.time() - begun, 3), log=log)
+            row = replace(
+                row, status=ended.kind, reason=ended.reason, seconds=round(time.monotonic() - start, 3), log=log
+            )
             return self._with_figures(row, cell, work) if row.is_done else row
         finally:
             shutil.rmtree(self.folder / WORK, ignore_errors=True)

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
+from finetune.data.changes import UnchangedFiles
 from finetune.data.chat import DEFAULT_TEMPLATE
 from finetune.data.documents import CHAT, ENDS, TEXT, Corpus, open_corpus
 from finetune.data.encoding import Encoder, write_tokens
@@ -264,7 +265,8 @@ class _Job:
     def _stream(self, tokenizer: Any, kind: str) -> TokenStream:
         documents = open_corpus(self.arguments, self.seed).train
         carries, mask = self.blocks.packing == "wrapped", self.blocks.document_mask
-        return TokenStream(documents, Encoder(tokenizer, kind), self._cut, carries, mask, self.seed)
+        files = UnchangedFiles([self.arguments.train_file])
+        return TokenStream(documents, Encoder(tokenizer, kind), self._cut, carries, mask, self.seed, files)
 
 
 def _nothing_learnt(corpus: Corpus, split: str) -> str:

@@ -15,6 +15,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line
+from finetune.files import DEEPEST, TOKEN
 
 KINDS = {
     ".csv": "csv",
@@ -48,6 +49,8 @@ def open_file(
         raise RequestError(f"--{flag} {name}: cannot tell what it is by its name. Give {', '.join(KINDS)}.")
     if path.stat().st_size == 0:
         raise RequestError(f"--{flag} {name}: the file is empty.")
+    if kind == "json":
+        _refuse_deep(flag, path)
     options = _csv_options(flag, path, has_header) if kind == "csv" else {}
     try:
         data = load_dataset(kind, data_files=str(path), split="train", streaming=streaming, **options)
@@ -118,6 +121,23 @@ def _csv_options(flag: str, path: Path, has_header: bool | None) -> dict[str, An
     }
 
 
+def _refuse_deep(flag: str, path: Path) -> None:
+    """Arrow's parser calls itself for each level, and the process dies of some thousands of them. Brackets are counted
+    first, and where they are many looked at one by one, for those inside of texts do not count."""
+    level = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            opened = line.count(b"{") + line.count(b"[")
+            if level + opened <= DEEPEST:
+                level += opened - line.count(b"}") - line.count(b"]")
+                level = max(level, 0)
+                continue
+            for mark in TOKEN.finditer(line.decode("utf-8", "replace")):
+                level += (mark[0] in "[{") - (mark[0] in "]}")
+                if level > DEEPEST:
+                    raise RequestError(f"--{flag} {path}: line {number}: is nested deeper than {DEEPEST} levels.")
+
+
 def _is_quoted(lines: list[str]) -> bool:
     """True where cells are wrapped in double quotes as csv writers do it; else a quote is a mere character."""
     cells = [cell for line in lines for cell in line.rstrip("\r\n").split("\t") if '"' in cell]
@@ -155,6 +175,8 @@ def _fault(kind: str, path: Path, error: Exception) -> str:
                 json.loads(line)
             except json.JSONDecodeError as fault:
                 return f"line {number}, column {fault.colno}: {fault.msg}. One JSON object a line is expected."
+            except (ValueError, RecursionError):
+                return f"line {number}: nested too deep, or a number too long. One JSON object a line is expected."
     causes: list[str] = []
     cause: BaseException | None = error
     while cause is not None:

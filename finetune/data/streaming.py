@@ -12,12 +12,14 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
+from torch.utils.data import get_worker_info
 from transformers import DataCollatorWithPadding
 
+from finetune.data.changes import UnchangedFiles, unchanged_rows
 from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text
 from finetune.data.files import open_file, open_hub
 from finetune.data.tables import HEAD_ROWS, ROW, DataArguments, PreparationArguments
-from finetune.errors import RequestError
+from finetune.errors import RequestError, RunError
 
 SHUFFLE_BUFFER_ROWS = 10_000
 HELD_OUT_ROWS = 1_000  # at most, where there is no validation split and no --max_eval_samples
@@ -141,6 +143,7 @@ class TextStream(TorchIterableDataset):
 
     def __init__(self, arguments: DataArguments, found: Survey, seed: int) -> None:
         self.found = found
+        self.files = UnchangedFiles([arguments.train_file])
         columns = found.columns
 
         def is_for_training(row: dict[str, Any], number: int) -> bool:
@@ -164,10 +167,18 @@ class TextStream(TorchIterableDataset):
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         columns, names = self.found.columns, class_names_of(self.stream, self.found.columns)
-        for row in self.stream:
+        read = 0
+        for row in unchanged_rows(self.stream, self.files):
+            read += 1
             value = row[columns.label]
             text = tuple(str(row[name]) for name in columns.text)
             yield {"text": text, "labels": self.found.labels.encode(names[value] if names else value)}
+        worker = get_worker_info()
+        if read < self.found.rows and (worker is None or worker.num_workers == 1):  # else they share the rows
+            raise RunError(
+                f"the stream has ended after {read:,} rows, and {self.found.rows:,} were counted before training. Is "
+                "its end cut off? Mend it, then --resume auto."
+            )
 
 
 class StreamCollator(DataCollatorWithPadding):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from finetune.data.changes import UnchangedFiles, unchanged_rows
 from finetune.data.documents import ENDS
 from finetune.data.encoding import BATCH_ROWS, Encoder
 from finetune.data.packing import Blocks, PackedDataset, Tokens
@@ -24,7 +25,8 @@ SHUFFLE_BUFFER_DOCUMENTS = 10_000
 
 
 class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
-    """Blocks as `PackedDataset` gives them, from `documents`, a `datasets.IterableDataset` of rows for `encoder`.
+    """Blocks as `PackedDataset` gives them, from `documents`, a `datasets.IterableDataset` of rows for `encoder`,
+    read from `files`.
 
     `cut` makes blocks of a window of documents, given where they start and end. With `carries` the end of a window that
     fills no block begins the next one, as wrapped text wants it; otherwise a document that is cut by the window's end
@@ -34,11 +36,19 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(
-        self, documents: Any, encoder: Encoder, cut: Callable[[Any], Blocks], carries: bool, mask: bool, seed: int
+        self,
+        documents: Any,
+        encoder: Encoder,
+        cut: Callable[[Any], Blocks],
+        carries: bool,
+        mask: bool,
+        seed: int,
+        files: UnchangedFiles,
     ) -> None:
         is_one_text = ENDS in next(iter(documents), {})  # whose pieces must stay in order
         self.documents = documents if is_one_text else documents.shuffle(seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
         self.encoder, self.cut, self.carries, self.mask, self.seed = encoder, cut, carries, mask, seed
+        self.files = files
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for epoch in count():
@@ -62,7 +72,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         ids: list[Any] = []
         learnt: list[Any] = []
         starts, size = [0], 0
-        for rows in self.documents.iter(BATCH_ROWS):
+        for rows in unchanged_rows(self.documents.iter(BATCH_ROWS), self.files):
             made = self.encoder(rows)
             for row, ends in zip(made["ids"], made["ends"], strict=True):
                 ids.append(np.asarray(row, dtype=np.uint32))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from typing import Any
 
 KEY = re.compile(
     r"((api|access|secret|auth|private|hf|hub|wandb|comet)_?key|token|password|passwd|secret|credential)s?\Z", re.I
@@ -26,6 +28,19 @@ def is_secret(key: str, value: str) -> bool:
 def names_a_secret(flag: str) -> bool:
     """Of a recipe's flag, whatever its value is."""
     return any(part in WORDS for part in flag.lower().replace("-", "_").split("_"))
+
+
+def without_home(value: Any) -> Any:
+    """Text with "~" in place of the home folder, which has a person's name in it; flags that are paths take it back. Of
+    dicts and lists all their texts."""
+    if isinstance(value, dict):
+        return {key: without_home(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(without_home(one) for one in value) if type(value) in (list, tuple) else value
+    home = os.path.expanduser("~").rstrip("/")
+    if not isinstance(value, str) or home.count("/") < 1 or home not in value:
+        return value
+    return re.sub(rf"(?<![\w.~/-]){re.escape(home)}(?![\w.-])", "~", value)
 
 
 def hidden(text: str) -> str:

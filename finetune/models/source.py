@@ -9,6 +9,14 @@ from transformers import AutoConfig
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line
+from finetune.files import read_bounded, read_json_object
+from finetune.training.checkpoints.pickles import refuse_unsafe_weights
+
+# What transformers parses, each an object; large vocabularies are among them.
+JSON_OBJECTS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "preprocessor_config.json", "adapter_config.json",
+)  # fmt: skip
 
 
 def positions_of(config: Any) -> int:
@@ -28,6 +36,8 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
     if looks_local and auto is AutoConfig and not (place / "config.json").is_file():
         there = ", ".join(sorted(p.name for p in place.iterdir())[:8]) or "nothing"
         raise RequestError(f"--{flag} {name}: the folder has no config.json; it holds {there}.")
+    if looks_local:
+        check_model_folder(place, f"--{flag} {name}")
     try:
         return auto.from_pretrained(
             str(place) if looks_local else name,
@@ -43,6 +53,21 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
             "model.safetensors and tokenizer.json (for pictures preprocessor_config.json), or leave the flag out to "
             "train a small model from scratch."
         ) from error
+
+
+def check_model_folder(folder: Path, said: str) -> None:
+    """What a library would open in a folder from anybody: JSON of bounded depth, indexes that stay in the folder, whole
+    headers, pickles that run nothing. Raises RequestError."""
+    for path in sorted(folder.glob("*.json")):
+        content = read_json_object(path) if path.name in JSON_OBJECTS else None
+        if path.name.endswith(".index.json"):
+            weights = read_json_object(path).get("weight_map")
+            for place in weights.values() if isinstance(weights, dict) else ():
+                if not isinstance(place, str) or Path(place).name != place:
+                    raise RequestError(f"{said}: {path.name} names {str(place)[:80]!r}, which is no file beside it.")
+        elif content is None:
+            read_bounded(path)
+    refuse_unsafe_weights(folder)
 
 
 def refuse_without_weights(name: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 from finetune.errors import RequestError
+from finetune.files import read_bounded
 
 SHIPPED = Path(__file__).resolve().parent / "machines"
 DEVICES = ("cuda", "cpu", "rocm")
@@ -162,10 +163,13 @@ def find_machine(name: str) -> Machine:
     )
 
 
+MOST_BYTES = 2**20  # a profile has 20 KiB
+
+
 def read_machine(path: Path) -> Machine:
     """Raises RequestError naming the file, the key, what was found and what must stand there."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused, object_pairs_hook=_once)
+        found = json.loads(read_bounded(path, MOST_BYTES), parse_constant=_refused, object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"{path}: cannot be read ({error}). Give a machine's .json file, in strict JSON.") from error
     _check(path, "the file", found, SHAPE)

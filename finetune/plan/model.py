@@ -6,13 +6,13 @@ the meta device. Exact figures matter: ZeRO shards and the persistence threshold
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.files import parse_json, read_bounded
 from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, Family, Shape, Sizes
 from finetune.plan.values import Lora
@@ -88,8 +88,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The values of a model folder's config.json, or of that file. Raises RequestError where there is none to read."""
     file = _file(folder)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        config = parse_json(read_bounded(file), str(file))
+    except RequestError as error:
         raise RequestError(
             f"{file}: cannot be read ({error}). Give a Hugging Face model's folder or its config.json."
         ) from error

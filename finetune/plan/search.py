@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.load import SHIPPED
@@ -267,6 +268,16 @@ def mends(found: Plan) -> list[Candidate]:
                 kept.append(Candidate(words, tried, None))
                 break
     return kept[:MOST_MENDS]
+
+
+def cheaper(found: Plan, share: float = 0.9, most: int = 3) -> list[Candidate]:
+    """What lowers a plan's peak to at most `share` of it, whether or not it fits: of each kind of change the gentlest
+    that does, and of those the `most` that cost the least time."""
+    kept = []
+    for kind in _changes(found.job):
+        tried = (Candidate(words, plan(changed, found.machine), None) for words, changed in kind)
+        kept += list(islice((one for one in tried if one.plan.peak_bytes <= share * found.peak_bytes), 1))
+    return sorted(kept, key=lambda one: one.plan.seconds.total)[:most]
 
 
 def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:

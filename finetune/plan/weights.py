@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from finetune.dsconfig.run import Weights
 from finetune.errors import RequestError
+from finetune.files import parse_json, read_json_object
 
 INDEX, WHOLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -19,7 +19,10 @@ def weights_of(folder: Path) -> Weights:
     """The sizes of the weights in a Hugging Face model folder. Raises RequestError where there are none to read."""
     if (folder / INDEX).is_file():
         named = _json(folder / INDEX).get("weight_map")
-        files = sorted({folder / str(name) for name in named.values()}) if isinstance(named, dict) else []
+        names = set(map(str, named.values())) if isinstance(named, dict) else set()
+        if outside := [name for name in names if Path(name).name != name]:
+            raise RequestError(f"{folder / INDEX}: names {outside[0][:80]!r}, which is no file beside it.")
+        files = sorted(folder / name for name in names)
     else:
         files = [folder / WHOLE]
     if not files or not all(file.is_file() for file in files):
@@ -41,7 +44,9 @@ def _sizes(file: Path) -> list[int]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > MOST_HEADER_BYTES:
                 raise ValueError("its header is too long")
-            header = json.loads(stream.read(length))
+            if length > file.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = parse_json(stream.read(length).decode("utf-8"), str(file))
         shapes = [tensor["shape"] for name, tensor in header.items() if name != "__metadata__"]
         if not all(isinstance(size, int) and size >= 0 for shape in shapes for size in shape):
             raise ValueError("a shape is none")
@@ -51,7 +56,4 @@ def _sizes(file: Path) -> list[int]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise RequestError(f"{file}: cannot be read ({error}).") from error
+    return read_json_object(file)

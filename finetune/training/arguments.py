@@ -68,7 +68,7 @@ class Request:
         scratch_defaults: dict[str, Any],
     ) -> None:
         self.groups = tuple(groups)
-        self.launch = launch
+        self.launch, self.argv = launch, tuple(argv)
         parser = _parser((*groups, TrainingArguments), defaults)
         flags = parse_flags(parser, list(argv))
         path = flags.get("config")

@@ -8,8 +8,10 @@ from typing import Any
 import yaml
 
 from finetune.errors import RequestError
+from finetune.files import SAFE_LOADER, YAML_ERRORS, read_bounded
 
 MAX_YAML_BYTES = 1_000_000
+DEEPEST = 12  # levels of lists and objects in each other; a grid has 4
 
 
 class _OneOfEach(yaml.SafeLoader):
@@ -31,10 +33,12 @@ def read_flat_yaml(name: str, said: str | None = None, holds: str = "flat `flag:
     try:
         if path.stat().st_size > MAX_YAML_BYTES:
             raise RequestError(f"{said}: {path.stat().st_size:,} bytes is no recipe config.")
-        content = yaml.load(path.read_text(encoding="utf-8"), _OneOfEach)
+        text = read_bounded(path)
+        _refuse_expansion(text, name)
+        content = yaml.load(text, _OneOfEach)
     except OSError as error:
         raise RequestError(f"{said}: cannot be read ({error.strerror}). Give the path of a YAML file.") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise RequestError(
@@ -44,3 +48,15 @@ def read_flat_yaml(name: str, said: str | None = None, holds: str = "flat `flag:
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise RequestError(f"{name}: must hold {holds}, but {found}.")
     return content
+
+
+def _refuse_expansion(text: str, name: str) -> None:
+    """Ten aliases of ten aliases each are 10**10 values, and a thousand brackets are the parser's end."""
+    level = 0
+    for event in yaml.parse(text, Loader=SAFE_LOADER):
+        place = f"{name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}" if event.start_mark else name
+        if isinstance(event, yaml.AliasEvent):
+            raise RequestError(f"{place}: cannot be read as YAML: it has an alias, which is not taken. Write it out.")
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if level > DEEPEST:
+            raise RequestError(f"{place}: cannot be read as YAML: it is nested deeper than {DEEPEST} levels.")

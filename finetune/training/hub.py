@@ -9,13 +9,18 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token
 
+from finetune.dsconfig.load import NVME_FOLDER
 from finetune.errors import RequestError, RunError, first_line
 from finetune.training.arguments import Request
+
+# What of a run folder is no model: the lock and the batches that the NaN guard has kept (`_*`), which are data,
+# checkpoints under any of their names, what a kill has left, and swapped parameters. As `fnmatch` has it.
+LEFT_OUT = ("_*", "*checkpoint-*", "unfinished-*", "final/*", f"{NVME_FOLDER}/*")
 
 
 def by_hand(name: str = "NAME", folder: str = "FOLDER") -> str:
     """The command that pushes what `push` does; `hf upload` makes a public repository unless told, of all there is."""
-    return f'hf upload {name} {folder} --private --exclude "checkpoint-*/*"'
+    return f"hf upload {name} {folder} --private " + " ".join(f'--exclude "{pattern}"' for pattern in LEFT_OUT)
 
 
 def check_hub(request: Request) -> None:
@@ -25,6 +30,13 @@ def check_hub(request: Request) -> None:
     """
     if not request.values.get("push_to_hub"):
         return
+    if (strategy := request.values.get("hub_strategy")) not in (None, "end"):
+        # At each save the Trainer would copy a checkpoint's weights file by file over those of the run folder, and its
+        # arguments with all that they hold (transformers 5.23, Trainer._push_from_checkpoint).
+        raise RequestError(
+            f"--hub_strategy {getattr(strategy, 'value', strategy)}: a run is pushed once, at its end, with its card. "
+            f"Leave the flag out; to push a checkpoint: {by_hand(folder='FOLDER/checkpoint-N')}."
+        )
     if constants.HF_HUB_OFFLINE:
         raise RequestError(f"--push_to_hub, but HF_HUB_OFFLINE is set. Unset it, or push later: {by_hand()}.")
     if not get_token():
@@ -62,12 +74,20 @@ def explained_hub_errors(flag: str) -> Iterator[None]:
 
 def push(trainer: Any) -> str:
     """Push the run folder, whose model card is written, and say so; "" on the ranks that do not push. Every rank must
-    call it, for the weights of ZeRO-3 are gathered. A failure loses nothing: raises RunError."""
+    call it. A failure loses nothing: raises RunError. The Trainer's own push would take along what of a run folder is
+    no model (transformers 5.23, Trainer.push_to_hub)."""
+    args = trainer.args
+    if not args.do_train:
+        trainer.save_model()
+    if not trainer.is_world_process_zero():
+        return ""
+    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
+    about = {"repo_id": trainer.hub_model_id, "revision": args.hub_revision, "commit_message": "End of training"}
     try:
-        pushed = trainer.push_to_hub()
+        HfApi().upload_folder(folder_path=args.output_dir, ignore_patterns=list(LEFT_OUT), **about)
     except Exception as error:  # as above
         raise RunError(
-            f"the run is done and saved in {trainer.args.output_dir}, but pushing it failed: {first_line(error)}. "
-            f"To try again: {by_hand(trainer.hub_model_id, trainer.args.output_dir)}"
+            f"the run is done and saved in {args.output_dir}, but pushing it failed: {first_line(error)}. "
+            f"To try again: {by_hand(trainer.hub_model_id, args.output_dir)}"
         ) from error
-    return f"pushed to {trainer.hub_model_id}" if pushed else ""
+    return f"pushed to {trainer.hub_model_id}"

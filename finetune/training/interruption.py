@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ from transformers.trainer_utils import SaveStrategy
 from finetune.errors import InterruptedRunError
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)  # what Slurm is asked to send; what Kubernetes and the launchers send
+POLL_SECONDS = 0.2
 
 
 class StopOnSignal(TrainerCallback):
@@ -29,9 +32,16 @@ class StopOnSignal(TrainerCallback):
 
     The Trainer's own `enable_jit_checkpoint` heeds SIGTERM alone, and each rank by itself: a signal to one of them has
     it save while the others train on (transformers 5.23, trainer_jit_checkpoint.py).
+
+    A rank that has not saved `grace_seconds` after the signal ends all the same, with the same status: what sent the
+    signal would kill it soon, and a rank that hangs would hold the others for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_seconds: float = 0.0) -> None:
+        self.grace_seconds = grace_seconds  # 0: without end
+        self.grace: threading.Thread | None = None
+        self.is_over = threading.Event()  # nobody's time runs any more
+        self.steps = 0  # finished since the training began
         self.received = 0  # the signal, here
         self.agreed = 0  # the signal, on every rank
         self.ballot: _Ballot | None = None
@@ -45,10 +55,14 @@ class StopOnSignal(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if threading.current_thread() is threading.main_thread():  # nobody else may set a handler
             self.handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
+        if self.grace_seconds and self.grace is None:
+            self.grace = threading.Thread(target=self._wait_for_saves, daemon=True)
+            self.grace.start()
         if distributed.is_initialized() and distributed.get_world_size() > 1:
             self.ballot = _Ballot(args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
         self.agreed = self.ballot.cast(self.received) if self.ballot else self.received
         if self.ballot and control.should_evaluate and not self.agreed:  # which may take long: what is known this step?
             self.agreed = self.ballot.cast(self.received)
@@ -74,13 +88,41 @@ class StopOnSignal(TrainerCallback):
         if late and not self.agreed:
             self.agreed = late
             self._leave(args, state)
+        self._end_grace()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
+        self.received = number  # no more: the main thread may hold any lock just now, those of `threading` too
+
+    def _wait_for_saves(self) -> None:
+        """Time runs from the signal on, and on the other ranks from when they learn of it."""
+        began = None
+        while not self.is_over.wait(POLL_SECONDS):
+            if began is None and (self.received or self.agreed):
+                began = time.monotonic()
+            if began is not None and time.monotonic() - began > self.grace_seconds:
+                self._give_up()
+
+    def _end_grace(self) -> None:
+        self.is_over.set()
+        if self.grace is not None:
+            self.grace.join()
+        self.grace = None
+        self.is_over.clear()
+
+    def _give_up(self) -> None:
+        number = signal.Signals(self.agreed or self.received).name
+        print(
+            f"\nstopped by {number}, but not all ranks had saved within --stop_grace {self.grace_seconds:g} seconds. "
+            "--resume auto goes on from the checkpoint before.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(InterruptedRunError.exit_status)
 
     def _leave(self, args: Any, state: Any) -> None:
         if self.ballot:
             distributed.barrier()  # a launcher ends all ranks when the first one ends: also one that still writes
+        self._end_grace()
         checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
         saved = f"{checkpoint.name} is saved; --resume auto goes on from it."
         what = (

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from finetune.dsconfig.secret import without_home
 from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError
 
 SILENT_RANK_WAITS_SECONDS = 20.0
@@ -69,7 +70,7 @@ def join_as_single_process() -> None:
 
 def run(main: Callable[[], None]) -> None:
     """Run a recipe's `main` and end the process: 0 done, 1 the run failed, 2 the request was wrong, 75 a signal asked
-    it to stop, 130 Ctrl-C.
+    it to stop or its predecessor still had the folder, 130 Ctrl-C.
 
     Every rank meets the same fault in the request, and rank 0 alone says it. The others wait for the launcher to end
     them, which it does as soon as rank 0 has; ending first, they would have rank 0 killed before it spoke. A rank whose
@@ -90,14 +91,14 @@ def run(main: Callable[[], None]) -> None:
         os._exit(error.exit_status)
     except NothingToDoError as error:
         if launch.speaks:
-            print(error, flush=True)
+            print(without_home(str(error)), flush=True)
         os._exit(error.exit_status)
     except FinetuneError as error:
         prefix = ""
         if not launch.speaks:
             time.sleep(SILENT_RANK_WAITS_SECONDS)
             prefix = f"[rank {launch.rank}] "
-        print(f"\n{prefix}error: {error}", file=sys.stderr, flush=True)
+        print(f"\n{prefix}error: {without_home(str(error))}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(error.exit_status)  # no atexit hook may hang on a collective that the other ranks have left
     if not launch.speaks:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from finetune.dsconfig.secret import without_home
 from finetune.page.markdown import cell, fenced
 from finetune.training.run_folder import write_text
 
@@ -101,7 +102,7 @@ def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any])
 def write_card(folder: Path, card: Card) -> None:
     """README.md of a run folder, with the results and the environment that the run left there."""
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-    write_text(folder / "README.md", model_card(card, results_of(folder), environment))
+    write_text(folder / "README.md", without_home(model_card(card, results_of(folder), environment)))
 
 
 def results_of(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The run folder before a run: may it be written, what is deleted, and where a resumed run goes on from."""
+"""The run folder before a run: may it be written, and what is deleted."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
-
 from finetune.dsconfig.load import NVME_FOLDER
-from finetune.errors import FinetuneError, NothingToDoError, RequestError
+from finetune.errors import RequestError
+from finetune.files import read_json_object
 from finetune.training.arguments import Request
+from finetune.training.checkpoints.lock import LOCK, RESUMED_WAITS_SECONDS, lock_run_folder
+from finetune.training.checkpoints.writing import clear_leftovers
+from finetune.training.run_files import RUN_RECORD
+from finetune.training.run_folder import command_line
 
-RUN_RECORD = "recipe.yaml"  # its presence says: this folder was written by a recipe
-STATE_FILE = "trainer_state.json"  # what is written last into a checkpoint: without it, it was cut off
-PIPELINE_RECORD = "pipeline.json"  # in a checkpoint of a pipeline
-LAST_WRITTEN = "README.md"  # the model card: a run that was cut off has none, or one that is older than its checkpoint
 INPUTS = (
     "model_name_or_path",
     "tokenizer_name",
@@ -50,7 +49,7 @@ def check_output_dir(request: Request) -> None:
         raise RequestError(
             f"--output_dir {folder}: cannot be written ({error.strerror}). Give another folder."
         ) from error
-    entries = [p.name for p in folder.iterdir() if p.name != "lost+found"] if folder.is_dir() else []
+    entries = [p.name for p in folder.iterdir() if p.name not in ("lost+found", LOCK)] if folder.is_dir() else []
     resume = request.values.get("resume")
     if resume == "allow" and entries == [NVME_FOLDER]:
         return
@@ -75,68 +74,25 @@ def check_output_dir(request: Request) -> None:
             )
 
 
+def lock_output_dir(request: Request) -> str | None:
+    """No second run may write there from now on. Returns what is to be said. Only rank 0, after `check_output_dir`."""
+    folder = Path(request.values["output_dir"]).expanduser()
+    wait = RESUMED_WAITS_SECONDS if request.values.get("resume") else 0.0
+    return lock_run_folder(folder, command_line(request.argv, request.launch), wait)
+
+
 def open_output_dir(request: Request) -> None:
-    """Make the folder, without the run that --overwrite_output_dir gives up. Only rank 0, after `check_output_dir`."""
+    """Make the folder, without the run that --overwrite_output_dir gives up, and without what a run that was cut off
+    left half written. Only rank 0, after `check_output_dir`."""
     folder = Path(request.values["output_dir"]).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
+    lock_output_dir(request)  # of a folder that was not there before
+    clear_leftovers(folder)
     if request.values.get("overwrite_output_dir"):
         for path in folder.iterdir():
-            if path.name == NVME_FOLDER:
-                continue  # a model that is being built swaps its parameters there already
+            if path.name in (NVME_FOLDER, LOCK):
+                continue  # a model that is being built swaps its parameters there already; the lock is ours
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def checkpoint_to_resume(request: Request) -> str | None:
-    """The checkpoint folder that --resume means; None without it. Raises RequestError where there is none, unless it
-    is `allow`: a job that a cluster starts again may have been cut off before its first checkpoint."""
-    folder, resume = Path(request.values["output_dir"]).expanduser(), request.values.get("resume")
-    if not resume:
-        return None
-    if resume in ("auto", "allow"):
-        whole = [path for path in folder.glob("checkpoint-*") if (path / STATE_FILE).is_file()]
-        if not whole and resume == "allow":
-            return None
-        if not whole:
-            raise RequestError(
-                f"--resume auto: {folder} holds no whole checkpoint. To start anew, put --overwrite_output_dir True in "
-                "place of --resume."
-            )
-        newest = max(whole, key=lambda path: int(path.name.rsplit("-", 1)[-1]))
-        _refuse_if_finished(request, newest, RequestError if resume == "auto" else NothingToDoError)
-        _refuse_other_engine(request, newest)
-        return str(newest)
-    path = Path(resume).expanduser()
-    if not (path / STATE_FILE).is_file():
-        raise RequestError(
-            f"--resume {resume}: is no checkpoint folder (no trainer_state.json in it). Give one, auto, or allow."
-        )
-    _refuse_other_engine(request, path)
-    return str(path)
-
-
-def check_same_checkpoint(checkpoint: str | None) -> None:
-    """Every rank has looked by itself: on a disk that not all see, or not yet, some would start and others go on."""
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return
-    every: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, checkpoint)
-    other = next((rank for rank, found in enumerate(every) if found != every[0]), None)
-    if other is not None:
-        raise RequestError(
-            f"--resume: rank 0 finds {every[0] or 'no checkpoint'}, rank {other} {every[other] or 'no checkpoint'}. "
-            "Put --output_dir on a disk that all hosts see."
-        )
-
-
-def _refuse_other_engine(request: Request, checkpoint: Path) -> None:
-    """The Trainer finds no optimizer in a pipeline's checkpoint, and would go on with a fresh one without a word."""
-    of_pipeline = (checkpoint / PIPELINE_RECORD).is_file()
-    if of_pipeline != (request.stages is not None):
-        engine = "a pipeline" if of_pipeline else "the Trainer"
-        raise RequestError(
-            f"--resume: {checkpoint} is a checkpoint of {engine}, and this recipe has another engine. Go on with the "
-            "recipe that wrote it, or start anew from its weights by --model_name_or_path."
-        )
 
 
 def check_same_model(checkpoint: str | None, config: Any) -> None:
@@ -145,7 +101,7 @@ def check_same_model(checkpoint: str | None, config: Any) -> None:
     path = Path(checkpoint or "") / "config.json"
     if not checkpoint or not path.is_file():
         return
-    before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(config.to_json_string(use_diff=False))
+    before, now = read_json_object(path), json.loads(config.to_json_string(use_diff=False))
     shape = "model_type id2label vocab_size hidden_size hidden_sizes depths dim num_hidden_layers n_layers"
     for name in shape.split():
         if name in before and name in now and before[name] != now[name]:
@@ -153,20 +109,3 @@ def check_same_model(checkpoint: str | None, config: Any) -> None:
                 f"--resume: {checkpoint} is of a model with {name} {before[name]}, but these data and flags make one "
                 f"with {now[name]}. Resume with the flags in its recipe.yaml, or give another --output_dir."
             )
-
-
-def _refuse_if_finished(request: Request, checkpoint: Path, kind: type[FinetuneError]) -> None:
-    """A run that has had all its steps is not trained further, and its results are kept. For a cluster that starts it
-    again that is no error."""
-    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    asked = request.value("max_steps")
-    by_steps = asked > 0 and state["global_step"] >= asked
-    by_epochs = asked <= 0 and state["global_step"] >= state["max_steps"]
-    card = checkpoint.parent / LAST_WRITTEN
-    if not card.is_file() or card.stat().st_mtime < (checkpoint / STATE_FILE).stat().st_mtime:
-        return  # cut off after its last step: what comes after training is still to do
-    if by_steps or (by_epochs and request.value("num_train_epochs") <= state["num_train_epochs"]):
-        raise kind(
-            f"--resume: the run ended at step {state['global_step']}, and nothing is left to do. To go on, ask "
-            "for more by --num_train_epochs or --max_steps."
-        )

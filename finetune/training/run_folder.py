@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +22,38 @@ import yaml
 from transformers import TrainerCallback
 
 from finetune.dsconfig.load import NVME_FOLDER
-from finetune.dsconfig.secret import names_a_secret
-from finetune.errors import RunError, disk_is_full
+from finetune.dsconfig.secret import names_a_secret, without_home
+from finetune.errors import RunError, disk_is_full, first_line
+from finetune.training.checkpoints.writing import flush, write_durably
+from finetune.training.guards.memory import is_out_of_memory, out_of_memory
 from finetune.training.launch import Launch
-from finetune.training.output_dir import RUN_RECORD
+from finetune.training.run_files import RUN_RECORD
 
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "tokenizers", "scikit-learn", "numpy")
 ONCE = ("config", "resume", "overwrite_output_dir")  # flags that a second run must not repeat
 FULL_DISK_BYTES = 16 * 2**20
+KEPT_ROWS = 1_000  # of the log, in trainer_state.json and in memory; metrics.jsonl has all
 
 
 class MetricsFile(TrainerCallback):
     """Appends every log of the Trainer to `metrics.jsonl`, one JSON object a line with `step` and `epoch`."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A resumed run logs the steps after its checkpoint anew."""
+        """A resumed run logs the steps after its checkpoint anew, and what closes the training."""
         path = Path(args.output_dir) / "metrics.jsonl"
         if state.is_world_process_zero and path.is_file():
-            kept = [row for row in read_metrics(path.parent) if row["step"] <= state.global_step]
-            write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+            before = takewhile(lambda row: "train_runtime" not in row, read_metrics(path.parent))
+            kept = [row for row in before if row["step"] <= state.global_step]
+            write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint that outlives a power cut has its rows beside it."""
+        path = Path(args.output_dir) / "metrics.jsonl"
+        if state.is_world_process_zero and path.is_file():
+            flush(path)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        del state.log_history[:-KEPT_ROWS]  # every save writes what is there, and it would grow with the run
         if state.is_world_process_zero and logs:
             row = {"step": state.global_step, **logs, "time": round(time.time(), 3)}
             with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -54,7 +66,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
     return rows
 
@@ -62,7 +74,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def write_records(folder: Path, values: dict[str, Any], argv: Sequence[str], launch: Launch) -> None:
     """`recipe.yaml`, which `--config` takes to run again, and `environment.json`."""
     kept = {k: v for k, v in sorted(values.items()) if v is not None and not names_a_secret(k) and k not in ONCE}
-    write_text(folder / RUN_RECORD, yaml.safe_dump(_plain(kept), sort_keys=True))
+    write_text(folder / RUN_RECORD, yaml.safe_dump(without_home(_plain(kept)), sort_keys=True))
     record = {
         "command": command_line(argv, launch),
         "python": platform.python_version(),
@@ -90,7 +102,7 @@ def command_line(argv: Sequence[str], launch: Launch) -> str:
         secret = word.startswith("--") and names_a_secret(name)
         words.append("***" if hide else f"{name}=***" if secret and "=" in word else word)
         hide = secret and "=" not in word
-    return shlex.join(words)
+    return shlex.join([without_home(word) for word in words])
 
 
 def write_ds_config(folder: Path, trainer: Any) -> None:
@@ -99,7 +111,7 @@ def write_ds_config(folder: Path, trainer: Any) -> None:
     if trainer.is_deepspeed_enabled:
         own = getattr(trainer, "ds_config", None)  # a pipeline's
         plugin = None if own is not None else trainer.accelerator.state.deepspeed_plugin
-        write_json(folder / "ds_config.json", own if plugin is None else plugin.deepspeed_config)
+        write_json(folder / "ds_config.json", without_home(own if plugin is None else plugin.deepspeed_config))
     shutil.rmtree(folder / NVME_FOLDER, ignore_errors=True)
 
 
@@ -117,10 +129,18 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def explained_disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a full disk, in whichever library's words, into one sentence. What was saved before stays."""
+    """Turn a full disk, in whichever library's words, one that takes nothing more, or no more memory, into one
+    sentence. What was saved before stays."""
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(error, folder) from None  # the error itself holds what filled the memory
+        if _is_of(folder, error):
+            raise RunError(
+                f"{folder} cannot be written: {first_line(error)}. Earlier checkpoints are whole. Mend that, then "
+                "--resume auto."
+            ) from error
         if not disk_is_full(error) and not _torch_met_a_full_disk(error, folder):
             raise
         free = shutil.disk_usage(folder).free / 2**20
@@ -131,8 +151,17 @@ def explained_disk_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def _is_of(folder: Path, error: Exception) -> bool:
+    """Of a file of the run folder, and not that the disk is full."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | bytes) or disk_is_full(error):
+        return False
+    return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
+
+
 def _torch_met_a_full_disk(error: BaseException, folder: Path) -> bool:
     """torch.save gives no errno (torch, caffe2/serialize/inline_container.cc)."""
+    if not os.access(folder, os.W_OK):
+        return False  # read-only, however little is free
     return "inline_container" in str(error) and shutil.disk_usage(folder).free < FULL_DISK_BYTES
 
 

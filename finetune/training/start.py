@@ -6,14 +6,18 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from transformers import set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from finetune.dsconfig.secret import without_home
 from finetune.training import runtime
 from finetune.training.arguments import Request
+from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.comm_hooks.arguments import check_comm_hook
 from finetune.training.engine import (
     accelerate_uses_deepspeed,
@@ -23,12 +27,14 @@ from finetune.training.engine import (
     load_deepspeed,
     stated_precision,
 )
+from finetune.training.guards.arguments import check_guards
 from finetune.training.hub import check_hub
 from finetune.training.launch import Launch, read_launch
-from finetune.training.output_dir import check_output_dir, check_same_checkpoint, checkpoint_to_resume
+from finetune.training.output_dir import check_output_dir, lock_output_dir
 from finetune.training.pipeline.arguments import check_pipeline
 from finetune.training.profiling.arguments import check_profile
 from finetune.training.profiling.deepspeed import with_profilers
+from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Session:
     def say(self, *lines: str) -> None:
         """Print on one rank."""
         if self.launch.speaks:
-            print(*lines, sep="\n", flush=True)
+            print(*map(without_home, lines), sep="\n", flush=True)
 
 
 def start(
@@ -67,7 +73,7 @@ def start(
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     request = Request(groups, defaults, argv, launch, scratch_defaults)
     runtime.quiet_libraries(launch)
-    checkpoint = checkpoint_to_resume(request)
+    chosen = checkpoint_to_resume(request)
     if request.value("use_cpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks for the GPUs
     has_cuda = torch.cuda.is_available()
@@ -80,13 +86,15 @@ def start(
     if asked and not accelerate_uses_deepspeed():
         request.values["deepspeed"] = asked  # so that recipe.yaml repeats it
     precision = choose_precision(request, has_cuda, stated_precision(asked))
-    check_profile(request, asked, checkpoint)
+    said: list[str | None] = [keep_global_batch(request, chosen.checkpoint)]
+    check_profile(request, asked, chosen.checkpoint)
     check_comm_hook(request, asked or ("by accelerate" if accelerate_uses_deepspeed() else None), precision)
+    check_guards(request)
     deepspeed = load_deepspeed(request, asked, precision, has_cuda) if asked else None
-    if deepspeed:
-        deepspeed = replace(deepspeed, config=with_profilers(deepspeed.config, request, checkpoint))
     if launch.speaks:
         check_output_dir(request)
+        if Path(request.values["output_dir"]).expanduser().is_dir():
+            said.append(lock_output_dir(request))
         check_hub(request)
         if deepspeed:
             runtime.refuse_stale_builds()
@@ -98,18 +106,48 @@ def start(
             runtime.prepare_deepspeed(launch, has_cuda, request.value("ddp_timeout"))
         elif fsdp_on_cpu:
             runtime.prepare_fsdp(launch, request.value("ddp_timeout"))
+        have_met = distributed.is_initialized()
+        if have_met:
+            chosen = settle_checkpoint(request, asked, chosen)
+    if deepspeed:
+        deepspeed = replace(deepspeed, config=with_profilers(deepspeed.config, request, chosen.checkpoint))
     for_trainer = deepspeed.config if deepspeed and request.stages is None else None
     if request.stages is not None:
         del os.environ["ACCELERATE_USE_DEEPSPEED"]  # the process state stands; TrainingArguments would build a plugin
-    settled: dict[str, Any] = {**precision, "deepspeed": for_trainer}
+    settled = _settled(request, has_cuda, by_hand=uses_deepspeed or fsdp_on_cpu)
+    settled |= {**precision, "deepspeed": for_trainer}
+    with runtime.explained_meeting(launch):
+        *arguments, training = request.build(**settled)
+        if not have_met:
+            chosen = settle_checkpoint(request, asked, chosen)
+    set_seed(training.seed)
+    config = deepspeed.config if deepspeed else None
+    session = Session(launch, tuple(arguments), training, request, chosen.checkpoint, threads, config)
+    if request.values.get("trust_remote_code"):
+        session.say(
+            "warning: --trust_remote_code: code that comes with the model runs here, and may do all that you may"
+        )
+    headline = _headline(session, deepspeed.name if deepspeed else None)
+    session.say(*filter(None, said), *chosen.notes, headline, *(deepspeed.notes if deepspeed else ()))
+    return session
+
+
+def _settled(request: Request, has_cuda: bool, by_hand: bool) -> dict[str, Any]:
+    """The Trainer's arguments that follow from the machine and from other flags. `by_hand` says that Accelerate's state
+    has been built here."""
+    settled: dict[str, Any] = {}
     if not request.values.get("do_eval"):
         settled["eval_strategy"] = "no"  # which would switch it on again
+    # Early stopping and others count on where a resumed run goes on.
+    restores = request.given.get("restore_callback_states_from_checkpoint", True)
+    settled["restore_callback_states_from_checkpoint"] = restores
+    settled["log_level_replica"] = request.given.get("log_level_replica", "error")  # one rank speaks
     settled["use_cpu"] = not has_cuda  # bf16 without a GPU is refused otherwise
     settled["disable_tqdm"] = request.given.get("disable_tqdm", not sys.stderr.isatty())  # a bar is for a terminal
     accelerator: dict[str, Any] = {}
     if has_cuda:
         accelerator["non_blocking"] = True  # batches come from pinned memory; without this the host waits for each
-    if uses_deepspeed or fsdp_on_cpu:
+    if by_hand:
         accelerator["use_configured_state"] = True
     if request.value("streaming"):
         # Dispatching from rank 0 joins the batches of all ranks, which are padded to different lengths (accelerate
@@ -118,14 +156,16 @@ def start(
         settled["remove_unused_columns"] = False
     settled |= checkpointing(request) if request.stages is None else {}
     settled["accelerator_config"] = {**accelerator, **(request.values.get("accelerator_config") or {})}
-    with runtime.explained_meeting(launch):
-        *arguments, training = request.build(**settled)
-        check_same_checkpoint(checkpoint)
-    set_seed(training.seed)
-    config = deepspeed.config if deepspeed else None
-    session = Session(launch, tuple(arguments), training, request, checkpoint, threads, config)
-    session.say(_headline(session, deepspeed.name if deepspeed else None), *(deepspeed.notes if deepspeed else ()))
-    return session
+    return settled
+
+
+def settle_checkpoint(request: Request, deepspeed: str | None, chosen: Chosen) -> Chosen:
+    """What the ranks agree on, which may be another than each has looked at by itself."""
+    settled = settle(request, chosen)
+    if settled.checkpoint != chosen.checkpoint:
+        refuse_other_batch(request, settled.checkpoint)
+        check_profile(request, deepspeed, settled.checkpoint)
+    return settled
 
 
 def checkpointing(request: Request) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Notice that another rank of this machine was killed, and say which: the others would hang in a transfer, or end in a
+"""Notice that another rank was killed or hangs, and say which: the others would hang in a transfer, or end in a
 library's words about a closed connection. Used by the trainers of both engines."""
 
 from __future__ import annotations
@@ -17,26 +17,32 @@ from typing import Any
 
 from torch import distributed
 
+from finetune.training.guards.memory import oom_kills, planned
+from finetune.training.guards.pulse import HURRIED_SECONDS, MEND, QUIET_RANKS_WAIT_SECONDS, Pulse, begin_pulse
 from finetune.training.interruption import StopOnSignal
 
 POLL_SECONDS = 0.2
-QUIET_RANKS_WAIT_SECONDS = 5.0  # so that the rank that speaks has spoken before the launcher ends it
 TERMINATED = 143  # 128 + SIGTERM, as shells say it
-MEND = "Where a checkpoint was saved, --resume auto goes on from it."
+# What gloo and NCCL say where the other end is gone (torch 2.13).
+BROKEN_TRANSFER = ("connection closed by peer", "connection reset", "remote process exited", "timed out", "socket")
 RUNS, ENDED, KILLED, GONE = "runs", "has ended", "was killed", "is gone"
 
 
 @contextmanager
-def watching(name_of: Callable[[int], str], stop: StopOnSignal) -> Iterator[None]:
+def watching(
+    name_of: Callable[[int], str], stop: StopOnSignal, folder: Path, hang_timeout: float = 0.0
+) -> Iterator[Callable[[], None]]:
     """While inside, a rank of this machine that dies by a signal ends the others within seconds, with one message:
-    `name_of` says what the rank was. All ranks must enter it together; leave it before they end.
+    `name_of` says what the rank was. All ranks must enter it together; leave it before they end. With `hang_timeout`
+    (seconds) so does a rank of any machine that hangs (finetune.training.guards.verdict); call what is yielded whenever
+    there is progress. `folder` is the run's; `stop`, a callback of the training, counts its steps.
 
     The lowest living rank speaks. A launcher ends the others as soon as it sees the death, which may be before they do:
     SIGTERM only wakes the watch, which looks, speaks, and then ends the process. Where no rank has ended and `stop`
     listens, the signal is for the training to stop, and the watch leaves it to that.
     """
     if not distributed.is_initialized():
-        yield
+        yield lambda: None
         return
     host = socket.gethostname()
     every: list[Any] = [None] * distributed.get_world_size()
@@ -48,15 +54,18 @@ def watching(name_of: Callable[[int], str], stop: StopOnSignal) -> Iterator[None
     os.set_blocking(writer, False)
     old_handler = signal.signal(signal.SIGTERM, lambda *_: None)
     old_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    told = (peers, distributed.get_rank(), reader, done, name_of, stop)
+    pulse = begin_pulse(hang_timeout, peers.pids, name_of, lambda: stop.steps > 0)
+    told = (peers, distributed.get_rank(), reader, done, name_of, stop, folder, pulse)
     watch = threading.Thread(target=_watch, args=told, daemon=True)
     watch.start()
     try:
-        yield
-    except Exception:
-        time.sleep(QUIET_RANKS_WAIT_SECONDS if peers.dead() else 0.0)  # the watch ends this process meanwhile
+        yield pulse.tick if pulse else lambda: None
+    except Exception as error:
+        _wait_for_words(error, peers, pulse)
         raise
     finally:
+        if pulse:
+            pulse.leave()
         done.set()
         signal.set_wakeup_fd(old_fd)
         signal.signal(signal.SIGTERM, old_handler)
@@ -66,25 +75,62 @@ def watching(name_of: Callable[[int], str], stop: StopOnSignal) -> Iterator[None
         os.close(writer)
 
 
+def _wait_for_words(error: Exception, peers: _Peers, pulse: Pulse | None) -> None:
+    """Where another rank is gone, a watch ends this process meanwhile; what a library says of it is not told."""
+    if peers.dead():
+        time.sleep(QUIET_RANKS_WAIT_SECONDS)
+    elif pulse and any(words in str(error).lower() for words in BROKEN_TRANSFER):
+        pulse.hurry()
+        time.sleep(2 * HURRIED_SECONDS)
+
+
 def _watch(
-    peers: _Peers, rank: int, reader: int, done: threading.Event, name_of: Callable[[int], str], stop: StopOnSignal
+    peers: _Peers,
+    rank: int,
+    reader: int,
+    done: threading.Event,
+    name_of: Callable[[int], str],
+    stop: StopOnSignal,
+    folder: Path,
+    pulse: Pulse | None,
 ) -> None:
-    told_to_end = False
+    told_to_end, kills = False, oom_kills()
     while not done.is_set():
         woken, _, _ = select.select([reader], [], [], POLL_SECONDS)
         told_to_end |= bool(woken) and signal.SIGTERM in os.read(reader, 4096)
         dead = {} if done.is_set() else peers.dead()
         if dead:
             living = min(set(peers.pids) - set(dead))
-            if rank == living:
-                names = ", ".join(f"{name_of(other)} {what}" for other, what in dead.items())
-                print(f"\nerror: {names}, and the run cannot go on without it. {MEND}", file=sys.stderr)
+            if pulse and pulse.has_spoken:
+                time.sleep(QUIET_RANKS_WAIT_SECONDS)
+            elif rank == living:
+                names = ", ".join(f"{name_of(other)} {what}{_by(peers.pids[other])}" for other, what in dead.items())
+                print(
+                    f"\nerror: {names}, and the run cannot go on without it. {_why(kills, folder)}{MEND}",
+                    file=sys.stderr,
+                )
                 sys.stderr.flush()
             else:
                 time.sleep(QUIET_RANKS_WAIT_SECONDS)
             os._exit(1)
         if told_to_end and not (stop.listens and peers.all_run()):
             os._exit(TERMINATED)
+
+
+def _why(kills_before: int, folder: Path) -> str:
+    """Words, where the kernel has killed a process of this cgroup for want of memory meanwhile."""
+    if oom_kills() == kills_before:
+        return ""
+    return f"The kernel killed for want of memory (memory.events of the cgroup). {planned(folder)} "
+
+
+def _by(pid: int) -> str:
+    """The signal that ended a process which nobody has looked at yet."""
+    try:
+        number = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1]) & 0x7F
+        return f" by {signal.Signals(number).name}" + (" (a mapped file was cut off?)" * (number == signal.SIGBUS))
+    except (OSError, ValueError):
+        return ""
 
 
 class _Peers:

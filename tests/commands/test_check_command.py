@@ -39,6 +39,8 @@ def test_the_options_are_these() -> None:
             *("--scale", "--threshold", "-h"),
         ],
         "report": ["--help", "--html", "--markdown", "-h"],
+        "checkpoint": ["--help", "-h"],  # `ls` and `verify` have their own
+        "export": ["--base_model", "--dtype", "--help", "--max_shard_size", "--merge_adapter", "-h"],
         "doctor": [
             "--deep",
             "--help",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import RECIPE, TINY, Finished, launch
 from fake_hub import TOKEN, FakeHub, fake_hub
+from huggingface_hub.utils import filter_repo_objects
+
+from finetune.training.hub import LEFT_OUT
 
 PUSH = {**TINY, "max_steps": 2, "push_to_hub": True, "hub_model_id": "my-model"}
 
@@ -22,6 +26,9 @@ def push(hub: FakeHub, folder: Path, ranks: int = 1, env: dict[str, str] | None 
 def test_a_run_is_pushed_once_privately_with_its_card(ranks: int, tmp_path: Path) -> None:
     with fake_hub() as hub:
         run = push(hub, tmp_path / "run", ranks, save_strategy="steps", save_steps=1)
+        left = [name for name in hub.files if any(fnmatch(name, pattern) for pattern in LEFT_OUT)]
+        assert left == []
+        assert (run.folder / "_lock").is_file()
     assert run.status == 0, run.output[-3000:]
     assert hub.repos == {"me/my-model": True}
     assert "pushed to me/my-model" in run.output
@@ -29,7 +36,7 @@ def test_a_run_is_pushed_once_privately_with_its_card(ranks: int, tmp_path: Path
     assert hub.files["README.md"] == (run.folder / "README.md").read_bytes()
     assert b"pipeline_tag: text-classification" in hub.files["README.md"]
     assert hub.files["model.safetensors"] == (run.folder / "model.safetensors").read_bytes()
-    assert not any(name.startswith("checkpoint-") for name in hub.files)
+    assert not any(name.startswith(("checkpoint-", "_")) for name in hub.files)
     assert hub.tokens - {""} == {f"Bearer {TOKEN}"}  # large files go to addresses that are signed
     written = [path for path in run.folder.rglob("*") if path.is_file()]
     assert not [path for path in written if TOKEN.encode() in path.read_bytes()]
@@ -45,6 +52,7 @@ def test_a_run_is_pushed_once_privately_with_its_card(ranks: int, tmp_path: Path
         pytest.param({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, {}, "--push_to_hub: ", id="no hub"),
         pytest.param({"role": "read"}, {}, {}, "the token may only read", id="read only"),
         pytest.param({}, {}, {"hub_token": "hf_CANARY"}, "everybody on this machine sees", id="token by flag"),
+        pytest.param({}, {}, {"hub_strategy": "every_save"}, "--hub_strategy every_save: ", id="at each save"),
         pytest.param({"repos": {"me/my-model": False}}, {}, {}, "is there already, and public", id="public"),
     ],
 )
@@ -67,6 +75,15 @@ def test_a_push_that_fails_loses_nothing_and_says_how_to_try_again(tmp_path: Pat
         run = push(hub, tmp_path / "run")
     assert run.status == 1
     assert "pushing it failed" in run.errors[0]
-    assert f'hf upload me/my-model {run.folder} --private --exclude "checkpoint-*/*"' in run.errors[0]
+    assert f'hf upload me/my-model {run.folder} --private --exclude "_*" --exclude "*checkpoint-*" ' in run.errors[0]
     assert (run.folder / "model.safetensors").is_file()
     assert (run.folder / "README.md").is_file()
+
+
+def test_what_of_a_run_folder_is_no_model_is_not_pushed() -> None:
+    names = (
+        "_lock checkpoint-4/model.safetensors superseded-checkpoint-4/a/b deleting-checkpoint-4/a unfinished-final/a"
+    )
+    names += " unfinished-checkpoint-8/checkpoint-8/a replaced-checkpoint-4/a nan/step-5/batch.pt final/config.json"
+    models = "model.safetensors model-00001-of-00002.safetensors README.md predictions.csv plots/loss.png finale.txt"
+    assert set(filter_repo_objects([*names.split(), *models.split()], ignore_patterns=LEFT_OUT)) == set(models.split())

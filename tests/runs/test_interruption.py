@@ -93,6 +93,19 @@ def test_a_signal_in_the_last_evaluation_of_the_training_is_heeded_at_its_end(ra
     assert "nothing is left to do" in again.output  # and status 0, for a cluster
 
 
+@pytest.mark.slow
+def test_a_run_that_cannot_save_in_time_ends_with_the_same_status(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    values = {**TINY, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "stop_grace": 1}
+    values |= {"max_eval_samples": 355, "per_device_eval_batch_size": 1, "max_seq_length": 256}
+    command = [*LAUNCHERS["python"](1), RECIPE, *flags({"output_dir": folder, **values})]
+    with living(command, RECIPE, tmp_path / "log", {"OMP_NUM_THREADS": "1"}) as run:
+        run.wait_for(lambda: len(steps_of(folder)) == 2)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 75, run.output[-2000:]
+        assert "stopped by SIGTERM, but not all ranks had saved within --stop_grace 1 seconds" in run.output
+
+
 def test_nothing_is_saved_where_nothing_was_to_be(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [*LAUNCHERS["python"](1), RECIPE, *flags({"output_dir": folder, **TINY, "max_steps": 4000})]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
-from finetune.training.speed import SpeedMeter, multiplied_parameters, peak_flops
+from finetune.training.speed import SpeedMeter, by_steady_clock, multiplied_parameters, peak_flops
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -54,3 +54,10 @@ def test_real_tokens_are_those_that_the_mask_shows(masked: bool) -> None:
     assert figures["samples_per_second"] == 2
     assert figures["real_tokens_per_second"] == (4 if masked else 8)
     assert figures["padding_share"] == (0.5 if masked else 0)
+
+
+def test_closing_figures_are_by_a_clock_that_nobody_sets() -> None:
+    told = {"train_runtime": -86_390.0, "train_samples_per_second": -1.0, "train_steps_per_second": -0.1}
+    mended = by_steady_clock(told, 10.0)
+    assert mended == {"train_runtime": 10.0, "train_samples_per_second": 8639.0, "train_steps_per_second": 863.9}
+    assert by_steady_clock({**told, "train_runtime": 10.2}, 10.0) == {}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
-from finetune.training.interruption import DeafToSigterm, _Ballot
+from finetune.training.interruption import DeafToSigterm, StopOnSignal, _Ballot
 
 
 @pytest.fixture
@@ -47,3 +50,22 @@ def test_a_worker_of_a_data_loader_outlives_sigterm() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert told == [3]
+
+
+def test_a_signal_while_the_main_thread_begins_another_blocks_nothing_and_the_grace_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop, gave_up = StopOnSignal(0.2), threading.Event()
+    monkeypatch.setattr(stop, "_give_up", gave_up.set)
+    stop.on_train_begin(None, None, None)
+    try:
+        time.sleep(0.5)
+        assert not gave_up.is_set()  # nobody has sent anything
+        with threading._active_limbo_lock:  # as inside Thread.start, whose lock is not reentrant
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.received == signal.SIGUSR1
+        assert gave_up.wait(20)
+    finally:
+        for number, handler in stop.handlers.items():
+            signal.signal(number, handler)
+        stop._end_grace()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from finetune.errors import RequestError
 from finetune.training.flat_yaml import read_flat_yaml
+from finetune.training.hub import by_hand
 
 METHODS = "balanced, uniform, parameters, or type:REGEX"
 
@@ -36,8 +37,7 @@ class PipelineArguments:
         ),
         "fsdp": "a pipeline shards the model by layers already. Drop it, or use the recipe without a pipeline.",
         "torch_compile": "DeepSpeed's pipeline engine runs its layers as they are. Drop it.",
-        "push_to_hub": "a pipeline run does not push. Push its folder afterwards: "
-        'hf upload NAME FOLDER --private --exclude "checkpoint-*/*"',
+        "push_to_hub": f"a pipeline run does not push. Push its folder afterwards: {by_hand()}",
         "nvme_path": "a pipeline keeps its states on the device: more stages make room. Drop it.",
         "neftune_noise_alpha": "a pipeline's embeddings take no noise. Drop it.",
         "auto_find_batch_size": "a pipeline's micro-batch is fixed. Drop it.",

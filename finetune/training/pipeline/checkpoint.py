@@ -8,25 +8,30 @@ and a run goes on at any number of stages and of pipelines. Written beside its p
 from __future__ import annotations
 
 import json
-import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import distributed
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from finetune.errors import RequestError
-from finetune.training.output_dir import PIPELINE_RECORD, STATE_FILE
+from finetune.files import read_json_object
+from finetune.training.checkpoints.final import save_final
+from finetune.training.checkpoints.manifest import Layout
+from finetune.training.checkpoints.space import OTHER_BYTES, check_space, stage_bytes
+from finetune.training.checkpoints.writing import About, Whole, every
 from finetune.training.pipeline.engine import Built, Named
-from finetune.training.pipeline.files import Whole, file_name, find_tensors, read_tensor
+from finetune.training.pipeline.files import file_name, find_tensors, read_tensor
 from finetune.training.pipeline.flat_states import FlatStates
+from finetune.training.run_files import PIPELINE_RECORD, STATE_FILE
 from finetune.training.run_folder import write_json
 
 SCHEDULER, RNG = "scheduler.pt", "rng_state_{rank}.pth"
-FINAL = "final"  # where the final model is put together
 
 
 class Checkpoints:
@@ -44,11 +49,14 @@ class Checkpoints:
         self.states = FlatStates(built.optimizer, built.groups, grid.get_data_parallel_group())
         self.rank = distributed.get_rank()
         self.leads = self.rank == 0
+        self.optim = type(built.optimizer).__name__
+        self.saved_bytes = 0  # of the last checkpoint, all files
         self.writes = grid.get_data_parallel_rank() == 0  # the other pipelines have the same weights
 
     def save(self, place: Path, state: Any, global_batch_size: int, weights_only: bool) -> None:
         """The folder `place`, whole or not at all."""
-        with Whole(place, self.leads) as folder:
+        self.check_space(place.parent, f"step {state.global_step}", weights_only)
+        with (whole := Whole(place, self._about(state, global_batch_size))) as folder:
             self._write_model(folder)
             if not weights_only:
                 states = self.states.whole(self.mine if self.writes else set())
@@ -68,6 +76,13 @@ class Checkpoints:
                 }
                 write_json(folder / PIPELINE_RECORD, record)
                 state.save_to_json(str(folder / STATE_FILE))
+        self.saved_bytes = whole.bytes
+
+    def check_space(self, run_folder: Path, when: str, weights_only: bool) -> None:
+        """Raises RunError where the disk has no room for a checkpoint. All ranks must call it."""
+        counts = [p.numel() for name, p in self.built.named.items() if name in self.mine and self.writes]
+        own = stage_bytes(counts, self.optim, "", weights_only)
+        check_space(run_folder, self.saved_bytes or sum(every(own)) + OTHER_BYTES, when)
 
     def load(self, folder: Path, record: dict[str, Any]) -> None:
         """Weights, optimizer, schedule and, at the same layout, random states; `record` is what `read_record` gave."""
@@ -83,7 +98,7 @@ class Checkpoints:
         self.states.fill(folder, record["optimizer_steps"])
         if record["loss_scale"]:
             vars(self.built.engine.optimizer.loss_scaler).update(record["loss_scale"])
-        self._load_schedule(torch.load(folder / SCHEDULER, weights_only=True))
+        self.load_schedule(torch.load(folder / SCHEDULER, weights_only=True))
         if (record["stages"], record["pipelines"]) == (self.stages, self.pipelines):
             _restore_rng_states(folder / RNG.format(rank=self.rank))
 
@@ -92,7 +107,8 @@ class Checkpoints:
         scaler = getattr(self.built.engine.optimizer, "loss_scaler", None)
         return {} if scaler is None else {k: v for k, v in vars(scaler).items() if isinstance(v, int | float)}
 
-    def _load_schedule(self, record: dict[str, Any]) -> None:
+    def load_schedule(self, record: dict[str, Any]) -> None:
+        """Go on where `record`, a state of the schedule, was."""
         self.built.scheduler.load_state_dict(record)
         for group, rate in zip(self.states.optimizer.param_groups, record["_last_lr"], strict=True):
             group["lr"] = rate
@@ -103,11 +119,12 @@ class Checkpoints:
 
     def save_model(self, folder: Path) -> None:
         """The final model into a run folder, in place of one that is there."""
-        with Whole(folder / FINAL, self.leads) as target:
-            self._write_model(target)
-        if self.leads:
-            _move_up(folder / FINAL)
-        distributed.barrier()
+        save_final(folder, self._write_model)
+
+    def _about(self, state: Any, global_batch_size: int) -> About:
+        zero_stage = self.built.engine.zero_optimization_stage()
+        layout = Layout("pipeline", distributed.get_world_size(), zero_stage, self.stages, self.pipelines)
+        return About(state.global_step, state.epoch, global_batch_size, layout)
 
     def _write_model(self, folder: Path) -> None:
         weights = whole_weights(self.built.named, self.mine, self.writes)
@@ -124,7 +141,7 @@ class Checkpoints:
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Of a checkpoint, the layout, global batch and optimizer that wrote it."""
-    return dict(json.loads((folder / PIPELINE_RECORD).read_text(encoding="utf-8")))
+    return read_json_object(folder / PIPELINE_RECORD)
 
 
 def whole_weights(named: Named, mine: set[str], keeps: bool) -> dict[str, torch.Tensor]:
@@ -154,15 +171,6 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor], stage: int, st
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _move_up(folder: Path) -> None:
-    """Put the files of a folder into the one above, in place of the parts of a model that is there."""
-    for old in [*folder.parent.glob("model*.safetensors"), folder.parent / SAFE_WEIGHTS_INDEX_NAME]:
-        old.unlink(missing_ok=True)
-    for path in folder.iterdir():
-        os.replace(path, folder.parent / path.name)
-    folder.rmdir()
-
-
 def load_weights(folder: Path, named: Named, buffers: dict[str, torch.Tensor]) -> None:
     """Read this stage's weights and buffers. Raises RequestError where one is missing or has another shape."""
     from deepspeed.utils import safe_set_full_fp32_param
@@ -181,9 +189,12 @@ def load_weights(folder: Path, named: Named, buffers: dict[str, torch.Tensor]) -
 
 
 def _rng_states() -> dict[str, Any]:
-    """torch's, on the CPU and this rank's GPU."""
+    """Python's, numpy's, and torch's on the CPU and on this rank's GPU."""
+    drawn: Any = np.random.get_state()
+    kind, keys, *rest = drawn
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+    numpy = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)  # as a file of plain tensors and numbers takes it
+    return {"cpu": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
 
 
 def _restore_rng_states(path: Path) -> None:
@@ -191,3 +202,7 @@ def _restore_rng_states(path: Path) -> None:
     torch.set_rng_state(states["cpu"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+    if "python" in states:
+        random.setstate(states["python"])
+        kind, keys, *rest = states["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

@@ -22,7 +22,7 @@ class ImagePipelineTrainer(PipelineTrainer):
     is_deepspeed_enabled = True
 
     def __init__(self, session: Any, source: Any, data: Any, config: Any, metrics: Any) -> None:
-        model_args, _, _, _, pipeline_args, profile_args, run_args = session.arguments
+        model_args, _, _, _, pipeline_args, profile_args, run_args, guards = session.arguments
         training, train = session.training, data.splits["train"]
         model = image_pipeline(model_args, source, config, training.seed)
         interval = run_args.activation_checkpoint_interval or 0
@@ -43,6 +43,7 @@ class ImagePipelineTrainer(PipelineTrainer):
             checkpoint_interval=interval,
             weights=Path(source.description).expanduser() if source.config is not None else None,
             schedule_step=pipeline_args.schedule_step,
+            guards=guards,
         )
         self.ds_config = session.ds_config
 

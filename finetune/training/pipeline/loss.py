@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from finetune.models.pipeline import PipelineModel
+from finetune.training.guards.nan_guard import poisoned
 
 
 class StageLoss:
@@ -25,7 +26,7 @@ class StageLoss:
 
     def __call__(self, outputs: Any, labels: Any) -> torch.Tensor:
         if self.real_rows is None:
-            loss = self.model.loss(outputs, labels) * (self.shares / self.items)
+            loss = poisoned(self.model.loss(outputs, labels) * (self.shares / self.items))
             if self.watch is not None:
                 self.watch(loss)
             return loss

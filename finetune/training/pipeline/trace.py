@@ -158,3 +158,10 @@ def _placed(
         if same:
             placed[kind, m] = (min(start for start, _ in same), max(end for _, end in same))
     return placed
+
+
+def intervals_of(recorder: Recorder, grid: Any, stages: int) -> list[Any]:
+    """What each stage of the first pipeline has recorded. All ranks must ask."""
+    every: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, recorder.intervals)
+    return [every[grid.stage_to_global(stage, data=0)] for stage in range(stages)]

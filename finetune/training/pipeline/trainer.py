@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,25 +21,34 @@ from transformers.trainer_callback import (
     PrinterCallback,
     ProgressCallback,
 )
-from transformers.trainer_utils import SaveStrategy, rotate_checkpoints, speed_metrics
+from transformers.trainer_utils import SaveStrategy, speed_metrics
 
+from finetune.data.changes import mapped_files
 from finetune.data.image_samples import Pictures
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.errors import InterruptedRunError, RequestError
 from finetune.models.pipeline import PipelineModel
+from finetune.training.checkpoints.best import best_to_load, note_place_of_best
+from finetune.training.checkpoints.rotation import Keeper
+from finetune.training.guards.arguments import GuardArguments
+from finetune.training.guards.nan_guard import NanGuard, rng_state, set_rng_state
+from finetune.training.guards.of_pipeline import PipelineSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers
 from finetune.training.launch import Launch
 from finetune.training.model_card import results_of
-from finetune.training.output_dir import STATE_FILE
-from finetune.training.pipeline.batches import EvaluationShard, TrainingShard, loader
+from finetune.training.pipeline.batches import TrainingShard, loader
 from finetune.training.pipeline.checkpoint import Checkpoints, read_record
 from finetune.training.pipeline.engine import build_engine
+from finetune.training.pipeline.evaluation import forward, note_best, whole_set
 from finetune.training.pipeline.loss import StageLoss
 from finetune.training.pipeline.schedule_plot import write_schedule
 from finetune.training.pipeline.stages import Cut, build_module, owned
-from finetune.training.pipeline.trace import Recorder, measured, plan_from
+from finetune.training.pipeline.trace import Recorder, intervals_of, measured, plan_from
+from finetune.training.reshard.for_pipeline import loadable
+from finetune.training.resuming import RunningLoss, SavesLast, ended_early, restore_callbacks
+from finetune.training.run_files import STATE_FILE
 from finetune.training.run_folder import write_json
-from finetune.training.speed import SpeedMeter, peak_memory_bytes
+from finetune.training.speed import SpeedMeter, peak_memory_bytes, wall_clock
 from finetune.training.watch import watching
 
 
@@ -71,7 +79,9 @@ class PipelineTrainer:
         checkpoint_interval: int = 0,
         weights: Path | None = None,
         schedule_step: int = 0,
+        guards: GuardArguments | None = None,
     ) -> None:
+        self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0)
         self.model, self.parts, self.args, self.launch = model, parts, args, launch
         self.train_dataset, self.eval_dataset, self.collator = train_dataset, eval_dataset, data_collator
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
@@ -101,8 +111,13 @@ class PipelineTrainer:
         self.state, self.control = TrainerState(), TrainerControl()
         shown = PrinterCallback() if args.disable_tqdm else ProgressCallback()
         reports = [report() for report in get_reporting_integration_callbacks(args.report_to)]
-        self.stop = StopOnSignal()
-        every = [DefaultFlowCallback(), *reports, *callbacks, self.speed, shown, self.stop]
+        self.keeper = Keeper(Path(args.output_dir))
+        self.stop, self.running_loss = StopOnSignal(self.guards.stop_grace), RunningLoss()
+        self.suspect = PipelineSuspect(self) if self.guards.on_nan != "off" else None
+        self.nan_guard = NanGuard(self.guards, self.suspect) if self.suspect else None
+        guard = [self.nan_guard] if self.nan_guard else []
+        own = [self.speed, shown, self.running_loss, SavesLast(), self.stop, *guard]
+        every = [DefaultFlowCallback(), *reports, *callbacks, *own]
         self.handler = CallbackHandler(every, self.engine.module, processing_class, self.optimizer, self.scheduler)
         self.control = self.handler.on_init_end(args, self.state, self.control)
 
@@ -114,7 +129,7 @@ class PipelineTrainer:
     def is_last(self) -> bool:
         return bool(self.stage == self.parts.stages - 1)
 
-    def watched(self) -> contextlib.AbstractContextManager[None]:
+    def watched(self) -> contextlib.AbstractContextManager[Any]:
         """While inside, a stage whose process is killed ends the run in words."""
 
         def name_of(rank: int) -> str:
@@ -122,7 +137,7 @@ class PipelineTrainer:
             of = f" of pipeline {pipeline}" if self.pipelines > 1 else ""
             return f"rank {rank} (stage {stage} of {self.parts.stages}{of})"
 
-        return watching(name_of, self.stop)
+        return watching(name_of, self.stop, Path(self.args.output_dir), self.guards.hang_timeout)
 
     def train(self, resume_from_checkpoint: str | None = None) -> dict[str, Any]:
         """Train to the end, and return the closing figures."""
@@ -137,11 +152,20 @@ class PipelineTrainer:
         state.is_local_process_zero = self.launch.local_rank == 0
         state.train_batch_size = args.train_batch_size
         state.compute_steps(args, self.max_steps)
+        if args.save_strategy != SaveStrategy.NO:
+            self.checkpoints.check_space(Path(args.output_dir), "before the first step", args.save_only_model)
+        self.data_files = mapped_files()
         first_step = state.global_step
         self._logged_step, self._loss, self._total_loss = first_step, 0.0, 0.0
+        kept, steps_before = self.running_loss, first_step
+        if first_step and 0 <= kept.logged_step <= first_step:
+            self._logged_step, self._loss, self._total_loss = kept.logged_step, kept.sums[0], kept.total
+            steps_before = 0
         self._grad_norm: float | None = None
-        start = time.time()
+        start = time.monotonic()
         self.control = handler.on_train_begin(args, state, self.control)
+        if first_step and ended_early(handler.callbacks):
+            self.control.should_training_stop = True
         if args.eval_on_start:
             self.evaluate()
         for epoch in range(first_step // self.steps_per_epoch, epochs):
@@ -154,14 +178,14 @@ class PipelineTrainer:
                 raise
         steps = state.global_step - first_step
         total = float(self._total_loss) + float(self._loss)
-        metrics = speed_metrics("train", start, num_samples=steps * self.global_batch_size, num_steps=steps)
-        metrics["train_loss"] = total / max(steps, 1)
+        metrics = speed_metrics("train", wall_clock(start), num_samples=steps * self.global_batch_size, num_steps=steps)
+        metrics["train_loss"] = total / max(state.global_step - steps_before, 1)
         metrics |= self.speed.summary(self._sum_over_ranks)
         peaks = self.peak_memory_gib_per_rank()
         metrics["peak_memory_gib"] = max(peaks)
         self.log(metrics)
         if args.load_best_model_at_end and state.best_model_checkpoint:
-            self._load_best(Path(state.best_model_checkpoint))
+            self._load_best()
         self.control = handler.on_train_end(args, state, self.control)
         return {**metrics, "peak_memory_gib_per_rank": peaks}
 
@@ -174,10 +198,11 @@ class PipelineTrainer:
         batches = None
         if self.is_first or self.is_last:
             shard = TrainingShard(self.sampler, args.train_batch_size, self.pipeline, self.pipelines, skipped)
-            batches = iter(self._loader(self.train_dataset, shard))
+            batches = iter(self.loader(self.train_dataset, shard))
         for _ in range(skipped, self.steps_per_epoch):
             self.control = handler.on_step_begin(args, state, self.control)
             self._step(batches)
+            self.control = handler.on_optimizer_step(args, state, self.control)
             state.global_step += 1
             state.epoch = state.global_step / self.steps_per_epoch
             self.control = handler.on_step_end(args, state, self.control)
@@ -189,7 +214,8 @@ class PipelineTrainer:
 
     def _step(self, batches: Iterator[Any] | None) -> None:
         """One global batch through the pipeline, and one step of the optimizer."""
-        pairs = None
+        self.data_files.look()
+        pairs, some = None, []
         if batches is not None:
             some = [next(batches) for _ in range(self.micro_batches)]
             if self.is_first:
@@ -202,6 +228,8 @@ class PipelineTrainer:
             if self.pipelines > 1:
                 distributed.all_reduce(items, group=self.grid.get_data_parallel_group())
             self.loss.items = items.clamp(min=1)
+        if self.suspect:
+            self.suspect.begin(some, self._loss)
         self.loss.real_rows = None
         self._learning_rate = self.scheduler.get_last_lr()[0]  # that of this step; the engine goes on to the next one's
         # The step before the one to draw gives the stages' times, from which that one is planned.
@@ -216,18 +244,17 @@ class PipelineTrainer:
 
     def _note_schedule(self, recorder: Recorder) -> None:
         """What the first pipeline did: from the first of two steps the plan, from the second the picture of both."""
-        every: list[Any] = [None] * self.launch.world_size
-        distributed.all_gather_object(every, recorder.intervals)
+        stages = intervals_of(recorder, self.grid, self.parts.stages)
         if not self.launch.speaks:
             return
-        stages = [every[self.grid.stage_to_global(stage, data=0)] for stage in range(self.parts.stages)]
         found = measured(stages, self.micro_batches)
         if self.state.global_step + 1 < self.schedule_step:
             self.planned = plan_from(found)
         else:
             write_schedule(Path(self.args.output_dir), self.planned, found)
 
-    def _loader(self, dataset: Any, shard: Any) -> Any:
+    def loader(self, dataset: Any, shard: Any) -> Any:
+        """Batches of `shard` of `dataset`, on the CPU."""
         args = self.args
         return loader(dataset, shard, self.collator, args.dataloader_num_workers, args.seed, self.device.type == "cuda")
 
@@ -242,9 +269,11 @@ class PipelineTrainer:
             logs["learning_rate"] = self._learning_rate
             self._total_loss = self._total_loss + self._loss
             self._loss, self._logged_step = 0.0, state.global_step
-            self.log({**logs, **self.speed.window(self._sum_over_ranks)})
+            logs |= self.speed.window(self._sum_over_ranks)
+            logs |= self.nan_guard.window(state.global_step, logs["loss"]) if self.nan_guard else {}
+            self.log(logs)
         if self.control.should_evaluate:
-            is_best = self._note_best(self.evaluate())
+            is_best = note_best(self.args, self.state, self.evaluate())
             if args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = is_best
         if self.control.should_save:
@@ -259,85 +288,63 @@ class PipelineTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """The whole evaluation set, each sample once, through the pipeline; the same figures on every rank."""
-        args, start = self.args, time.time()
-        count = len(self.eval_dataset)
-        shard = EvaluationShard(count, args.eval_batch_size, self.pipeline, self.pipelines)
-        batches = None
-        if self.is_first or self.is_last:
-            batches = map(self.model.split, self._loader(self.eval_dataset, shard))
-        self.loss.real_rows = deque(shard.real_rows)
-        self.loss.figures = None
-        if not self.dynamic:
-            self.engine.reset_activation_shape()  # an evaluation's batches have a size of their own
-        self.engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=len(shard))
-        if not self.dynamic:
-            self.engine.reset_activation_shape()
-        sums = self._from_last_stage(self.loss.figures)
+        start = time.monotonic()
+        sums, batches = whole_set(self)
         metrics = self.compute_metrics(EvalPrediction(predictions=sums, label_ids=None))
         metrics = {f"eval_{name}": value for name, value in metrics.items()}
-        metrics |= speed_metrics("eval", start, num_samples=count, num_steps=len(shard))
+        metrics |= speed_metrics("eval", wall_clock(start), num_samples=len(self.eval_dataset), num_steps=batches)
         self.log(metrics)
-        self.control = self.handler.on_evaluate(args, self.state, self.control, metrics)
+        self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
         return {**metrics, "epoch": self.state.epoch} if self.state.epoch is not None else metrics
 
-    def _from_last_stage(self, figures: torch.Tensor | None) -> Any:
-        """Summed over pipelines, and told to every rank: (1, k)."""
-        if self.is_last:
-            assert figures is not None
-            distributed.all_reduce(figures, group=self.grid.get_data_parallel_group())
-        told = [figures.cpu() if figures is not None else None]
-        distributed.broadcast_object_list(told, src=self.grid.stage_to_global(self.parts.stages - 1, data=0))
-        assert told[0] is not None
-        return told[0].numpy()[None]
+    def forward_again(self, batches: list[dict[str, Any]]) -> None:
+        """The micro-batches of a step through the pipeline, without a step; on all ranks."""
+        forward(self, batches)
 
-    def _note_best(self, metrics: dict[str, float]) -> bool:
-        """Whether this evaluation is the best so far, by --metric_for_best_model."""
-        args, state = self.args, self.state
-        if args.metric_for_best_model is None:
-            return False
-        value = metrics[f"eval_{args.metric_for_best_model.removeprefix('eval_')}"]
-        best = state.best_metric
-        if best is not None and not (value > best if args.greater_is_better else value < best):
-            return False
-        state.best_metric, state.best_global_step = value, state.global_step
-        return True
+    def roll_back(self, folder: Path) -> None:
+        """Weights and optimizer of a checkpoint; the schedule, the random states and the data go on from here."""
+        schedule, states = self.scheduler.state_dict(), rng_state()
+        self.checkpoints.load(folder, read_record(folder))
+        self.checkpoints.load_schedule(schedule)
+        set_rng_state(states)
 
     def _save(self) -> None:
         """A checkpoint, whole or not at all; and what --save_total_limit no longer keeps goes."""
         state, folder = self.state, Path(self.args.output_dir)
         place = folder / f"checkpoint-{state.global_step}"
-        if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(place)
+        note_place_of_best(state, place)
+        self.running_loss.sums, self.running_loss.total = [float(self._loss)], float(self._total_loss)
+        self.running_loss.logged_step = self._logged_step
         kept = [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]
         state.stateful_callbacks = {type(callback).__name__: callback.state() for callback in kept}
         self.checkpoints.save(place, state, self.global_batch_size, weights_only=self.args.save_only_model)
         if self.launch.speaks:
-            rotate_checkpoints(str(folder), self.args.save_total_limit, state.best_model_checkpoint)
+            self.keeper.trust(place)
+            self.keeper.rotate(self.args.save_total_limit, place, state.best_model_checkpoint)
 
     def _resume(self, folder: Path) -> TrainerState:
         """Go on from a checkpoint, of whatever layout. Raises RequestError where the global batch is another."""
-        record = read_record(folder)
-        batch = record["global_batch_size"]
-        if batch != self.global_batch_size:
-            raise RequestError(
-                f"--resume: {folder} was trained with a global batch of {batch}, but this run makes "
-                f"{self.args.train_batch_size} x {self.micro_batches} x {self.pipelines} = {self.global_batch_size} "
-                "(micro-batch x accumulation x pipelines). Change --gradient_accumulation_steps or "
-                "--per_device_train_batch_size so that they agree."
-            )
-        self.checkpoints.load(folder, record)
+        with loadable(folder, self) as found:
+            record = read_record(found)
+            batch = record["global_batch_size"]
+            if batch != self.global_batch_size:
+                raise RequestError(
+                    f"--resume: {folder} was trained with a global batch of {batch}, but this run makes "
+                    f"{self.args.train_batch_size} x {self.micro_batches} x {self.pipelines} = "
+                    f"{self.global_batch_size} (micro-batch x accumulation x pipelines). Change "
+                    "--gradient_accumulation_steps or --per_device_train_batch_size so that they agree."
+                )
+            self.checkpoints.load(found, record)
         state = TrainerState.load_from_json(str(folder / STATE_FILE))
-        for callback in self.handler.callbacks if self.args.restore_callback_states_from_checkpoint else ():
-            kept = state.stateful_callbacks.get(type(callback).__name__)
-            if isinstance(callback, ExportableState) and kept:
-                vars(callback).update(kept["args"], **kept["attributes"])
+        restore_callbacks(self.handler.callbacks, state, self.args.restore_callback_states_from_checkpoint)
+        if self.launch.speaks:
+            self.keeper.go_on_from(folder, state.global_step)
         return state
 
-    def _load_best(self, folder: Path) -> None:
-        if folder.is_dir():
-            self.checkpoints.load_weights(folder)
-        elif self.launch.speaks:
-            print(f"warning: {folder}, the best checkpoint, is gone. The last weights are kept.", flush=True)
+    def _load_best(self) -> None:
+        best = best_to_load(Path(self.args.output_dir), self.state.best_model_checkpoint)
+        if best is not None:
+            self.checkpoints.load_weights(best)
 
     def save_model(self, folder: Path) -> None:
         """The weights as the final model into the run folder: in fp32, one part a stage, with config and tokenizer."""
@@ -345,11 +352,10 @@ class PipelineTrainer:
 
     def save_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """`train_results.json` or `eval_results.json`, and both in all_results.json, as the Trainer does."""
-        if not self.launch.speaks:
-            return
-        folder = Path(self.args.output_dir)
-        write_json(folder / f"{split}_results.json", metrics)
-        write_json(folder / "all_results.json", {**results_of(folder), **metrics})
+        if self.launch.speaks:
+            folder = Path(self.args.output_dir)
+            write_json(folder / f"{split}_results.json", metrics)
+            write_json(folder / "all_results.json", {**results_of(folder), **metrics})
 
     def save_state(self) -> None:
         """`trainer_state.json` in the run folder."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.files import read_json_object
 from finetune.training.arguments import check_trackers
-from finetune.training.output_dir import STATE_FILE
+from finetune.training.run_files import STATE_FILE
 
 MOST_STEPS = 50  # a trace holds each operator: hundreds of megabytes from here on, which no viewer opens
 MONITORS = {"csv": "csv_monitor", "tensorboard": "tensorboard", "wandb": "wandb"}  # and the config's sections
@@ -87,7 +87,7 @@ def steps_done(checkpoint: str | None) -> int:
     """The optimizer steps of a checkpoint; 0 without one."""
     if checkpoint is None:
         return 0
-    return int(json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+    return int(read_json_object(Path(checkpoint) / STATE_FILE)["global_step"])
 
 
 def _check_deepspeed(request: Any, asked: list[str], config: str | None) -> None:

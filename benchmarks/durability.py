@@ -1,0 +1,28 @@
+"""All of docs/results/durability.md, unattended: each benchmark goes on where it stopped, and the page follows each.
+
+python benchmarks/durability.py --minutes 60        # of killing; about two hours and a half in all, on two cores
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", default="60")
+    options = parser.parse_args()
+    parts = [("faults.py", "--minutes", options.minutes), ("faults_stock.py",), ("resume.py",)]
+    for part in [*parts, ("long_run.py",), ("saving_sizes.py",)]:
+        began = time.monotonic()
+        status = subprocess.run([sys.executable, str(HERE / part[0]), *part[1:]], check=False).returncode
+        print(f"{part[0]}: status {status} after {time.monotonic() - began:.0f} s", flush=True)
+        subprocess.run([sys.executable, str(HERE / "durability_page.py")], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""docs/results/durability.md, from the JSON lines of the other benchmarks.
+
+    python benchmarks/durability_page.py
+
+Run it again after resume.py, faults.py, faults_stock.py, long_run.py or saving_sizes.py has added rows. Between the
+lines `<!-- parts -->` and `<!-- end of parts -->` stands what is written by hand, and stays.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from durability_runs import REPO, rows_of
+from killing import MOMENTS_OF_SAVES
+from resume import table
+
+RESULTS = REPO / "docs" / "results"
+PAGE = RESULTS / "durability.md"
+BEGIN, END = "<!-- parts -->", "<!-- end of parts -->"
+PARTS = f"""{BEGIN}
+
+## Another world size or layout
+
+## Faults: how soon they are seen
+
+## Damaged and hostile files
+
+{END}
+"""
+HEAD = """# Durability: kills, resumption, long runs
+
+Made by `python benchmarks/durability_page.py` from the JSON lines beside it, on two CPU cores without a GPU. What
+checkpoints are is in [checkpoints.md](../checkpoints.md).
+"""
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return list(rows_of(RESULTS / f"{name}.jsonl"))
+
+
+def seconds(values: list[float]) -> str:
+    """Median, 90th percentile and largest."""
+    if not values:
+        return "-"
+    ordered = sorted(values)
+    high = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    return f"{statistics.median(ordered):.1f} / {high:.1f} / {ordered[-1]:.1f}"
+
+
+def versions(found: list[dict[str, Any]]) -> str:
+    last = next((row["versions"] for row in reversed(found) if "versions" in row), {})
+    return ", ".join(f"{name} {number}" for name, number in last.items())
+
+
+def kills_section() -> str:
+    found, stock = rows("faults"), rows("faults_stock")
+    if not found:
+        return ""
+    kills, chains = [row for row in found if "kill" in row], [row for row in found if "kills" in row]
+    at_saves = [row for row in kills if row["moment"] in MOMENTS_OF_SAVES]
+    text = ["## SIGKILL at random moments", "", "`python benchmarks/faults.py --minutes 60` and "]
+    text[-1] += f"`python benchmarks/faults_stock.py`, {versions(found)}. A kill hits one random rank, all at once, or "
+    text[-1] += "the launcher and then the ranks; `--resume auto` goes on by a new launch, which is killed again. The "
+    text[-1] += "stock stack is the plain Trainer with DeepSpeed ZeRO-2 and `resume_from_checkpoint=True`."
+    equal = sum(not row["weights_apart"] for row in chains)
+    torn_used = sum(bool(row.get("resumed")) and row["from"] > (row["durable"] or 0) for row in kills)
+    lost = sum(row["lost_steps"] not in (0, None) for row in kills)
+    text += ["", "| | toolkit | stock |", "|---|---|---|"]
+    text += [f"| kills (aimed at saves) | {len(kills)} ({len(at_saves)}) | {len(stock)} ({len(stock)}) |"]
+    failed = sum(bool(row["failures"]) for row in stock)
+    resumed = sum(row.get("resumed", False) for row in kills)
+    text += [f"| resumed without help | {resumed} | {len(stock) - failed} |"]
+    unreadable = sum(row["latest_unreadable"] for row in stock)
+    torn, broken = sum(bool(row["torn"]) for row in kills), sum(not row["newest_is_whole"] for row in kills)
+    lacking = sum(bool(row["lacks"]) for row in stock)
+    text += [f"| a checkpoint was half written, under another name | {torn} | - |"]
+    text += [f"| a checkpoint was half written, under its final name | {broken} | {lacking} |"]
+    text += [f"| of these, DeepSpeed's `latest` missing or empty | - | {unreadable} |"]
+    text += [f"| went on from a torn checkpoint | {torn_used} | {sum(went_on_torn(row) for row in stock)} |"]
+    wrong = sum(row["silently_wrong"] for row in stock)
+    text += [f"| steps lost beyond the last durable save | {lost} | {sum(loses(row) for row in stock)} |"]
+    text += [f"| silently another run than the uncut one | {len(chains) - equal} of {len(chains)} chains | {wrong} |"]
+    lost_seconds = [row["seconds_lost"] for row in kills if row.get("seconds_lost") is not None]
+    theirs = [row["seconds_lost"] for row in stock if row["seconds_lost"] is not None and not row["failures"]]
+    text += [f"| seconds lost a kill: median / 90% / most | {seconds(lost_seconds)} | {seconds(theirs)} |"]
+    text += [
+        "",
+        "Seconds lost run from the kill to the moment at which the old step is reached again; nearly all of it ",
+    ]
+    text[-1] += "is the start of Python, torch and DeepSpeed. Those of the stock stack are of its unaided resumes."
+    text += ["", *by_run(kills, chains), "", *by_hit(kills), *failures_of(stock), *bad(kills, chains)]
+    return "\n".join(text)
+
+
+def went_on_torn(row: dict[str, Any]) -> bool:
+    return bool(row["lacks"] and not row["failures"] and row["from"] == int(row["newest"].rsplit("-", 1)[1]))
+
+
+def loses(row: dict[str, Any]) -> bool:
+    return row["from"] < row["durable"]
+
+
+def by_run(kills: list[dict[str, Any]], chains: list[dict[str, Any]]) -> list[str]:
+    lines = ["| run | kills | resumed | lost steps | chains bit-equal | seconds lost |", "|---|---|---|---|---|---|"]
+    for name in dict.fromkeys(row["run"] for row in kills):
+        mine = [row for row in kills if row["run"] == name]
+        ended = [row for row in chains if row["run"] == name]
+        equal = sum(not row["weights_apart"] for row in ended)
+        lost = [row["seconds_lost"] for row in mine if row.get("seconds_lost") is not None]
+        resumed, steps = sum(row.get("resumed", False) for row in mine), sum(row["lost_steps"] or 0 for row in mine)
+        lines.append(f"| {name} | {len(mine)} | {resumed} | {steps} | {equal} of {len(ended)} | {seconds(lost)} |")
+    return lines
+
+
+def by_hit(kills: list[dict[str, Any]]) -> list[str]:
+    counted, whom = Counter(row["hit"] for row in kills), Counter(row["victim"] for row in kills)
+    hits = ", ".join(f"{what} {count}" for what, count in counted.most_common())
+    victims = ", ".join(f"{what} {count}" for what, count in whom.most_common())
+    ends = [row["seconds_to_end"] for row in kills if row["victim"] == "one rank"]
+    late = sum(end is None for end in ends)
+    after = seconds([end for end in ends if end is not None])
+    return [
+        f"What the kills hit: {hits}. Whom: {victims}.",
+        "",
+        f"Where one rank was killed, the others had ended after {after} s; {late} of {len(ends)} times they had not "
+        "after 60 s.",
+    ]
+
+
+def failures_of(stock: list[dict[str, Any]]) -> list[str]:
+    said = Counter(failure.split("/tmp")[0].strip()[:120] for row in stock for failure in row["failures"])
+    if not said:
+        return []
+    lines = ["", "With what words the stock resumes failed, until its newest checkpoint was deleted by hand:", ""]
+    return lines + [f"- {count} x `{words}`" for words, count in said.most_common()]
+
+
+def bad(kills: list[dict[str, Any]], chains: list[dict[str, Any]]) -> list[str]:
+    """All that is not as it should be."""
+    lines = [
+        f"- {row['run']} chain {row['chain']} kill {row['kill']}: hit {row['hit']}, durable {row['durable']}, went on "
+        f"from {row.get('from')}"
+        for row in kills
+        if not row.get("resumed") or row["lost_steps"]
+    ]
+    lines += [
+        f"- {row['run']} chain {row['chain']}: {row['weights_apart']}, {row['rows_apart']}"
+        for row in chains
+        if row["weights_apart"] or row["rows_apart"]
+    ]
+    return ["", "Not as it should be:", "", *lines] if lines else ["", "Nothing was otherwise."]
+
+
+def resume_section() -> str:
+    found = rows("resume")
+    if not found:
+        return ""
+    cuts = [row for row in found if isinstance(row["cut"], int)]
+    equal = sum(row["equal"] for row in cuts)
+    lines = ["## Bitwise resume", "", f"`python benchmarks/resume.py`, {versions(found)}: {equal} of {len(cuts)} cuts "]
+    lines[-1] += "end bit-equal to the uncut run: weights by torch.equal, every logged loss, gradient norm, learning "
+    lines[-1] += (
+        "rate and evaluation, the best metric, callbacks' states, and each rank's random states. Dropout is on, "
+    )
+    lines[-1] += "an epoch has 5 steps of 2 or more micro-batches, every second step is logged."
+    return "\n".join([*lines, "", table(found)])
+
+
+def sizes_section() -> str:
+    found = rows("saving_sizes")
+    if not found:
+        return ""
+    cells = {(row["millions"], row["layout"], row["stack"]): row for row in found}
+    lines = ["## Seconds to save and to resume", "", f"`python benchmarks/saving_sizes.py`, {versions(found)}. "]
+    lines[-1] += "Median of three saves; resuming is what `train` takes longer to its first step than when it begins "
+    lines[-1] += (
+        "anew, and of the toolkit the verification of every byte beside it. The toolkit's saves are on the disk "
+    )
+    lines[-1] += "(fsync) when they end, and hashed; the stock stack's are in the kernel's cache."
+    lines += [
+        "",
+        "| parameters | layout | MiB | save | stock | resume | + verify | stock |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for millions, layout in dict.fromkeys((row["millions"], row["layout"]) for row in found):
+        ours, stock = (cells.get((millions, layout, stack)) for stack in ("ours", "stock"))
+        if ours is None or stock is None:
+            continue
+        times = f"{ours['save_seconds']:.2f} | {stock['save_seconds']:.2f} | {ours['resume_seconds']:.2f} | "
+        times += f"{ours['verify_seconds']:.2f} | {stock['resume_seconds']:.2f}"
+        lines.append(f"| {ours['parameters']:,} | {layout} | {ours['bytes'] / 2**20:,.0f} | {times} |")
+    return "\n".join(lines)
+
+
+def long_section() -> str:
+    found = rows("long_run")
+    if not found:
+        return ""
+    latest = {row["run"]: row for row in found}
+    lines = ["## Long runs", "", f"`python benchmarks/long_run.py`, {versions(found)}. Slopes are of the last four "]
+    lines[-1] += "fifths, with their 95% interval."
+    lines += [
+        "",
+        "| run | rank | steps | bytes a step | MiB at first, at last | files | threads |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in latest.values():
+        for rank, of_rank in enumerate(row["per_rank"]):
+            rss, files, threads = (of_rank[name] for name in ("rss_bytes", "open_files", "threads"))
+            low, high = rss["interval"]
+            mib = f"{rss['first'] / 2**20:.1f}, {rss['last'] / 2**20:.1f}"
+            slope = f"{rss['slope_per_step']:.0f} ({low:.0f} to {high:.0f})"
+            rest = " | ".join(f"{one['first']:.1f}, {one['last']:.1f}" for one in (files, threads))
+            lines.append(f"| {row['run']} | {rank} | {row['steps']:,} | {slope} | {mib} | {rest} |")
+    lines += [
+        "",
+        "| run | most MiB to 60% of the steps, after | checkpoints | trainer_state.json | metrics.jsonl | terminal |",
+    ]
+    lines += ["|---|---|---|---|---|---|"]
+    for row in latest.values():
+        place = row["folder"]
+        most = f"{place['most_bytes_first_half'] / 2**20:.1f}, {place['most_bytes_second_half'] / 2**20:.1f}"
+        kib = [f"{place[name] / 2**10:,.0f} KiB" for name in ("trainer_state_bytes", "metrics_bytes", "terminal_bytes")]
+        kib[1] += f" for {place['metrics_rows']:,} rows"
+        lines.append(f"| {row['run']} | {most} | {place['checkpoints']} | {' | '.join(kib)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    before = PAGE.read_text() if PAGE.is_file() else ""
+    kept = before[before.index(BEGIN) : before.index(END) + len(END)] + "\n" if BEGIN in before else PARTS
+    sections = [HEAD.strip(), kills_section(), resume_section(), sizes_section(), long_section(), kept.strip()]
+    PAGE.write_text("\n\n".join(section for section in sections if section) + "\n")
+    print(f"{Path(PAGE).relative_to(REPO)} is written")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The runs that benchmarks/resume.py, faults.py and long_run.py cut, kill and watch: every recipe and layout, each so
+small that a launch is mostly its start. What is random is on: dropout, shuffling, augmentation."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+REPO = Path(__file__).resolve().parents[1]
+STEPS_PER_EPOCH = 5
+GLOBAL_BATCH = 16
+# Of each logged row what tells the speed of this launch: a resumed run must log all else the same.
+TIMES = ("_per_second", "_runtime", "step_seconds", "peak_memory", "mfu", "padding_share")
+
+EVERY = {
+    "logging_steps": 2,  # a cut at an odd step is one inside a window
+    "eval_strategy": "epoch",
+    "bf16": False,
+    "warmup_steps": 3,
+    "lr_scheduler_type": "cosine",
+    "per_device_eval_batch_size": 8,
+    "max_eval_samples": 16,
+}
+CLASSIFIER = {
+    "max_train_samples": STEPS_PER_EPOCH * GLOBAL_BATCH,
+    "max_seq_length": 24,
+    "group_by_length": True,
+    "dropout": 0.1,
+    "metric_for_best_model": "loss",
+    "load_best_model_at_end": False,
+    "early_stopping_patience": 50,  # never reached: its counter is to go on
+}
+SHAPE = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,max_position_embeddings=32,dropout=0.1"
+LANGUAGE = {"config_overrides": SHAPE, "max_train_samples": 3, "sample_tokens": 4}
+PIPELINE = {**LANGUAGE, "schedule_step": 0, "learning_rate": 1e-2}
+PICTURES = {
+    "max_train_samples": STEPS_PER_EPOCH * GLOBAL_BATCH,
+    "crop_padding": 1,
+    "horizontal_flip": True,
+}
+OWN_ROWS = "rows.csv"
+# Nobody knows where an epoch of a stream ends.
+STREAMED = {"streaming": True, "tokenizer": "byte", "train_file": OWN_ROWS, "max_train_samples": 80}
+STREAMED |= {"eval_strategy": "steps", "eval_steps": 4}
+SEQ, LM, PIPE, IMAGES = "seq_cls", "causal_lm", "causal_lm_pipeline", "image_cls"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One recipe in one layout, at the global batch of all others, in two micro-batches a step where that can be."""
+
+    recipe: str
+    ranks: int
+    flags: dict[str, Any]
+    accumulation: int = 2
+
+    def command(self, folder: Path, **more: Any) -> list[str]:
+        readers = self.ranks // self.flags.get("pipeline_parallel_size", 1)  # ranks that read different samples
+        values = {
+            "output_dir": folder,
+            "per_device_train_batch_size": GLOBAL_BATCH // (self.accumulation * readers),
+            "gradient_accumulation_steps": self.accumulation,
+            **EVERY,
+            **self.flags,
+            **more,
+        }
+        if values.get("train_file") == OWN_ROWS:
+            values["train_file"] = own_rows(folder.parent)
+        words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
+        return [*launcher(self.ranks), f"recipes/{self.recipe}.py", *words]
+
+
+def own_rows(home: Path) -> Path:
+    """A file to stream, of texts whose words tell their label."""
+    path, generator = home / OWN_ROWS, random.Random(0)
+    if not path.is_file():
+        home.mkdir(parents=True, exist_ok=True)
+        words = {"good": "fine great lovely superb".split(), "bad": "poor awful dull boring".split()}
+        lines = ["text,label"]
+        for _ in range(STEPS_PER_EPOCH * GLOBAL_BATCH + 16):
+            label = generator.choice(list(words))
+            some = generator.choices([*words[label], "the", "film", "was"], k=generator.randint(3, 20))
+            lines.append(f"{' '.join(some)},{label}")
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def classifier(ranks: int, **flags: Any) -> Run:
+    return Run(SEQ, ranks, {**CLASSIFIER, **flags})
+
+
+LAYOUTS = {
+    "plain": classifier(1),
+    "ddp": classifier(2),
+    "zero0": classifier(2, deepspeed="zero0"),
+    "zero1": classifier(2, deepspeed="zero1"),
+    "zero2": classifier(2, deepspeed="zero2"),
+    "zero3": classifier(2, deepspeed="zero3"),
+    "zero2_offload": classifier(2, deepspeed="zero2_offload"),
+    "zero3_offload": classifier(2, deepspeed="zero3_offload"),
+    "zero3_nvme": classifier(2, deepspeed="zero3_nvme"),
+    "fsdp": classifier(2, fsdp=True),
+    "pipeline": Run(PIPE, 2, {**PIPELINE, "pipeline_parallel_size": 2}, accumulation=4),
+    "pipeline_2x2": Run(PIPE, 4, {**PIPELINE, "pipeline_parallel_size": 2}, accumulation=4),
+}
+# What else there is to go wrong: the other recipes, orders of the data, precisions, compressed gradients.
+VARIETIES = {
+    "causal_lm": Run(LM, 1, LANGUAGE),
+    "causal_lm_packed": Run(LM, 2, {**LANGUAGE, "packing": "bfd", "document_mask": True}),
+    "causal_lm_streaming": Run(LM, 2, {**LANGUAGE, **STREAMED}),
+    "seq_cls_streaming": Run(
+        SEQ, 2, {**CLASSIFIER, "streaming": True, "group_by_length": False, "train_file": OWN_ROWS}
+    ),
+    "seq_cls_workers": classifier(1, dataloader_num_workers=2),
+    "image_cls": Run(IMAGES, 2, PICTURES),
+    "image_cls_workers": Run(IMAGES, 1, {**PICTURES, "dataloader_num_workers": 1}),
+    "image_cls_pipeline": Run(IMAGES, 2, {**PICTURES, "model_type": "alexnet", "pipeline_parallel_size": 2}),
+    "zero2_bf16": classifier(2, deepspeed="zero2", bf16=True),
+    "zero3_bf16": classifier(2, deepspeed="zero3", bf16=True),
+    "plain_bf16": classifier(1, bf16=True),
+    "ddp_powersgd": classifier(2, ddp_comm_hook="powersgd", powersgd_rank=2),
+    "ddp_topk": classifier(2, ddp_comm_hook="topk"),
+    "ddp_onebit_adam": classifier(2, ddp_comm_hook="onebit_adam"),
+}
+RUNS = LAYOUTS | VARIETIES
+
+
+def launcher(ranks: int) -> list[str]:
+    if ranks == 1:
+        return [sys.executable]
+    return [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(ranks), "--master_port", port()]
+
+
+def port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """For a launch: offline, one cache of prepared data, and sums that are always taken in the same order."""
+    given = {"HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    return {**os.environ, **given}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All of a model's, from however many files."""
+    return {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def different_weights(one: Path, other: Path) -> list[str]:
+    """The names of tensors that are not bit-equal."""
+    ours, theirs = weights(one), weights(other)
+    if not ours or ours.keys() != theirs.keys():
+        return sorted(ours.keys() ^ theirs.keys()) or ["no weights"]
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, without what tells the time."""
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [{k: v for k, v in row.items() if k != "time" and not any(t in k for t in TIMES)} for row in rows]
+
+
+def different_rows(one: Path, other: Path) -> list[str]:
+    """What is logged otherwise, as `step: names`."""
+    ours, theirs = logged(one), logged(other)
+    found = [f"{len(ours)} rows, {len(theirs)} rows"] if len(ours) != len(theirs) else []
+    for mine, its in zip(ours, theirs, strict=False):
+        names = [name for name in sorted(mine.keys() | its.keys()) if mine.get(name) != its.get(name)]
+        found += [f"{its['step']}: {', '.join(names)}"] if names else []
+    return found
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Those under their final names, oldest first."""
+    return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON-lines file, which need not be there."""
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        yield json.loads(line)
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}

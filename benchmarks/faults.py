@@ -1,0 +1,220 @@
+r"""SIGKILL at random moments, over all recipes and layouts: is every run resumed, from where, and to the same weights?
+
+    python benchmarks/faults.py --minutes 60                     # goes on where it stopped, at the next chain
+    python benchmarks/faults.py --minutes 5 --runs plain zero2   # some of them
+
+A chain is one run of durability_runs.py in one folder: launched, killed, launched again by `--resume`, killed again,
+and after the last kill left to end; its weights are then compared with those of a run that nobody killed. Half of the
+kills are aimed at saves: they wait for `unfinished-checkpoint-N` and strike at a random moment of that save, in its
+rotation, or while the final model is put in place; the others come at a random moment of start-up and training. They
+hit one random rank, all ranks at once, or the launcher first and the ranks a random moment later, as a cluster does.
+All is drawn from --seed. A row for each kill and for each chain goes to docs/results/faults.jsonl.
+benchmarks/faults_stock.py does the same to the plain Trainer with DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from durability_runs import REPO, RUNS, different_rows, different_weights, rows_of, versions
+from killing import MOMENTS_OF_SAVES, OTHER_MOMENTS, VICTIMS, Kill, Launch, aimed, moments, new_steps, what_it_hit
+
+from finetune.training.checkpoints.manifest import checkpoints_in, problems
+
+OUT = REPO / "docs" / "results" / "faults.jsonl"
+STEPS = 60
+FLAGS = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2, "logging_steps": 1}
+KILLS_PER_CHAIN = 6
+KILLED = ("plain", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp", "pipeline")
+KILLED += ("causal_lm", "causal_lm_packed", "image_cls", "image_cls_pipeline", "pipeline_2x2")
+writing = threading.Lock()
+
+
+class Chain:
+    """One run in one folder, killed and launched again, and what there is to tell of each kill."""
+
+    def __init__(self, name: str, number: int, seed: int, home: Path) -> None:
+        self.name, self.number, self.home = name, number, home
+        self.run, self.folder = RUNS[name], home / f"{name}-{number}"
+        self.generator = random.Random(f"{seed} {name} {number}")
+        self.struck: list[dict[str, Any]] = []
+        self.unanswered: list[dict[str, Any]] = []  # kills after which no launch has yet said where it goes on
+        self.steps: list[tuple[float, int]] = []  # when each step was logged, of all launches
+
+    def rows(self, kills: int) -> list[dict[str, Any]]:
+        """Launch, kill, launch again, and at last let it end."""
+        for at in range(kills):
+            launch, row = self.launch(), self.draw(at, kills)
+            kill = Kill(row["moment"], row["victim"], self.generator.random(), self.generator.random())
+            struck_at = aimed(launch, kill, moments(launch, self.generator.randrange(2)))
+            ended = launch.end()
+            self.hear(launch)
+            if struck_at is None:  # it ended by itself first: nothing is left to kill
+                break
+            row |= {"time": struck_at, "hit": what_it_hit(launch, STEPS), "seconds_to_end": ended}
+            row["torn"] = [path.name for path in self.folder.glob("unfinished-checkpoint-*")]
+            row["newest_is_whole"] = newest_is_whole(self.folder)
+            row |= {"durable": newest_durable(self.folder), "step": max((s for _, s in self.steps), default=0)}
+            self.struck.append(row)
+            self.unanswered.append(row)
+        launch = self.launch()
+        status = launch.wait()
+        self.hear(launch)
+        return [*self.told(), self.closing(launch, status)]
+
+    def draw(self, at: int, kills: int) -> dict[str, Any]:
+        """Which kill comes next: every second one at a save, the last of them perhaps at the final model's."""
+        late = at >= kills - 2
+        fitting = [moment for moment in MOMENTS_OF_SAVES if late or moment != "final"]
+        moment = self.generator.choice(fitting if at % 2 else OTHER_MOMENTS)
+        victim = self.generator.choice(VICTIMS if self.run.ranks > 1 else VICTIMS[1:2])
+        return {"run": self.name, "chain": self.number, "kill": at, "moment": moment, "victim": victim}
+
+    def launch(self) -> Launch:
+        self.durable = newest_durable(self.folder)
+        how = "allow" if self.durable is None else "auto"
+        command = self.run.command(self.folder, resume=how, **FLAGS)
+        return Launch(command, self.folder, self.home / "cache", self.run.ranks)
+
+    def hear(self, launch: Launch) -> None:
+        """Where a launch that is over went on, by its own words, and by the first step that it logged."""
+        own = new_steps(self.folder, launch.began)
+        self.steps += own
+        said = launch.went_on_from()
+        if said is None and own and self.durable is None:
+            said = 0
+        if said is None and "nothing is left to do" in launch.output:
+            said = self.durable
+        if said is None and launch.was_struck:
+            return  # killed before it could tell: the next launch answers for both kills
+        for row in self.unanswered:
+            first = own[0][1] - 1 if own else said
+            row |= {"from": said, "resumed": said is not None and first == said}
+            row["lost_steps"] = None if said is None else (row["durable"] or 0) - said
+            if not row["resumed"]:
+                row["output"] = launch.output[-1500:]
+        self.unanswered = []
+
+    def told(self) -> list[dict[str, Any]]:
+        for row in self.struck:
+            again = [when for when, step in self.steps if when > row["time"] and step >= max(row["step"], 1)]
+            row["seconds_lost"] = round(min(again) - row["time"], 2) if again else None
+            row["time"] = round(row["time"], 2)
+        return self.struck
+
+    def closing(self, launch: Launch, status: int | None) -> dict[str, Any]:
+        """Whether the run has ended as if nobody had killed it."""
+        ended = status == 0 or "nothing is left to do" in launch.output
+        row = {"run": self.name, "chain": self.number, "kills": len(self.struck), "ended": ended}
+        uncut = uncut_run(self.name, self.home)
+        apart = different_weights(self.folder, uncut) if ended else ["it did not end"]
+        row |= {
+            "weights_apart": apart[:5],
+            "rows_apart": different_rows(self.folder, uncut)[:5],
+            "versions": versions(),
+        }
+        row["left_over"] = [path.name for path in self.folder.glob("unfinished-*")]
+        return row if ended else {**row, "output": launch.output[-1500:]}
+
+
+def newest_durable(folder: Path) -> int | None:
+    """The step of the newest checkpoint that verifies to the last byte."""
+    if not folder.is_dir():
+        return None
+    good = (path for path in checkpoints_in(folder) if not problems(path, hashes=True))
+    newest = next(good, None)
+    return None if newest is None else int(newest.name.rsplit("-", 1)[1])
+
+
+def newest_is_whole(folder: Path) -> bool:
+    """Of the checkpoints under their final names; also where there is none."""
+    newest = next(iter(checkpoints_in(folder)), None) if folder.is_dir() else None
+    return newest is None or not problems(newest, hashes=True)
+
+
+def uncut_run(name: str, home: Path) -> Path:
+    """What nobody kills, made once."""
+    folder = home / f"{name}-uncut"
+    with running[name]:
+        if not (folder / "README.md").is_file():
+            launch = Launch(RUNS[name].command(folder, **FLAGS), folder, home / "cache", RUNS[name].ranks)
+            if launch.wait() != 0:
+                raise SystemExit(f"{name}: {launch.output[-3000:]}")
+    return folder
+
+
+running = {name: threading.Lock() for name in RUNS}
+
+
+def campaign(names: list[str], home: Path, options: argparse.Namespace) -> None:
+    """Chains in turn over the runs until the time is over; those of one rank two at a time."""
+    done = {(row["run"], row["chain"]) for row in rows_of(options.out) if "kills" in row}
+    end = time.monotonic() + 60 * options.minutes
+    todo = [(name, number) for number in range(options.chains) for name in names if (name, number) not in done]
+    alone = [one for one in todo if RUNS[one[0]].ranks > 1]
+    paired = [one for one in todo if RUNS[one[0]].ranks == 1]
+
+    def one(of: tuple[str, int]) -> None:
+        if time.monotonic() > end:
+            return
+        chain = Chain(*of, options.seed, home)
+        rows = chain.rows(options.kills)
+        shutil.rmtree(chain.folder, ignore_errors=True)
+        with writing, options.out.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        *kills, last = rows
+        bad = sum(not row.get("resumed") for row in kills)
+        ends = "bit-equal" if last["ended"] and not last["weights_apart"] else "NOT AS UNCUT"
+        print(f"{of[0]:18} chain {of[1]}: {len(kills)} kills, {bad} not resumed, {ends}", flush=True)
+
+    for number in range(options.chains):  # so that a budget that ends early has something of every layout
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(one, [of for of in paired if of[1] == number]))
+        for of in alone:
+            if of[1] == number:
+                one(of)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    kills = [row for row in rows if "kill" in row]
+    chains = [row for row in rows if "kills" in row]
+    resumed = sum(row.get("resumed", False) for row in kills)
+    lost = [row for row in kills if row.get("lost_steps")]
+    equal = sum(not row["weights_apart"] for row in chains)
+    seconds = [row["seconds_lost"] for row in kills if row.get("seconds_lost") is not None]
+    lines = [f"{len(kills)} kills, {sum(row['moment'] in MOMENTS_OF_SAVES for row in kills)} of them aimed at saves"]
+    lines += [f"resumed {resumed}, with steps lost beyond the last durable save {len(lost)}"]
+    lines += [f"chains that ended bit-equal to the uncut run: {equal} of {len(chains)}"]
+    lines += (
+        [f"seconds lost per kill: median {statistics.median(seconds):.1f}, most {max(seconds):.1f}"] if seconds else []
+    )
+    lines += [json.dumps(row) for row in kills if not row.get("resumed") or row.get("lost_steps")]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--runs", nargs="+", default=list(KILLED), choices=list(RUNS))
+    parser.add_argument("--chains", type=int, default=3, help="of each run")
+    parser.add_argument("--kills", type=int, default=KILLS_PER_CHAIN, help="in each chain")
+    parser.add_argument("--seed", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        campaign(options.runs, Path(folder), options)
+    print(summary(list(rows_of(options.out))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+r"""Going on with another number of ranks, ZeRO stage or engine: how far losses and gradient norms are from the run that
+was not cut, what moving costs, and what the stock Trainer and DeepSpeed do in the same place.
+
+    python benchmarks/reshard.py --folder runs/reshard --page docs/results/reshard.md
+    python benchmarks/reshard.py --folder runs/reshard --parts uncut one      # some of it; what is there is kept
+
+Each part is one launch of many runs; none takes more than four minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+FIRST, SECOND, LAST = 6, 12, 18  # steps: two checkpoints, and the end
+GLOBAL_BATCH, MICRO_BATCH = 16, 2
+SHAPE = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,max_position_embeddings=64"
+LARGE = "num_hidden_layers=8,hidden_size=640,num_attention_heads=8,max_position_embeddings=64"
+TINY = {
+    "config_overrides": SHAPE,
+    "max_steps": LAST,
+    "logging_steps": 1,
+    "eval_strategy": "no",
+    "save_strategy": "steps",
+    "save_steps": FIRST,
+    "save_total_limit": 10,
+    "do_eval": False,
+    "bf16": False,
+    "learning_rate": 3e-3,  # at a higher one runs drift apart by rounding alone
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "sample_tokens": 0,
+    "max_train_samples": 60,
+    "num_train_epochs": 3,
+    "per_device_train_batch_size": MICRO_BATCH,
+}
+ENGINES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "none", "pipe2")
+HALF = ("zero0", "zero2", "zero3", "none")
+WORDS = {"none": "no DeepSpeed", "pipe1": "pipeline, 1 stage", "pipe2": "pipeline, 2 stages"}
+# Of each move: the source's ranks and engine, the ranks and engine that go on, and the precision.
+ONE = [(2, of, 1, to, "fp32") for of in ENGINES for to in ("zero0", "zero1", "zero3", "none")] + [
+    *((2, of, 1, "zero2_offload", "fp32") for of in ("zero2", "zero3_offload", "none")),
+    *((2, of, 1, "pipe1", "fp32") for of in ("zero2", "zero3", "none", "pipe2")),
+]
+TWO = [
+    *((2, of, 2, to, "fp32") for of, to in (("zero1", "zero3"), ("zero3", "zero1"), ("zero2", "zero3"))),
+    *((2, of, 2, to, "fp32") for of, to in (("none", "zero3"), ("zero3", "none"), ("pipe2", "zero2"))),
+    (2, "zero2", 2, "zero2_offload", "fp32"),
+    *((1, of, 2, to, "fp32") for of, to in (("zero1", "zero1"), ("zero3", "zero3"), ("zero3", "zero2"))),
+    *((2, of, 2, to, "bf16") for of in HALF for to in HALF if of != to),
+    (2, "zero2", 2, "pipe2", "fp32"),  # last: a pipeline leaves its grid behind in DeepSpeed
+]
+FOUR = [(1, "zero1", 4, to, "fp32") for to in ("zero1", "zero2", "zero3", "none", "pipe2")]
+STOCK = [(1, 1), (1, 2), (1, 3), (3, 1), (3, 2), (3, 3)]  # ZeRO stages
+
+
+def name_of(ranks: int, engine: str, precision: str) -> str:
+    return f"{engine}-{ranks}-{precision}"
+
+
+def words(folder: Path, ranks: int, engine: str, precision: str, more: dict[str, Any]) -> list[str]:
+    """The recipe and its flags. A run that goes on leaves the accumulation to the toolkit."""
+    stages = int(engine.removeprefix("pipe")) if engine.startswith("pipe") else 0
+    values = {**TINY, "output_dir": folder, "bf16": precision == "bf16"}
+    values |= {"pipeline_parallel_size": stages} if stages else {"deepspeed": engine}
+    if "resume" not in more:
+        values["gradient_accumulation_steps"] = GLOBAL_BATCH * max(1, stages) // (MICRO_BATCH * ranks)
+    flags = [word for key, value in (values | more).items() for word in (f"--{key}", str(value))]
+    return [f"recipes/causal_lm{'_pipeline' if stages else ''}.py", *flags]
+
+
+def torchrun(ranks: int, *command: str) -> str:
+    """What it printed."""
+    port = str(20_000 + os.getpid() % 20_000)
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", port]
+    done = subprocess.run(
+        [*start, *command], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return done.stdout
+
+
+def launch(log: Path, ranks: int, runs: list[list[str]]) -> None:
+    """One set of ranks for all; the log keeps what was said."""
+    if runs:
+        log.write_text(torchrun(ranks, "tests/runs/one_set_of_ranks.py", json.dumps(runs)), encoding="utf-8")
+
+
+def uncut(folder: Path) -> None:
+    """The runs of two ranks that are not cut, and one of one rank."""
+    wanted = [(2, engine, "bf16") for engine in HALF] + [(2, engine, "fp32") for engine in ENGINES]  # the pipeline last
+    for ranks in (2, 1):
+        some = [run for run in [*wanted, (1, "zero1", "fp32"), (1, "zero2", "bf16")] if run[0] == ranks]
+        left = [run for run in some if not (folder / name_of(*run) / "README.md").is_file()]
+        launch(folder / f"uncut-{ranks}.log", ranks, [words(folder / name_of(*run), *run, {}) for run in left])
+
+
+def place_of(folder: Path, move: tuple[Any, ...]) -> Path:
+    ranks, engine, to_ranks, to_engine, precision = move
+    return folder / f"{name_of(ranks, engine, precision)}-to-{to_engine}-{to_ranks}"
+
+
+def source_of(folder: Path, move: tuple[Any, ...]) -> tuple[Path, int]:
+    """The checkpoint that a move goes on from. Those of one rank have come from two: 2 -> 1 -> 2."""
+    ranks, engine, to_ranks, _, precision = move
+    if ranks == 1 and to_ranks == 2:
+        back = place_of(folder, (2, "zero3" if engine == "zero3" else "zero2", 1, engine, precision))
+        return back / f"checkpoint-{SECOND}", SECOND
+    return folder / name_of(ranks, engine, precision) / f"checkpoint-{FIRST}", FIRST
+
+
+def moves(folder: Path, part: str, some: list[tuple[Any, ...]]) -> None:
+    left = [move for move in some if not (place_of(folder, move) / "README.md").is_file()]
+    runs = []
+    for move in left:
+        shutil.rmtree(place_of(folder, move), ignore_errors=True)
+        runs.append(words(place_of(folder, move), move[2], move[3], move[4], {"resume": source_of(folder, move)[0]}))
+    launch(folder / f"{part}.log", some[0][2], runs)
+
+
+def steps_of(folder: Path) -> dict[int, dict[str, float]]:
+    path = folder / "metrics.jsonl"
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.is_file() else []
+    return {row["step"]: row for row in rows if "loss" in row}
+
+
+def apart(found: dict[int, dict[str, float]], truth: dict[int, dict[str, float]], after: int) -> tuple[float, float]:
+    """The largest relative deviation of loss and of gradient norm after a step."""
+    steps = [step for step in found if step > after]
+    loss, norm = (max(abs(found[s][key] / truth[s][key] - 1) for s in steps) for key in ("loss", "grad_norm"))
+    return loss, norm
+
+
+def stock(folder: Path) -> None:
+    """The plain Trainer and DeepSpeed: resume as it stands, then through DeepSpeed's own universal checkpoint."""
+    script = "benchmarks/stock_reshard.py"
+    sources = [{"folder": str(folder / f"stock-{stage}"), "stage": stage} for stage in (1, 3)]
+    lines = torchrun(2, script, json.dumps(sources)).splitlines()
+    found = [line for line in lines if line.startswith('{"folder"')]
+    for stage in (1, 3):
+        place = folder / f"stock-{stage}" / "checkpoint-4"
+        options = ["--output_folder", "global_step4_universal", "--inject_missing_state", "--num_extract_workers", "1"]
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", "global_step4"]
+        subprocess.run([*command, *options], cwd=place, capture_output=True, check=True)
+    for ranks in (1, 2):
+        runs = [
+            {"folder": str(folder / "stock-on"), "stage": to, "resume": place, "universal": universal}
+            for of, to in STOCK
+            for place in [str(folder / f"stock-{of}" / "checkpoint-4")]
+            for universal in (False, True)
+        ]
+        lines = torchrun(ranks, script, json.dumps(runs)).splitlines()
+        found += [json.dumps({**json.loads(line), "ranks": ranks}) for line in lines if line.startswith('{"folder"')]
+    (folder / "stock.jsonl").write_text("\n".join(found) + "\n", encoding="utf-8")
+
+
+MOVE = """
+import sys, resource, time
+from pathlib import Path
+from finetune.training.reshard.layout import Layout, layout_of
+from finetune.training.reshard.move import Mover
+from finetune.training.reshard.one_file import Names
+place, folder = map(Path, sys.argv[1:3])
+mover = Mover(place, folder, Layout("deepspeed", 1, 1), 0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.monotonic()
+portable = mover.move(layout_of(place), Names((), {}))
+print("figures", time.monotonic() - start, portable.bytes, before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+mover.clear()
+"""
+
+
+def size(folder: Path) -> None:
+    """Seconds and memory of moving a larger model, beside those of DeepSpeed's converter."""
+    place = folder / "large" / "checkpoint-1"
+    if not place.is_dir():
+        more = {"config_overrides": LARGE, "max_steps": 1, "save_steps": 1, "gradient_accumulation_steps": 1}
+        launch(folder / "large.log", 2, [words(folder / "large", 2, "zero3", "fp32", more)])
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", MOVE, str(place), str(folder)]
+    done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, check=True)
+    figures = re.findall(r"^figures (.*)$", done.stdout, re.MULTILINE)[0].split()
+    ours = {"seconds": float(figures[0]), "bytes": int(figures[1]), "mib_before": int(figures[2]) / 1024}
+    ours["mib_peak"] = int(figures[3]) / 1024
+    start = time.monotonic()
+    target = folder / "large" / "global_step1_universal"
+    shutil.rmtree(target, ignore_errors=True)
+    arguments = ["--input_folder", str(place / "global_step1"), "--output_folder", str(target)]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    module = "deepspeed.checkpoint.ds_to_universal"
+    subprocess.run([sys.executable, "-m", module, *arguments, *workers], env=env, capture_output=True, check=True)
+    theirs = {"seconds": time.monotonic() - start}
+    theirs["mib_peak"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    (folder / "size.json").write_text(json.dumps({"ours": ours, "theirs": theirs}, indent=2) + "\n", encoding="utf-8")
+
+
+def cost_of(folder: Path, place: Path) -> str:
+    """What the log says of a move's seconds."""
+    for log in folder.glob("*.log"):
+        pattern = rf"resume: moved in ([\d.]+) s(?:(?!^run ).)*^run {re.escape(str(place))} "
+        found = re.search(pattern, log.read_text(encoding="utf-8"), re.M | re.S)
+        if found:
+            return found[1]
+    return "as it stands"
+
+
+def rows(folder: Path, some: list[tuple[Any, ...]]) -> list[str]:
+    made = []
+    for move in some:
+        ranks, engine, to_ranks, to_engine, precision = move
+        place, (_, after) = place_of(folder, move), source_of(folder, move)
+        truth = steps_of(folder / name_of(1 if to_ranks == 4 else 2, engine, precision))
+        of, to = (f"{n} x {WORDS.get(e, e)}" for n, e in ((ranks, engine), (to_ranks, to_engine)))
+        found = steps_of(place)
+        if not found or not truth:
+            made.append(f"| {of} | {to} | {precision} | failed | | |")
+            continue
+        loss, norm = apart(found, truth, after)
+        made.append(f"| {of} | {to} | {precision} | {loss:.1e} | {norm:.1e} | {cost_of(folder, place)} |")
+    return made
+
+
+def stock_rows(folder: Path) -> list[str]:
+    every = [json.loads(line) for line in (folder / "stock.jsonl").read_text(encoding="utf-8").splitlines()]
+    truth = {run["stage"]: {row["step"]: row for row in run["steps"]} for run in every if "resume" not in run}
+
+    def said(run: dict[str, Any], of: int) -> str:
+        if "error" in run:
+            return str(run["error"]).replace("|", "/")[:90]
+        loss, norm = apart({row["step"]: row for row in run["steps"]}, truth[of], 4)
+        return f"loss {loss:.0e}, norm {norm:.0e}"
+
+    made = []
+    for ranks in (1, 2):
+        for of, to in STOCK:
+            mine = [
+                r
+                for r in every
+                if r.get("ranks") == ranks and r["stage"] == to and f"stock-{of}/" in r.get("resume", "")
+            ]
+            by = {run["universal"]: said(run, of) for run in mine}
+            made.append(
+                f"| 2 x ZeRO-{of} | {ranks} x ZeRO-{to} | {by.get(False, 'crashed')} | {by.get(True, 'crashed')} |"
+            )
+    return made
+
+
+def noise(folder: Path) -> str:
+    """What uncut runs of other layouts differ by."""
+    words_of = []
+    for precision, engines in (("fp32", ENGINES), ("bf16", HALF)):
+        truth = steps_of(folder / name_of(2, "zero2", precision))
+        some = [apart(steps_of(folder / name_of(2, engine, precision)), truth, FIRST) for engine in engines]
+        loss, norm = (max(pair[i] for pair in some) for i in (0, 1))
+        words_of.append(f"{precision}: loss {loss:.1e}, gradient norm {norm:.1e}")
+    return "; ".join(words_of)
+
+
+def page(folder: Path) -> str:
+    sizes = json.loads((folder / "size.json").read_text(encoding="utf-8"))
+    ours, theirs = sizes["ours"], sizes["theirs"]
+    about = f"""
+`python benchmarks/reshard.py --folder runs/reshard --page docs/results/reshard.md` wrote this page: a GPT-lite of two
+layers, global batch {GLOBAL_BATCH}, weight decay 0.1 on all but biases and norms, cut at step {FIRST} (2 -> 1 -> 2:
+again at {SECOND}) and gone on to step {LAST}, on CPU ranks over gloo. Deviations are the largest relative ones of any
+later step. Uncut runs of other layouts differ from the uncut ZeRO-2 run by the order of additions alone:
+{noise(folder)}.
+"""
+    stock_about = """
+The same moves of a GPT-2 of two layers by `benchmarks/stock_reshard.py`: resumed as it stands, and through
+`deepspeed.checkpoint.ds_to_universal` and `load_universal`.
+"""
+    size_about = f"""
+Moving {ours["bytes"] / 2**20:,.0f} MiB of weights and states (ZeRO-3, two ranks, to ZeRO-1): {ours["seconds"]:.1f} s
+and {ours["mib_peak"] - ours["mib_before"]:,.0f} MiB of memory above the {ours["mib_before"]:,.0f} MiB of the imports,
+mapped files included. `ds_to_universal` with one worker took {theirs["seconds"]:.1f} s, imports included, and
+{theirs["mib_peak"]:,.0f} MiB.
+"""
+    lines = [
+        "# Going on in another layout: measured",
+        about,
+        "| written by | goes on as | precision | loss | gradient norm | seconds of moving |",
+        "|---|---|---|---|---|---|",
+        *rows(folder, ONE + TWO + FOUR),
+        "\n## The stock Trainer and DeepSpeed",
+        stock_about,
+        "| written by | goes on as | as it stands | universal |",
+        "|---|---|---|---|",
+        *stock_rows(folder),
+        "\n## Size",
+        size_about,
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/reshard"))
+    parts = ("uncut", "one", "two", "four", "stock", "size")
+    parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
+    parser.add_argument("--page", type=Path, help="where to write the tables; without it they are printed")
+    given = parser.parse_args()
+    folder = given.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    do = {
+        "uncut": lambda: uncut(folder),
+        "one": lambda: moves(folder, "one", ONE),
+        "two": lambda: moves(folder, "two", TWO),
+        "four": lambda: moves(folder, "four", FOUR),
+        "stock": lambda: stock(folder),
+        "size": lambda: size(folder),
+    }
+    for part in given.parts:
+        do[part]()
+    if all((folder / name).is_file() for name in ("stock.jsonl", "size.json")):
+        text = page(folder)
+        print(text) if given.page is None else given.page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""`finetune checkpoint ls|verify`: what is in a run folder, and whether it is as it was saved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from finetune.errors import RequestError
+from finetune.training.checkpoints.manifest import (
+    MANIFEST,
+    Manifest,
+    checkpoints_in,
+    files_of,
+    problems,
+    read_json,
+    read_manifest,
+)
+from finetune.training.run_files import DELETING, REPLACED, STATE_FILE, UNFINISHED
+
+VERIFIED, UNVERIFIED, BROKEN = "verified", "unverified", "broken"
+COLOURS = {VERIFIED: "green", UNVERIFIED: "yellow", BROKEN: "red"}
+LEFTOVERS = tuple(f"{begin}*" for begin in (UNFINISHED, DELETING, REPLACED))
+PIPED_WIDTH = 160  # columns where no terminal says its own
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One checkpoint. It is unverified where its bytes were not read, or nobody knows what they were."""
+
+    path: Path
+    manifest: Manifest | None
+    bytes: int
+    state: str
+    problems: list[str]
+
+
+def run(asked: argparse.Namespace) -> int:
+    """The exit status: for `verify` 1 where a checkpoint is not known to be whole, else 0."""
+    folder = Path(asked.folder).expanduser()
+    if not folder.is_dir():
+        what = "is a file" if folder.is_file() else "there is no such folder"
+        raise RequestError(f"{folder}: {what}. Give the --output_dir of a run, or a checkpoint in it.")
+    verifies = asked.kind == "verify"
+    is_one = (folder / MANIFEST).exists() or folder.name.startswith("checkpoint-")
+    if is_one and not verifies:
+        raise RequestError(f"{folder}: is a checkpoint. `ls` takes a run folder; `verify` takes either.")
+    places = [folder] if is_one else checkpoints_in(folder)
+    if not places and verifies:
+        raise RequestError(f"{folder}: holds no checkpoint. Give the --output_dir of a run that has saved one.")
+    begun = time.monotonic()
+    seen = [_look(place, verifies or asked.verify) for place in places]
+    run_folder = folder.parent if is_one else folder
+    if asked.json:
+        best, latest = _best(places), _latest(run_folder)
+        print(json.dumps([_record(one, best, latest) for one in seen], indent=2))
+    elif verifies:
+        _say_verified(seen, time.monotonic() - begun)
+    else:
+        _show(run_folder, seen, asked.verify)
+    return 1 if verifies and any(one.state != VERIFIED for one in seen) else 0
+
+
+def _look(place: Path, hashes: bool) -> Seen:
+    try:
+        size = sum(files_of(place)[0].values())
+        manifest = read_manifest(place)
+    except OSError as error:
+        return Seen(place, None, 0, BROKEN, [f"{place.name} cannot be read: {error.strerror}."])
+    except RequestError as error:
+        older = not (place / MANIFEST).exists() and (place / STATE_FILE).is_file()
+        return Seen(place, None, size, UNVERIFIED if older else BROKEN, [str(error)])
+    found = problems(place, hashes)
+    state = BROKEN if found else VERIFIED if hashes else UNVERIFIED
+    return Seen(place, manifest, size, state, found)
+
+
+def _best(places: list[Path]) -> str | None:
+    """The name of the best checkpoint, as the newest that can be read says."""
+    for place in places:
+        try:
+            state = read_json(place / STATE_FILE, STATE_FILE)
+        except RequestError:
+            continue
+        best = state.get("best_model_checkpoint") if isinstance(state, dict) else None
+        return Path(best).name if isinstance(best, str) else None
+    return None
+
+
+def _latest(run_folder: Path) -> str | None:
+    path = run_folder / "latest"
+    return path.read_text(encoding="utf-8", errors="replace")[:100].strip() if path.is_file() else None
+
+
+def _record(one: Seen, best: str | None, latest: str | None) -> dict[str, Any]:
+    own: dict[str, Any] = {"name": one.path.name, "bytes": one.bytes, "state": one.state, "problems": one.problems}
+    own |= {"best": one.path.name == best, "latest": one.path.name == latest}
+    if one.manifest is not None:
+        about = asdict(one.manifest)
+        own |= {name: about[name] for name in about if name != "files"} | {"file_count": len(about["files"])}
+    return own
+
+
+def _show(run_folder: Path, seen: list[Seen], hashes: bool) -> None:
+    console = _console()
+    if not seen:
+        console.print(f"{run_folder} holds no checkpoint.", markup=False)
+    else:
+        console.print(_table(seen, _best([one.path for one in seen]), _latest(run_folder)))
+    left = [path.name for pattern in LEFTOVERS for path in sorted(run_folder.glob(pattern))]
+    if left:
+        console.print(f"Left by a run that was cut off, or being written now: {', '.join(left)}.", markup=False)
+    if seen and not hashes:
+        console.print("Names and sizes were looked at; `--verify` reads every byte.", markup=False)
+
+
+def _table(seen: list[Seen], best: str | None, latest: str | None) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("step", "epoch"):
+        table.add_column(name, justify="right")
+    table.add_column("saved (UTC)")
+    table.add_column("size", justify="right")
+    table.add_column("layout")
+    table.add_column("ranks", justify="right")
+    table.add_column("state", overflow="fold")
+    table.add_column("")
+    for one in seen:
+        manifest = one.manifest
+        marks = [word for word, name in (("best", best), ("latest", latest)) if one.path.name == name]
+        why = f": {one.problems[0]}" if one.problems else ""
+        row = [one.path.name.rpartition("-")[2], "", "", _size(one.bytes), "", ""]
+        if manifest is not None:
+            epoch = "" if manifest.epoch is None else f"{manifest.epoch:.2f}"
+            layout, ranks = str(manifest.layout), str(manifest.layout.world_size)
+            row = [str(manifest.step), epoch, manifest.saved.rstrip("Z").replace("T", " "), row[3], layout, ranks]
+        table.add_row(*row, _plain(one.state + why, COLOURS[one.state]), ", ".join(marks))
+    return table
+
+
+def _plain(text: str, colour: str) -> Any:
+    """What a file says is no markup."""
+    from rich.text import Text
+
+    return Text(text, style=colour)
+
+
+def _say_verified(seen: list[Seen], seconds: float) -> None:
+    for one in seen:
+        files = "" if one.manifest is None else f"{len(one.manifest.files)} files, "
+        print(f"{one.path.name}: {one.state} ({files}{_size(one.bytes)})")
+        for problem in one.problems:
+            print(f"  {problem}")
+    whole = sum(one.state == VERIFIED for one in seen)
+    print(f"{whole} of {len(seen)} verify; {_size(sum(one.bytes for one in seen))} in {seconds:.1f} s.")
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count = count / 1024  # type: ignore[assignment]
+    return f"{count:.2f} GiB"
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)

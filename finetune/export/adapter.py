@@ -1,0 +1,64 @@
+"""An adapter into the weights of its base model."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.errors import RequestError, first_line
+from finetune.export.source import ADAPTER_CONFIG
+from finetune.files import read_json_object
+from finetune.training.checkpoints.pickles import refuse_unsafe_weights
+
+CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+}
+OWN_MODELS = ("gptlite", "alexnet", "resnet_group_norm")  # which transformers knows once their module is imported
+
+
+def write_merged(adapter: Path, out: Path, base: str | None, dtype: torch.dtype, max_shard_size: str) -> str:
+    """The base model with the adapter of the folder `adapter` in its weights, into `out`. Gives the base's name."""
+    if importlib.util.find_spec("peft") is None:
+        raise RequestError("--merge_adapter needs peft, which is not installed. pip install peft.")
+    from peft import PeftModel
+
+    config = read_json_object(adapter / ADAPTER_CONFIG)
+    named = base or config.get("base_model_name_or_path")
+    kind = CLASSES.get(str(config.get("task_type")))
+    if not isinstance(named, str) or not named:
+        raise RequestError(
+            f"--merge_adapter: {adapter / ADAPTER_CONFIG} names no base model. Give --base_model FOLDER."
+        )
+    if kind is None:
+        raise RequestError(f"--merge_adapter: the adapter is for {config.get('task_type')!r}; known are {[*CLASSES]}.")
+    model = _base(named, kind)
+    try:
+        merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise RequestError(
+            f"--merge_adapter: the adapter does not fit {named} ({first_line(error)}). Give its base by --base_model."
+        ) from error
+    merged.to(dtype).save_pretrained(str(out), max_shard_size=max_shard_size)
+    return Path(named).name
+
+
+def _base(named: str, kind: str) -> Any:
+    import transformers
+
+    folder = Path(named).expanduser()
+    if folder.is_dir():
+        refuse_unsafe_weights(folder)
+        model_type = read_json_object(folder / "config.json").get("model_type")
+        if model_type in OWN_MODELS:
+            importlib.import_module(f"finetune.models.{model_type}")
+    try:
+        return getattr(transformers, kind).from_pretrained(named, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"--merge_adapter: the base model {named} cannot be opened ({first_line(error)}). Give --base_model FOLDER."
+        ) from error

@@ -1,0 +1,174 @@
+"""Weights into safetensors files of at most some size, with what `from_pretrained` needs beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from finetune.errors import RequestError, RunError
+from finetune.export.weight import Weight, cast_of
+from finetune.files import read_json_object
+from finetune.training.checkpoints.manifest import MANIFEST
+from finetune.training.checkpoints.writing import flush
+from finetune.training.run_files import UNFINISHED
+
+SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?([KMGT])(i?)B", re.IGNORECASE)
+POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")  # read, and written without paths
+COMPANIONS = (
+    "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "*.spm", "sentencepiece*.model", "chat_template.*", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+READ_AND_WRITE = 0o666
+PATH_KEYS = ("_name_or_path", "base_model_name_or_path")
+
+
+def bytes_of(size: str) -> int:
+    """ "5GB", "200 MiB"."""
+    match = SIZE.fullmatch(size.strip())
+    if not match:
+        raise RequestError(f"--max_shard_size is {size!r}, but it must be a size such as 5GB or 500MiB.")
+    found = int(float(match[1]) * (1024 if match[3] else 1000) ** POWERS[match[2].upper()])
+    if found < 1:
+        raise RequestError(f"--max_shard_size is {size!r}, but a file of nothing holds no weight.")
+    return found
+
+
+@contextmanager
+def whole(place: Path) -> Iterator[Path]:
+    """A folder to write into, which has its name once it is whole and on the disk. Raises RequestError where something
+    is there already."""
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise RequestError(f"{place}: is there already, and is not written over. Give a folder that is new or empty.")
+    if inside := next((above for above in place.absolute().parents if (above / MANIFEST).is_file()), None):
+        raise RequestError(
+            f"{place}: lies in the checkpoint {inside.name}, whose manifest names all that may be in it. Give another "
+            "folder."
+        )
+    unfinished = place.with_name(f"{UNFINISHED}{place.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise RequestError(f"{place}: cannot be made ({error.strerror}). Give another folder.") from error
+    try:
+        yield unfinished
+        for path in unfinished.iterdir():
+            path.chmod(unfinished.stat().st_mode & READ_AND_WRITE)  # safetensors 0.8 writes for the owner alone
+            flush(path)
+        flush(unfinished)
+        os.replace(unfinished, place)
+        flush(place.absolute().parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def shards_of(weights: dict[str, Weight], dtype: torch.dtype, most_bytes: int) -> list[list[str]]:
+    """The names, in order, in as few files as their order allows; a weight that is larger than a file has its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, weight in weights.items():
+        size = weight.bytes_in(dtype)
+        if shards[-1] and filled + size > most_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def write_weights(folder: Path, stem: str, weights: dict[str, Weight], dtype: torch.dtype, most_bytes: int) -> int:
+    """`stem`.safetensors, or several and their index; each is read again and compared. Gives the bytes of all."""
+    shards = shards_of(weights, dtype, most_bytes)
+    places, total = dict[str, str](), 0
+    for number, names in enumerate(shards, 1):
+        file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: weights[name].read().to(cast_of(weights[name].dtype, dtype)).contiguous() for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        _compare(folder / file, tensors)
+        places |= dict.fromkeys(names, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        del tensors
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        _write(folder / f"{stem}.safetensors.index.json", index)
+    check_names(folder, stem, weights, dtype)
+    return total
+
+
+def _compare(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Bit by bit, for a NaN is not equal to itself."""
+    with safe_open(path, framework="pt") as file:
+        for name, tensor in tensors.items():
+            back = file.get_tensor(name)
+            same = back.shape == tensor.shape and back.dtype == tensor.dtype
+            if not same or not torch.equal(back.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)):
+                raise RunError(f"{path.name}: {name} was read back other than it was written. Is the disk sound?")
+
+
+def check_names(folder: Path, stem: str, weights: dict[str, Weight], dtype: torch.dtype) -> None:
+    """Every weight is in one of the files, with its shape and its dtype, and there is nothing else."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for path in sorted(folder.glob(f"{stem}*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (it is no dict)
+                tensor = file.get_tensor(name)
+                found[name] = (tuple(tensor.shape), tensor.dtype)
+    wanted = {name: (weight.shape, cast_of(weight.dtype, dtype)) for name, weight in weights.items()}
+    if found != wanted:
+        wrong = next(name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name))
+        raise RunError(f"{folder.name}: {wrong} is {found.get(wrong)} there, and should be {wanted.get(wrong)}.")
+
+
+def write_companions(source: Path, folder: Path, dtype: torch.dtype) -> list[str]:
+    """Configs without paths of this machine, tokenizer, and the model's own code, if its config names any. Gives what
+    the user should know."""
+    notes = []
+    for name in CONFIGS:
+        if (source / name).is_file():
+            config = read_json_object(source / name)
+            notes += _without_paths(config)
+            if name == "config.json":
+                config.pop("torch_dtype", None)  # the older name
+                config["dtype"] = str(dtype).removeprefix("torch.")
+            _write(folder / name, config)
+    for path in _companions(source):
+        shutil.copyfile(path, folder / path.name)
+    return notes
+
+
+def _without_paths(config: dict[str, Any]) -> list[str]:
+    notes = []
+    for key in PATH_KEYS:
+        value = config.get(key)
+        if isinstance(value, str) and (value.startswith(("/", "~", ".")) or "\\" in value or Path(value).is_dir()):
+            config[key] = Path(value).name
+            if key == "base_model_name_or_path":
+                notes.append(
+                    f"adapter_config.json names its base model {config[key]}, without the path on this machine."
+                )
+    return notes
+
+
+def _companions(source: Path) -> Iterable[Path]:
+    found = {path for pattern in COMPANIONS for path in source.glob(pattern)}
+    config = read_json_object(source / "config.json") if (source / "config.json").is_file() else {}
+    named = config.get("auto_map")
+    for value in named.values() if isinstance(named, dict) else ():
+        module = str(value).partition(".")[0] + ".py"  # gptlite.GPTLiteForCausalLM
+        found.add(source / Path(module).name)
+    return sorted(path for path in found if path.is_file() and not path.is_symlink())
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

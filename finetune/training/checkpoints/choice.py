@@ -1,0 +1,174 @@
+"""Which checkpoint a run goes on from. Each rank looks cheaply before the ranks have met, so that a wrong request costs
+nothing. Once they have, and rank 0 has the run folder's lock, it looks anew, for a predecessor may have saved another
+meanwhile, and all read every byte of it together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import FinetuneError, NothingToDoError, RequestError
+from finetune.files import read_json_object
+from finetune.training.arguments import Request
+from finetune.training.checkpoints.manifest import (
+    MANIFEST,
+    altered,
+    checkpoints_in,
+    in_short,
+    problems,
+    read_manifest,
+)
+from finetune.training.checkpoints.verifying import verify_together
+from finetune.training.checkpoints.writing import (
+    SHARED_DISK_SECONDS,
+    every,
+    leads,
+    of_first,
+    restore_replaced,
+    together,
+)
+from finetune.training.run_files import LAST_WRITTEN, REPLACED, STATE_FILE
+
+ALWAYS = ("auto", "allow")  # values of --resume that are no path
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The checkpoint folder, or None to start anew, and what there is to say of it, a line each."""
+
+    checkpoint: str | None
+    notes: tuple[str, ...] = ()
+
+
+def checkpoint_to_resume(request: Request) -> Chosen:
+    """What --resume means, by names and sizes alone. Raises RequestError where there is none, unless it is `allow`: a
+    job that a cluster starts again may have been cut off before its first checkpoint."""
+    resume = request.values.get("resume")
+    if not resume:
+        return Chosen(None)
+    return _newest(request, {}) if resume in ALWAYS else _named(request, Path(resume).expanduser())
+
+
+def settle(request: Request, chosen: Chosen) -> Chosen:
+    """All ranks agree on the checkpoint, and have read all of it: one that does not verify gives way to the next. Call
+    it once they have met and rank 0 has the lock. Raises RequestError on all of them alike."""
+    if request.values.get("resume") not in ALWAYS:
+        _refuse_other_sight(chosen.checkpoint)
+        if chosen.checkpoint is not None and (found := verify_together(Path(chosen.checkpoint))):
+            raise RequestError(_refused(Path(chosen.checkpoint), found))
+        return chosen
+    seen_early, broken = chosen.checkpoint, dict[str, str]()
+    while True:
+        chosen = of_first(together(lambda: _newest_restored(request, broken) if leads() else Chosen(None)))
+        _refuse_other_disk(chosen.checkpoint, seen_early)
+        if chosen.checkpoint is None or not (found := verify_together(Path(chosen.checkpoint))):
+            return chosen
+        broken[Path(chosen.checkpoint).name] = in_short(found)
+
+
+def _newest_restored(request: Request, broken: dict[str, str]) -> Chosen:
+    restore_replaced(Path(request.values["output_dir"]).expanduser())
+    return _newest(request, broken)
+
+
+def _newest(request: Request, broken: dict[str, str]) -> Chosen:
+    """The newest of the run folder that looks right and is not among those that were read and found `broken`."""
+    folder, resume = Path(request.values["output_dir"]).expanduser(), request.values["resume"]
+    skipped: list[str] = []
+    for path, why in _looked_at(folder, broken):
+        if why is None:
+            _refuse_if_finished(request, path, RequestError if resume == "auto" else NothingToDoError)
+            return Chosen(str(path), tuple(f"warning: skipped {line}" for line in skipped))
+        skipped.append(why)
+    if not skipped and resume == "allow":
+        return Chosen(None)
+    start_anew = "To start anew, put --overwrite_output_dir True in place of --resume."
+    if not skipped:
+        raise RequestError(f"--resume {resume}: {folder} holds no checkpoint. {start_anew}")
+    raise RequestError(
+        f"--resume {resume}: {folder} holds no checkpoint that verifies. {' '.join(skipped)} `finetune checkpoint "
+        f"verify {folder}` says more. {start_anew}"
+    )
+
+
+def _looked_at(folder: Path, broken: dict[str, str]) -> Iterator[tuple[Path, str | None]]:
+    """Newest first, with what is wrong. The only one may have been moved aside by a save that was cut off: rank 0 gives
+    it its name again once it has the lock."""
+    for path in checkpoints_in(folder) or sorted(folder.glob(f"{REPLACED}checkpoint-*"), reverse=True):
+        if not (path / MANIFEST).exists():
+            why = f"has no {MANIFEST}: another version wrote it, and only --resume {path} takes it, as it is."
+            yield path, f"{path.name} {why}"
+            continue
+        found = broken.get(path.name) or in_short(_glance(path))
+        yield path, found or None
+
+
+def _named(request: Request, path: Path) -> Chosen:
+    """The user's own choice, which may be older than manifests."""
+    if not (path / STATE_FILE).is_file():
+        raise RequestError(
+            f"--resume {path}: is no checkpoint folder (no trainer_state.json in it). Give one, auto, or allow."
+        )
+    notes: tuple[str, ...] = ()
+    if not (path / MANIFEST).exists():
+        notes = (f"warning: {path} has no {MANIFEST}, so nobody can say whether it is whole. It is taken as it is.",)
+    elif found := _glance(path):
+        raise RequestError(_refused(path, found))
+    return Chosen(str(path), notes)
+
+
+def _glance(path: Path) -> list[str]:
+    """Names and sizes, and the content of the one file that is read before all are."""
+    return problems(path, hashes=False) or altered(path, read_manifest(path), [STATE_FILE])
+
+
+def _refused(path: Path, found: list[str]) -> str:
+    return (
+        f"--resume {path}: it is not as it was saved. {in_short(found)} Give another checkpoint, or auto for "
+        "the newest that verifies."
+    )
+
+
+def _refuse_other_sight(checkpoint: str | None) -> None:
+    """Each rank has looked for the path that was given: on a disk that not all see, or not yet, some would not."""
+    seen = every(checkpoint)
+    other = next((number for number, found in enumerate(seen) if found != seen[0]), None)
+    if other is not None:
+        raise RequestError(
+            f"--resume: rank 0 finds {seen[0] or 'no checkpoint'}, rank {other} {seen[other] or 'no checkpoint'}. "
+            "Put --output_dir on a disk that all hosts see."
+        )
+
+
+def _refuse_other_disk(checkpoint: str | None, seen_early: str | None) -> None:
+    """What rank 0 has chosen all must see, if not at once; and where it has found none, none may have seen one."""
+    end = time.monotonic() + SHARED_DISK_SECONDS
+    while checkpoint and not (Path(checkpoint) / STATE_FILE).is_file() and time.monotonic() < end:
+        time.sleep(0.1)
+    sees = (Path(checkpoint) / STATE_FILE).is_file() if checkpoint else seen_early is None
+    blind = next((number for number, found in enumerate(every(sees)) if not found), None)
+    if blind is not None:
+        other = "does not see it" if checkpoint else "one"
+        raise RequestError(
+            f"--resume: rank 0 finds {checkpoint or 'no checkpoint'}, rank {blind} {other}. "
+            "Put --output_dir on a disk that all hosts see."
+        )
+
+
+def _refuse_if_finished(request: Request, checkpoint: Path, kind: type[FinetuneError]) -> None:
+    """A run that has had all its steps is not trained further, and its results are kept. For a cluster that starts it
+    again that is no error."""
+    state = read_json_object(checkpoint / STATE_FILE)
+    asked = request.value("max_steps")
+    by_steps = asked > 0 and state["global_step"] >= asked
+    by_epochs = asked <= 0 and state["global_step"] >= state["max_steps"]
+    card = checkpoint.parent / LAST_WRITTEN
+    if not card.is_file() or card.stat().st_mtime < (checkpoint / STATE_FILE).stat().st_mtime:
+        return  # cut off after its last step: what comes after training is still to do
+    if by_steps or (by_epochs and request.value("num_train_epochs") <= state["num_train_epochs"]):
+        raise kind(
+            f"--resume: the run ended at step {state['global_step']}, and nothing is left to do. To go on, ask "
+            "for more by --num_train_epochs or --max_steps."
+        )

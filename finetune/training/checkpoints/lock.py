@@ -1,0 +1,78 @@
+"""One run in a run folder at a time. The lock goes with the process that has it, however that ends. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from finetune.errors import BusyError, RequestError
+
+LOCK = "_lock"  # the Trainer pushes no name that begins with "_" to the hub (transformers 5.23, push_to_hub)
+# For a predecessor whose ranks are still ending, or whose host has failed: an NFS server keeps a dead client's lock for
+# about 90 s, its lease (Linux, Documentation/filesystems/nfs/nfsd-admin-interfaces.rst).
+RESUMED_WAITS_SECONDS = 120.0
+POLL_SECONDS = 0.2
+OWNER_BYTES = 4096
+
+_held: dict[Path, int] = {}  # handles of this process: closing one gives its lock up
+
+
+def lock_run_folder(folder: Path, command: str, wait_seconds: float = 0.0) -> str | None:
+    """Take the folder for this process until it ends; None where that is done, or a line to say where the disk has no
+    locks. Raises an error that names the owner: BusyError where it has waited. Only rank 0 calls it."""
+    path = folder.resolve() / LOCK
+    if path in _held:
+        return None
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    end, has_said = time.monotonic() + wait_seconds, False
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            owner = _owner(handle)
+            if time.monotonic() < end:
+                if not has_said:
+                    print(f"waiting up to {wait_seconds:.0f} s for another run in {folder}: {owner}", flush=True)
+                    has_said = True
+                time.sleep(POLL_SECONDS)
+                continue
+            os.close(handle)
+            raise (BusyError if has_said else RequestError)(
+                f"--output_dir {folder}: another run writes there ({owner}). Wait for its end or stop it, or give "
+                "another folder."
+            ) from None
+        except OSError as error:  # some network disks
+            os.close(handle)
+            return f"note: {folder} cannot be locked ({error.strerror}). Let no second run write there."
+    if not _held:
+        os.register_at_fork(after_in_child=_give_up)  # a data loader's worker may outlive its rank
+    _held[path] = handle
+    record = {"host": socket.gethostname(), "pid": os.getpid(), "command": command}
+    record["started"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    with suppress(OSError):  # of a full disk: the lock is held all the same
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(record).encode()[:OWNER_BYTES], 0)
+    return None
+
+
+def _give_up() -> None:
+    """In a forked child: close the handles, which does not unlock the parent's."""
+    for handle in _held.values():
+        with suppress(OSError):
+            os.close(handle)
+    _held.clear()
+
+
+def _owner(handle: int) -> str:
+    try:
+        found = json.loads(os.pread(handle, OWNER_BYTES, 0))
+        words = {name: str(found[name])[:300] for name in ("pid", "host", "started", "command")}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "its owner has not said its name yet"
+    return f"process {words['pid']} on {words['host']}, started {words['started']}: {words['command']}"

@@ -1,0 +1,291 @@
+"""What a checkpoint is made of: every file's size and hash, and the run that wrote it. Never imports torch.
+
+`manifest.json` is written last into a folder that still has its unfinished name. A folder that agrees with its manifest
+is as its run left it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from finetune.errors import RequestError
+from finetune.files import is_deeper
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+OWN_HASH = "own_xxh3_128"  # of the rest of the manifest, in canonical form
+CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
+MOST_BYTES = 64 * 2**20  # half a million files
+DEEPEST = 8  # ours has three levels
+NAMED_AT_MOST = 3  # problems of a checkpoint, in a message
+BLOCK_BYTES = 4 * 2**20
+ENGINES = ("ddp", "deepspeed", "fsdp", "pipeline")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: its size, and its hash in 32 hexadecimal digits."""
+
+    bytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread: `engine` is one of ENGINES; one process without DeepSpeed is "ddp" with a world of 1."""
+
+    engine: str
+    world_size: int
+    zero_stage: int | None = None
+    stages: int | None = None
+    pipelines: int | None = None
+
+    def __str__(self) -> str:
+        if self.engine == "pipeline":
+            return f"{self.stages} stage(s) x {self.pipelines} pipeline(s)"
+        return self.engine if self.zero_stage is None else f"{self.engine} ZeRO-{self.zero_stage}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`saved` is UTC in ISO 8601; `files` are named by their path inside the folder, with "/"."""
+
+    step: int
+    epoch: float | None
+    saved: str
+    global_batch_size: int
+    layout: Layout
+    versions: dict[str, str]
+    files: dict[str, FileRecord]
+
+    @property
+    def bytes(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
+
+def checkpoints_in(run_folder: Path) -> list[Path]:
+    """The folders that are named as checkpoints, newest step first, whatever is in them."""
+    found = [(int(m[1]), path) for path in run_folder.glob("checkpoint-*") if (m := CHECKPOINT.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
+
+
+def problems(folder: Path, hashes: bool) -> list[str]:
+    """What is wrong with a checkpoint, a sentence each; empty where it verifies. Without `hashes`, names and sizes."""
+    try:
+        manifest = read_manifest(folder)
+    except RequestError as error:
+        return [str(error)]
+    return misfits(folder, manifest) or (altered(folder, manifest, manifest.files) if hashes else [])
+
+
+def in_short(found: list[str]) -> str:
+    """The first of what `problems` has found, for a message."""
+    more = len(found) - NAMED_AT_MOST
+    return " ".join(found[:NAMED_AT_MOST]) + (f" And {more} more." if more > 0 else "")
+
+
+def misfits(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that are missing, too many, of another size, or no plain files."""
+    named = CHECKPOINT.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        return [f"{folder.name}: {MANIFEST} is of step {manifest.step}."]
+    try:
+        there, strange = files_of(folder)
+    except OSError as error:
+        return [f"{folder.name} cannot be read: {error.strerror}."]
+    there.pop(MANIFEST, None)
+    at, known = f"{folder.name}/", {*there, *strange}
+    found = [f"{at}{_shown(name)} is a link or no plain file, and is not opened." for name in strange]
+    found += [f"{at}{_shown(name)} is missing." for name in manifest.files if name not in known]
+    found += [f"{at}{_shown(name)} is not in {MANIFEST}." for name in there if name not in manifest.files]
+    for name, record in manifest.files.items():
+        if name in there and there[name] != record.bytes:
+            found.append(f"{at}{_shown(name)} has {there[name]:,} bytes, and {MANIFEST} says {record.bytes:,}.")
+    return found
+
+
+def altered(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Of the files `names`, those whose hash is another. They must have passed `misfits`."""
+    found = []
+    for name in names:
+        try:
+            same = hash_of(folder / name) == manifest.files[name].xxh3_128
+        except OSError as error:
+            found.append(f"{folder.name}/{_shown(name)} cannot be read: {error.strerror}.")
+            continue
+        if not same:
+            found.append(f"{folder.name}/{_shown(name)} has other content than it was saved with.")
+    return found
+
+
+def _shown(name: str) -> str:
+    """A name that a terminal may print: who made it up may have meant the terminal."""
+    return name if name.isprintable() else ascii(name)
+
+
+def files_of(folder: Path) -> tuple[dict[str, int], list[str]]:
+    """The plain files below a folder by name, with their sizes; and the names of what is none. Links are not
+    followed."""
+    files: dict[str, int] = {}
+    strange: list[str] = []
+    for base, folders, names in os.walk(folder, onerror=_raise):
+        for name in (*names, *folders):
+            path = Path(base, name)
+            mode = path.lstat()
+            relative = path.relative_to(folder).as_posix()
+            if stat.S_ISREG(mode.st_mode):
+                files[relative] = mode.st_size
+            elif not stat.S_ISDIR(mode.st_mode):
+                strange.append(relative)
+    return files, strange
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def hash_of(path: Path) -> str:
+    """A file's xxh3-128 in hexadecimal digits."""
+    return record_of(path).xxh3_128
+
+
+def record_of(path: Path, to_disk: bool = False) -> FileRecord:
+    """A file as it is read, whatever the system says of its size. With `to_disk` it is on the disk afterwards."""
+    digest, size = xxhash.xxh3_128(), 0
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    with open(handle, "rb", buffering=0) as file:
+        block = memoryview(bytearray(BLOCK_BYTES))
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            size += count
+        if to_disk:
+            os.fsync(handle)
+    return FileRecord(size, digest.hexdigest())
+
+
+def shares(sizes: dict[str, int], count: int) -> list[list[str]]:
+    """The names in `count` lists of about the same number of bytes, the same on every rank that asks."""
+    spread: list[list[str]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        lightest = min(range(count), key=lambda i: loads[i])
+        spread[lightest].append(name)
+        loads[lightest] += sizes[name] + 1  # a file has its cost, be it empty
+    return spread
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Into a folder that is being written; on the disk when this returns."""
+    content = {"format": FORMAT, **asdict(manifest)}
+    content[OWN_HASH] = _own_hash(content)
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises RequestError, in a sentence, for whatever is not a manifest that we have written."""
+    place = f"{folder.name}/{MANIFEST}"
+    content = read_json(folder / MANIFEST, place)
+    if not isinstance(content, dict):
+        raise RequestError(f"{place} is no JSON object.")
+    if content.get("format") != FORMAT:
+        raise RequestError(f"{place} has format {str(content.get('format'))[:20]!r}, and this version reads {FORMAT}.")
+    try:
+        manifest = _parsed(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RequestError(f"{place} is not as it was written: {str(error)[:100] or type(error).__name__}.") from error
+    for name in manifest.files:
+        if not _is_inside(name):
+            raise RequestError(f"{place} names {name[:100]!r}, which is no file inside the checkpoint.")
+    if content.get(OWN_HASH) != _own_hash(content):
+        raise RequestError(f"{place} has other content than it was saved with.")
+    return manifest
+
+
+def read_json(path: Path, place: str) -> Any:
+    """JSON of bounded size and depth from a plain file. Raises RequestError that begins with `place`."""
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        with open(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise RequestError(f"{place} is no plain file.")
+            raw = file.read(MOST_BYTES + 1)
+    except FileNotFoundError as error:
+        raise RequestError(f"{place} is missing.") from error
+    except OSError as error:
+        raise RequestError(f"{place} cannot be read: {error.strerror}.") from error
+    if len(raw) > MOST_BYTES:
+        raise RequestError(f"{place} has more than {MOST_BYTES // 2**20} MiB.")
+    try:
+        text = raw.decode("utf-8")
+        if is_deeper(text, DEEPEST):
+            raise RequestError(f"{place} is nested deeper than {DEEPEST} levels.")
+        return json.loads(text)
+    except ValueError as error:  # also what is no UTF-8
+        raise RequestError(f"{place} is no JSON: {str(error)[:100]}.") from error
+
+
+def _own_hash(content: dict[str, Any]) -> str:
+    rest = {key: value for key, value in content.items() if key != OWN_HASH}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _parsed(content: dict[str, Any]) -> Manifest:
+    """Raises KeyError, TypeError or ValueError where a field is missing or of another kind."""
+    layout = content["layout"]
+    engine = layout["engine"]
+    if engine not in ENGINES:
+        raise ValueError(f"{str(engine)[:20]!r} is no engine")
+    optional = {name: layout[name] if layout[name] is None else _count(layout, name) for name in _OPTIONAL}
+    epoch = content["epoch"]
+    if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int | float)):
+        raise TypeError("epoch is no number")
+    files = {}
+    for name, record in content["files"].items():
+        if not re.fullmatch("[0-9a-f]{32}", record["xxh3_128"]):
+            raise ValueError(f"{name[:60]!r} has no hash")
+        files[name] = FileRecord(_count(record, "bytes"), record["xxh3_128"])
+    return Manifest(
+        step=_count(content, "step"),
+        epoch=epoch,
+        saved=_text(content, "saved"),
+        global_batch_size=_count(content, "global_batch_size"),
+        layout=Layout(engine, _count(layout, "world_size"), **optional),
+        versions={_text({"": name}, ""): _text(content["versions"], name) for name in content["versions"]},
+        files=files,
+    )
+
+
+_OPTIONAL = ("zero_stage", "stages", "pipelines")
+
+
+def _count(content: dict[str, Any], name: str) -> int:
+    value = content[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} is {str(value)[:20]!r}")
+    return value
+
+
+def _text(content: dict[str, Any], name: str) -> str:
+    value = content[name]
+    if not isinstance(value, str) or len(value) > 100:
+        raise ValueError(f"{name} is no short text")
+    return value
+
+
+def _is_inside(name: str) -> bool:
+    """A relative path in plain form, that stays in the folder: links on it are found by `misfits`."""
+    path = PurePosixPath(name)
+    plain = name == path.as_posix() and not path.is_absolute() and ".." not in path.parts
+    return plain and name not in ("", ".", MANIFEST) and "\0" not in name and "\\" not in name

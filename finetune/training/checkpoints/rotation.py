@@ -1,0 +1,101 @@
+"""Which checkpoints stay. The newest that verify, and the best; by step, for clocks jump."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from finetune.training.checkpoints.best import best_in
+from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST, checkpoints_in, files_of, problems
+from finetune.training.checkpoints.writing import delete, flush, point_to
+
+SUPERSEDED = "superseded-"  # begins the name of a checkpoint that a run has gone back behind: nobody chooses it
+
+Marks = dict[str, tuple[int, int]]  # of each file its size and the nanosecond at which it was last written
+
+
+class Keeper:
+    """Of one run folder, on rank 0. Reading every byte of all that is kept at each save would cost more than the save:
+    a checkpoint that has verified, and whose files are as large and as old as they were then, is not read again. What a
+    disk says of a checkpoint that is there already is a warning, and ends no run whose save has succeeded."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self.run_folder = run_folder
+        self.trusted: dict[Path, Marks] = {}
+
+    def trust(self, checkpoint: Path) -> None:
+        """It has just been written, or has verified."""
+        try:
+            self.trusted[checkpoint.resolve()] = _marks(checkpoint)
+        except OSError as error:
+            _warn(checkpoint, error)
+
+    def go_on_from(self, checkpoint: Path, step: int) -> None:
+        """A resumed run begins after `step`, and all ranks have read its checkpoint. Later ones are of a past that does
+        not lead here: they get a name that nobody chooses, or the next `--resume auto` would go on from them."""
+        if (checkpoint / MANIFEST).is_file():
+            self.trust(checkpoint)
+        aside = [path.name for path in self._later_than(step) if _set_aside(path)]
+        if not aside:
+            return
+        if checkpoint.resolve().parent == self.run_folder.resolve():
+            point_to(self.run_folder / checkpoint.name)
+        flush(self.run_folder)
+        print(
+            f"note: later than step {step}, and now named {SUPERSEDED}...: {', '.join(aside)}. Nothing goes on from "
+            "them or deletes them.",
+            flush=True,
+        )
+
+    def rotate(self, limit: int | None, current: Path, best: str | None) -> None:
+        """Delete what is older than the newest `limit` that verify, but `current` and `best` never."""
+        if limit is None or limit < 1:
+            return
+        spared = {current.name, named.name if (named := best_in(self.run_folder, best)) else ""}
+        there, whole = checkpoints_in(self.run_folder), 0
+        for i, checkpoint in enumerate(there):
+            if not any(whole + j >= limit and other.name not in spared for j, other in enumerate(there[i:])):
+                return  # nothing is to be deleted, and so nothing to be read
+            try:
+                if whole >= limit and checkpoint.name not in spared:
+                    self.trusted.pop(checkpoint.resolve(), None)
+                    delete(checkpoint)
+                elif whole < limit and self._verifies(checkpoint):
+                    whole += 1
+            except OSError as error:
+                _warn(checkpoint, error)
+
+    def _later_than(self, step: int) -> list[Path]:
+        found = [(CHECKPOINT.fullmatch(path.name), path) for path in checkpoints_in(self.run_folder)]
+        return [path for match, path in found if match and int(match[1]) > step]
+
+    def _verifies(self, checkpoint: Path) -> bool:
+        known = self.trusted.get(checkpoint.resolve())
+        if known is not None and known == _marks(checkpoint):
+            return True
+        if problems(checkpoint, hashes=True):
+            return False
+        self.trust(checkpoint)
+        return True
+
+
+def _set_aside(checkpoint: Path) -> bool:
+    aside = checkpoint.with_name(SUPERSEDED + checkpoint.name)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+        os.replace(checkpoint, aside)
+    except OSError as error:
+        _warn(checkpoint, error)
+        return False
+    return True
+
+
+def _warn(checkpoint: Path, error: OSError) -> None:
+    print(f"warning: {checkpoint.name} is left as it is: {error.strerror or error}.", flush=True)
+
+
+def _marks(checkpoint: Path) -> Marks:
+    files, strange = files_of(checkpoint)
+    stats = {name: (checkpoint / name).stat() for name in files}
+    return {name: (its.st_size, its.st_mtime_ns) for name, its in stats.items()} | dict.fromkeys(strange, (-1, -1))

@@ -1,0 +1,86 @@
+"""Is there room for a checkpoint? Asked before anything of it is written, and once before the first step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RunError
+from finetune.training.checkpoints.writing import leads, together
+
+FP32_BYTES = 4
+# Of each element that is trained, what the optimizer keeps; in fp32, or in a byte. Others keep two moments, as Adam.
+STATES_BYTES = {"sgd": 0, "rmsprop": 4, "adagrad": 4, "adafactor": 0, "lion": 4, "8bit": 2, "4bit": 1}
+MOMENTS_BYTES = 8
+OTHER_BYTES = 2**18  # config, tokenizer, random states
+MARGIN = 1.02  # headers, and blocks that are not full
+
+_said: set[Path] = set()  # of which folders' disks that has been said
+
+
+def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
+    """About as many as a checkpoint of this Trainer will have, all ranks together.
+
+    The weights stand in `model*.safetensors`; DeepSpeed and FSDP keep them a second time in a form of their own, and
+    DeepSpeed has in its optimizer's shards an fp32 copy of what is trained (deepspeed 0.19.8, runtime/engine.py,
+    save_checkpoint; zero/stage3.py and stage_1_and_2.py, state_dict). Under ZeRO-3 no second copy is written.
+    """
+    parameters = [(getattr(p, "ds_numel", p.numel()), p) for p in trainer.model.parameters()]
+    weights = sum(count * p.element_size() for count, p in parameters if _is_saved(trainer, p))
+    if trainer.args.save_only_model:
+        return int(MARGIN * weights) + OTHER_BYTES
+    trained = sum(count for count, p in parameters if p.requires_grad)
+    states = trained * states_bytes(str(trainer.args.optim), str(trainer.args.optim_args or ""))
+    if zero_stage is not None:
+        states += trained * FP32_BYTES
+        weights += 0 if zero_stage == 3 else weights
+    elif trainer.is_fsdp_enabled:
+        weights += weights
+    return int(MARGIN * (weights + states)) + OTHER_BYTES
+
+
+def stage_bytes(counts: list[int], optim: str, optim_args: str, weights_only: bool) -> int:
+    """Of a pipeline's checkpoint, whose weights and states are in fp32, as many as one rank writes: `counts` are the
+    elements of each tensor that it saves."""
+    states = 0 if weights_only else states_bytes(optim, optim_args)
+    return int(MARGIN * sum(counts) * (FP32_BYTES + states))
+
+
+def _is_saved(trainer: Any, parameter: Any) -> bool:
+    """Adapters are saved alone."""
+    return bool(parameter.requires_grad) or not hasattr(trainer.model, "peft_config")
+
+
+def states_bytes(optim: str, optim_args: str = "") -> int:
+    """Of one element that is trained, by what --optim says."""
+    kind = optim.rpartition(".")[2].lower()
+    for width in ("8bit", "4bit"):
+        if width in kind:
+            return STATES_BYTES[width]
+    if kind == "sgd" and "momentum" in optim_args:
+        return FP32_BYTES
+    return next((count for name, count in STATES_BYTES.items() if kind.startswith(name)), MOMENTS_BYTES)
+
+
+def check_space(run_folder: Path, needed: int, when: str) -> None:
+    """Raises RunError on all ranks where there is too little. All ranks must call it; rank 0 looks."""
+    together(lambda: _check(run_folder, needed, when) if leads() else None)
+
+
+def _check(run_folder: Path, needed: int, when: str) -> None:
+    there = next(place for place in (run_folder, *run_folder.absolute().parents) if place.exists())
+    disk = shutil.disk_usage(there)
+    if disk.total == 0:  # some network and user-space file systems do not say
+        if run_folder not in _said:
+            print(f"note: the disk of {run_folder} does not say how much room it has. None is asked for.", flush=True)
+            _said.add(run_folder)
+        return
+    if (free := disk.free) >= needed:
+        return
+    raise RunError(
+        f"{when}: a checkpoint needs about {needed / 2**20:,.0f} MiB, and the disk of {run_folder} has "
+        f"{free / 2**20:,.0f} MiB free. Nothing of it was written, and earlier checkpoints are whole. Make room, keep "
+        "fewer by --save_total_limit, save without the optimizer by --save_only_model True, or give another "
+        "--output_dir; then --resume auto."
+    )

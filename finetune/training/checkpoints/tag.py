@@ -1,0 +1,44 @@
+"""DeepSpeed's folder in a checkpoint, which a file beside it names. DeepSpeed joins whatever stands there to the
+checkpoint's path, and opens what it finds as plain pickles (deepspeed 0.19.8, runtime/engine.py, load_checkpoint)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from finetune.errors import RequestError
+
+TAG = re.compile(r"global_step[0-9]{1,18}")
+UNIVERSAL_TAG = re.compile(r"global_step[0-9]{1,18}_universal")
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"  # files
+LONGEST_NAME_BYTES = 200
+
+
+def named_tag(folder: Path, pointer: str = LATEST) -> Path | None:
+    """The folder that `pointer` names; None where there is no such file, or nothing in it. Raises RequestError for
+    what is no folder of this checkpoint."""
+    path = folder / pointer
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        named = file.read(LONGEST_NAME_BYTES).decode("utf-8", errors="replace").strip()
+    if not named:
+        return None
+    if not TAG.fullmatch(named) and not (pointer == LATEST_UNIVERSAL and UNIVERSAL_TAG.fullmatch(named)):
+        raise RequestError(f"{path}: names {named[:60]!r}, which is no folder global_stepN of this checkpoint.")
+    tag = folder / named
+    if tag.is_symlink() or not tag.is_dir():
+        raise RequestError(f"{path}: names {named}, which is no folder there: the checkpoint was cut off, or altered.")
+    return tag
+
+
+def newest_tag(folder: Path) -> Path | None:
+    """The folder of the latest step, by its number; None where there is none."""
+    found = [path for path in folder.iterdir() if TAG.fullmatch(path.name) and path.is_dir()]
+    return max(found, key=lambda path: int(path.name.removeprefix("global_step")), default=None)
+
+
+def refuse_other_tags(folder: Path) -> None:
+    """Raises RequestError where a pointer leads out of the checkpoint, or nowhere."""
+    for pointer in (LATEST, LATEST_UNIVERSAL):
+        named_tag(folder, pointer)

@@ -1,0 +1,48 @@
+"""A checkpoint before anything of it is opened: is it as it was saved, and can opening it run code?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from finetune.errors import RequestError
+from finetune.training.checkpoints.manifest import MANIFEST, altered, files_of, problems, read_manifest, shares
+from finetune.training.checkpoints.pickles import refuse_unsafe
+from finetune.training.checkpoints.tag import refuse_other_tags
+from finetune.training.checkpoints.writing import every, leads, of_first, rank, ranks, together
+
+
+def verify_together(folder: Path) -> list[str]:
+    """What is wrong with it; all ranks know what all have found, each in its share of the bytes. All must call it.
+    Raises RequestError on all of them where it holds what is not opened, whoever has made it."""
+    sizes, found = of_first(together(lambda: _names_and_sizes(folder) if leads() else ({}, [])))
+    if found:
+        return found
+    share = shares(sizes, ranks())[rank()]
+
+    def look() -> list[str]:
+        found = []
+        if (folder / MANIFEST).exists():  # without one it was named by the user, who has been told
+            found = altered(folder, read_manifest(folder), [name for name in share if name != MANIFEST])
+        if not found:  # what is broken is not opened, and is no reason to suspect anybody
+            for name in share:
+                refuse_unsafe(folder / name)
+        return found
+
+    found = [problem for part in every(together(look)) for problem in part]
+    if not found:
+        together(lambda: refuse_other_tags(folder) if leads() else None)
+    return found
+
+
+def _names_and_sizes(folder: Path) -> tuple[dict[str, int], list[str]]:
+    """Of all files, and what is wrong with them. A link leads to what nobody has looked at, and may lead elsewhere a
+    moment later."""
+    if (folder / MANIFEST).exists() and (found := problems(folder, hashes=False)):
+        return {}, found
+    sizes, strange = files_of(folder)
+    if strange:
+        raise RequestError(
+            f"{folder / strange[0]}: is a link or no plain file, and a checkpoint is opened only where all its files "
+            f"are plain. Of one that consists of links, as in the hub's cache, make a copy: cp -rL {folder} COPY."
+        )
+    return sizes, []

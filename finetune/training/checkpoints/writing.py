@@ -1,0 +1,297 @@
+"""A folder that is whole or not there, written by all ranks together."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import distributed
+
+from finetune.errors import FinetuneError, RunError, first_line
+from finetune.training.checkpoints.manifest import (
+    FileRecord,
+    Layout,
+    Manifest,
+    files_of,
+    record_of,
+    shares,
+    write_manifest,
+)
+from finetune.training.run_files import DELETING, REPLACED, UNFINISHED
+
+LATEST = "latest"  # in a run folder: the newest checkpoint, for people and tools; --resume looks for itself
+PACKAGES = ("finetune", "torch", "transformers", "accelerate", "deepspeed")
+SHARED_DISK_SECONDS = 5.0  # after which a folder that rank 0 has made is to be seen by all
+# By which torch (caffe2/serialize/inline_container.cc) and safetensors (serialize_file) say that a disk failed them.
+WRITERS_WORDS = ("inline_container", "PytorchStreamWriter", "basic_ios", "I/O error")
+RENAME_EXCHANGE = 2  # linux/fs.h
+AT_FDCWD = -100  # linux/fcntl.h
+
+T = TypeVar("T")
+
+
+class OtherRankError(RunError):
+    """What a library or the system told another rank."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a manifest says beside its files."""
+
+    step: int
+    epoch: float | None
+    global_batch_size: int
+    layout: Layout
+
+
+class Whole:
+    """Writes one folder, all ranks together: `with Whole(place, about) as folder`, and it is there with its manifest
+    and on the disk, or it is not. Without `about` it gets no manifest.
+
+    What is written is `unfinished-NAME/NAME`: libraries that choose the last name themselves can be sent there.
+    """
+
+    def __init__(self, place: Path, about: About | None) -> None:
+        self.place, self.about = place, about
+        self.outer = outer_of(place)
+        self.folder = self.outer / place.name
+        self.records: dict[str, FileRecord] = {}
+
+    def __enter__(self) -> Path:
+        with self._explained():
+            together(self._make)
+            together(self._see)
+        return self.folder
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        # Where it failed, the unfinished folder stays under a name that nobody resumes from. The other ranks may be
+        # anywhere in a library's collectives: the launcher ends them once this one has.
+        with self._explained():
+            if error is not None:
+                raise error
+            barrier()
+            sizes = of_first(together(lambda: files_of(self.folder)[0] if leads() else {}))
+            names = shares(sizes, ranks())[rank()]
+            own = together(lambda: {name: self._record(name, sizes[name]) for name in names})
+            self.records = {name: record for part in every(own) for name, record in part.items()}
+            together(self._commit)
+
+    @property
+    def bytes(self) -> int:
+        """Once it has its place."""
+        return sum(record.bytes for record in self.records.values())
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What a disk says, as a RunError; a full one is explained further out."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, OSError | OtherRankError) and not any(
+                word in str(error) for word in WRITERS_WORDS
+            ):
+                raise
+            raise RunError(
+                f"{self.place} could not be saved: {first_line(error)}. Earlier checkpoints are whole. Mend that, then "
+                "--resume auto."
+            ) from error
+
+    def _make(self) -> None:
+        if leads():
+            shutil.rmtree(self.outer, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+
+    def _see(self) -> None:
+        end = time.monotonic() + SHARED_DISK_SECONDS
+        while not self.folder.is_dir():
+            if time.monotonic() > end:
+                raise RunError(
+                    f"{self.folder}: rank 0 has made it, but this rank does not see it. Use a shared folder."
+                )
+            time.sleep(0.1)
+
+    def _record(self, name: str, size: int) -> FileRecord:
+        """On the disk, as this rank reads it, which rank 0 may have seen in another size."""
+        record = record_of(self.folder / name, to_disk=True)
+        if record.bytes != size:
+            raise RunError(
+                f"{self.folder / name}: rank 0 sees {size:,} bytes and rank {rank()} reads {record.bytes:,}. Something "
+                "else writes there, or the hosts do not see the same disk. Earlier checkpoints are whole; mend that, "
+                "then --resume auto."
+            )
+        return record
+
+    def _commit(self) -> None:
+        if not leads():
+            return
+        if self.about is not None:
+            about = self.about
+            saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            files = dict(sorted(self.records.items()))
+            found = (about.step, about.epoch, saved, about.global_batch_size, about.layout, _versions(), files)
+            write_manifest(self.folder, Manifest(*found))
+        for base, _, _ in os.walk(self.folder, topdown=False):
+            flush(Path(base))
+        put_in_place(self.folder, self.place)
+        shutil.rmtree(self.outer, ignore_errors=True)
+        if self.about is not None:
+            point_to(self.place)
+
+
+def outer_of(place: Path) -> Path:
+    """Where `place` is while it is being written."""
+    return place.with_name(UNFINISHED + place.name)
+
+
+def put_in_place(folder: Path, place: Path) -> None:
+    """Rename, durably. What had that name is in the place of `folder` afterwards: at no moment is there neither."""
+    if not place.exists():
+        os.replace(folder, place)
+    elif not _exchange(folder, place):  # a file system that cannot; the two names are set one after the other
+        aside = place.with_name(REPLACED + place.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(place, aside)
+        os.replace(folder, place)
+        shutil.rmtree(aside, ignore_errors=True)
+    flush(place.parent)
+
+
+def restore_replaced(run_folder: Path) -> None:
+    """What was moved aside for one that never came has its name again. Only rank 0, with the run folder's lock."""
+    for aside in run_folder.glob(f"{REPLACED}*"):
+        place = aside.with_name(aside.name.removeprefix(REPLACED))
+        if not place.exists():
+            with suppress(OSError):  # of a disk that cannot be written, which is said elsewhere
+                os.rename(aside, place)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """renameat2(2), which Python does not have (3.13); False where the kernel or the file system does not know it."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    return bool(rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
+
+
+def point_to(place: Path) -> None:
+    """`latest` names the checkpoint."""
+    write_durably(place.with_name(LATEST), f"{place.name}\n")
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Whole or not at all, and on the disk when this returns."""
+    temporary = path.with_name(path.name + ".unfinished")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    flush(path.parent)
+
+
+def delete(folder: Path) -> None:
+    """A checkpoint: what is left by a kill in the middle has another name."""
+    aside = folder.with_name(DELETING + folder.name)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def clear_leftovers(run_folder: Path) -> None:
+    """What a run that was cut off left half written or half deleted. Only rank 0, with the run folder's lock."""
+    restore_replaced(run_folder)
+    for path in (path for name in (UNFINISHED, DELETING, REPLACED) for path in run_folder.glob(f"{name}*")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """A folder to the disk, so that one that has its name is whole after a power cut, too."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems that flush no folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def together(do: Callable[[], T]) -> T:
+    """Each rank does its part. Where some fail, each of them raises what it met, and the others what the first met."""
+    result, error = None, None
+    try:
+        result = do()
+    except Exception as met:
+        error = met
+    if ranks() == 1:
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+    met_by = [said for said in every(_in_words(error)) if said is not None]
+    if error is not None:
+        raise error
+    if met_by:
+        kind, said = met_by[0]
+        raise kind(said)
+    return result  # type: ignore[return-value]
+
+
+def _in_words(error: Exception | None) -> tuple[type[FinetuneError], str] | None:
+    """What the others are to raise."""
+    if isinstance(error, FinetuneError):
+        return type(error), str(error)
+    return None if error is None else (OtherRankError, f"rank {rank()}: {first_line(error)}")
+
+
+def every(own: T) -> list[T]:
+    """What each rank has, on all of them."""
+    found: list[Any] = [own] * ranks()
+    if ranks() > 1:
+        distributed.all_gather_object(found, own)
+    return found
+
+
+def of_first(own: T) -> T:
+    """What rank 0 has, on all of them."""
+    told = [own]
+    if ranks() > 1:
+        distributed.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def barrier() -> None:
+    if ranks() > 1:
+        distributed.barrier()
+
+
+def rank() -> int:
+    return int(distributed.get_rank()) if distributed.is_initialized() else 0
+
+
+def ranks() -> int:
+    return int(distributed.get_world_size()) if distributed.is_initialized() else 1
+
+
+def leads() -> bool:
+    return rank() == 0
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,114 @@
+"""Out of memory, in words: what was measured, what `finetune plan` reckons, and the cheapest changes by it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import traceback
+from pathlib import Path
+
+import torch
+
+from finetune.dsconfig.run import flag_value
+from finetune.errors import FinetuneError, RunError
+from finetune.plan.kept import RUN_RECORD
+from finetune.plan.machine import find_machine
+from finetune.plan.plan import Plan, plan
+from finetune.plan.request import Asked, job_of
+from finetune.plan.search import cheaper
+from finetune.training.flat_yaml import read_flat_yaml
+from finetune.training.launch import read_launch
+from finetune.training.speed import peak_rss_bytes
+
+GIB = 2**30
+# torch/c10/core/impl/alloc_cpu.cpp and caching allocators of 2.13; DeepSpeed and numpy hand these on.
+WORDS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+EVENTS = Path("/sys/fs/cgroup")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's error on a GPU; on a CPU a RuntimeError, of which the words alone tell."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in WORDS)
+
+
+def out_of_memory(error: BaseException, folder: Path) -> RunError:
+    """What to raise for it. `folder` is the run's; its recipe.yaml is what is planned."""
+    said = (str(error).strip().splitlines() or ["no memory"])[0].removesuffix(".")
+    traceback.clear_frames(error.__traceback__)  # whose tensors planning needs the room of
+    gc.collect()
+    return RunError(f"out of memory on rank {read_launch().rank}: {said[:200]}. {_measured()} {planned(folder)}")
+
+
+def _measured() -> str:
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        own, peak = torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
+        others = total - free - own
+        return (
+            f"Measured: tensors took at most {peak / GIB:.2f} GiB; this process holds {own / GIB:.2f} of the device's "
+            f"{total / GIB:.2f} GiB, others {others / GIB:.2f}."
+        )
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    bound = f"; its address space is limited to {limit / GIB:.2f} GiB (ulimit -v)" if limit > 0 else ""
+    cgroup = _number(_group() / "memory.max")
+    bound += f"; its cgroup to {cgroup / GIB:.2f} GiB" if cgroup else ""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return (
+        f"Measured: this process took at most {peak_rss_bytes() / GIB:.2f} GiB (everything included), of "
+        f"{memory / GIB:.2f} GiB of the machine{bound}."
+    )
+
+
+def planned(folder: Path) -> str:
+    """The plan of a run's recipe.yaml: its peak on a rank, and the three cheapest changes that lower it."""
+    recipe = folder / RUN_RECORD
+    where = f"`finetune plan {recipe}` shows what takes it."
+    try:
+        found = _plan(recipe)
+    except (FinetuneError, OSError) as error:
+        return f"No plan of it: {error} Smaller micro-batches or --deepspeed zero3 take less."
+    changes = "; ".join(
+        f"{one.layout} ({one.plan.peak_bytes / GIB:.2f} GiB, {one.plan.seconds.total / found.seconds.total:.2f} times "
+        "the time)"
+        for one in cheaper(found)
+    )
+    text = f"Planned: {found.peak_bytes / GIB:.2f} GiB of tensors on the fullest rank. "
+    return text + (f"The cheapest changes: {changes}. " if changes else "Nothing that is known lowers it. ") + where
+
+
+def _plan(recipe: Path) -> Plan:
+    launch = read_launch()
+    values = {name: flag_value(value) for name, value in read_flat_yaml(str(recipe)).items()}
+    machine = find_machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+    job, _, _ = job_of(Asked(values, launch.world_size, launch.local_world_size), machine)
+    return plan(job, machine)
+
+
+def oom_kills() -> int:
+    """How many processes of this cgroup the kernel has killed for want of memory so far (cgroup v2, memory.events)."""
+    try:
+        lines = (_group() / "memory.events").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def _group() -> Path:
+    """Of this process; in a container the root of what it sees."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return EVENTS
+    own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    return EVENTS / own.strip("/")
+
+
+def _number(file: Path) -> int:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return 0
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,77 @@
+"""The global batch of a run that goes on with another number of ranks: kept by changing the accumulation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from finetune.errors import RequestError
+from finetune.training.arguments import Request
+from finetune.training.checkpoints.manifest import MANIFEST, read_manifest
+from finetune.training.run_files import PIPELINE_RECORD
+
+MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+FACTORS = f"{MICRO} x {ACCUMULATION} x "
+
+
+def keep_global_batch(request: Request, checkpoint: str | None) -> str | None:
+    """Change --gradient_accumulation_steps in `request` so that a step takes as many samples as those before the
+    checkpoint did; and say so in a line, None where nothing needs to change. Raises RequestError where it cannot be."""
+    batch = global_batch_of(Path(checkpoint)) if checkpoint else None
+    if checkpoint is None or batch is None:
+        return None
+    stages = request.stages
+    ranks = request.launch.world_size // (stages or 1)  # that read different samples
+    micro, accumulation = int(request.value(MICRO)), int(request.value(ACCUMULATION))
+    if micro * accumulation * ranks == batch:
+        return None
+    what = "pipelines" if stages else "ranks"
+    found = (
+        f"--resume: {Path(checkpoint).name} was trained with a global batch of {batch}, and this run makes {micro} x "
+        f"{accumulation} x {ranks} = {micro * accumulation * ranks} ({FACTORS}{what})"
+    )
+    needed, rest = divmod(batch, micro * ranks)
+    if rest:
+        raise RequestError(
+            f"{found}. No number of accumulation steps keeps it: {batch} / ({micro} x {ranks}) is "
+            f"{batch / (micro * ranks):g}. {_mend(batch, micro, ranks, what)}"
+        )
+    if ACCUMULATION in request.given:
+        raise RequestError(
+            f"{found}. Drop --gradient_accumulation_steps {accumulation} (also from a YAML), and it is set to keep the "
+            f"batch: {micro} x {needed} x {ranks} = {batch}."
+        )
+    request.values[ACCUMULATION] = needed
+    return (
+        f"resume: --gradient_accumulation_steps is {needed} instead of {accumulation}, to keep the global batch: "
+        f"{micro} x {needed} x {ranks} = {batch} ({FACTORS}{what})"
+    )
+
+
+def refuse_other_batch(request: Request, checkpoint: str | None) -> None:
+    """Where the ranks have settled on an older checkpoint than the one that `keep_global_batch` saw."""
+    before = request.value(ACCUMULATION)
+    if keep_global_batch(request, checkpoint):
+        raise RequestError(
+            f"--resume: {checkpoint} is the newest that verifies, and another global batch than that of newer ones. "
+            f"Give --{ACCUMULATION} {request.value(ACCUMULATION)} in place of {before}, or another checkpoint."
+        )
+
+
+def global_batch_of(checkpoint: Path) -> int | None:
+    """By its manifest; one that is older than manifests may have it elsewhere."""
+    if (checkpoint / MANIFEST).is_file():
+        return read_manifest(checkpoint).global_batch_size
+    if (checkpoint / PIPELINE_RECORD).is_file():
+        return int(json.loads((checkpoint / PIPELINE_RECORD).read_text(encoding="utf-8"))["global_batch_size"])
+    return None
+
+
+def _mend(batch: int, micro: int, ranks: int, what: str) -> str:
+    """The flag by which it can be, the largest micro-batch that is not more than the one asked for."""
+    fitting = [size for size in range(1, micro + 1) if batch % (size * ranks) == 0]
+    if not fitting:
+        return f"Launch with a number of {what} that divides {batch}."
+    size = fitting[-1]
+    steps = batch // (size * ranks)
+    return f"Give --per_device_train_batch_size {size}: {size} x {steps} x {ranks} = {batch}."

@@ -1,0 +1,175 @@
+"""Makes of a verified checkpoint the folder that this run's engine can load, beside it, and takes it away again."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError, RequestError, RunError, first_line
+from finetune.training.checkpoints.tag import newest_tag
+from finetune.training.checkpoints.writing import every
+from finetune.training.reshard.by_name import read_pipeline, write_pipeline_record, write_share
+from finetune.training.reshard.layout import Layout
+from finetune.training.reshard.one_file import Names, read_plain, read_zero0, write_plain, write_zero0
+from finetune.training.reshard.portable import Portable
+from finetune.training.reshard.universal import write_record, write_weight
+from finetune.training.reshard.zero_shards import read_zero
+from finetune.training.run_files import UNFINISHED
+
+PREFIX = UNFINISHED + "resharded-"  # nobody resumes from such a folder, and a start clears it
+RANDOM_STATES = "rng_state"  # begins the names of the ranks' files
+OWN = ("global_step", "model", "optimizer", RANDOM_STATES, "latest", "manifest.json", "pipeline.json", "scaler.pt")
+TELL_SECONDS = 10.0  # between two lines of progress
+ADAM = {"exp_avg", "exp_avg_sq"}  # the loader of ZeRO-3 knows no others (runtime/zero/stage3.py)
+
+
+def read_any(checkpoint: Path, written: Layout, names: Names) -> Portable:
+    """By the reader of the layout that wrote it. Raises RequestError."""
+    if written.engine == "pipeline":
+        return read_pipeline(checkpoint, names.filled)
+    if written.engine == "plain":
+        return read_plain(checkpoint, names)
+    folder = newest_tag(checkpoint)
+    assert folder is not None, "its layout was read from there"
+    return read_zero(folder) if written.zero_stage else read_zero0(folder, names)
+
+
+class Mover:
+    """Moves `checkpoint` to the layout `here`; every rank must call every method. `rank` of `ranks` writes its share of
+    the weights, so that no rank waits long for another."""
+
+    def __init__(self, checkpoint: Path, run_folder: Path, here: Layout, rank: int) -> None:
+        self.checkpoint, self.run_folder, self.here = checkpoint, run_folder, here
+        self.rank, self.ranks = rank, here.ranks
+        self.folder = run_folder / (PREFIX + checkpoint.name)
+
+    def move(self, written: Layout, names: Names, pipeline: tuple[int, str] = (0, "")) -> Portable:
+        """Write the folder, and return what was read. `pipeline` is what a pipeline's record says beside: its global
+        batch size and optimizer. Raises RequestError and RunError, the same on every rank."""
+        start = time.monotonic()
+        read: list[Portable] = []
+        self._together(lambda: read.append(read_any(self.checkpoint, written, names)))
+        (portable,) = read
+        self._together(lambda: self._begin(written, portable))
+        share = list(portable.shapes)[self.rank :: self.ranks]
+        self._together(lambda: self._write(portable, share))
+        self._together(lambda: self._end(portable, names, pipeline))
+        self._say(f"resume: moved in {time.monotonic() - start:.1f} s")
+        return portable
+
+    def link(self) -> None:
+        """Make the folder of links alone: what the checkpoint holds, and random states for as many ranks as there are.
+        The Trainer finds none in that of another number (transformers 5.23, trainer.py, _load_rng_state)."""
+        self._together(self._link_all)
+
+    def _link_all(self) -> None:
+        if self.rank != 0:
+            return
+        self.clear()
+        self.folder.mkdir(parents=True)
+        for path in self.checkpoint.iterdir():
+            if not path.name.startswith(RANDOM_STATES):
+                (self.folder / path.name).symlink_to(path.resolve())
+        self._link_random_states()
+
+    def clear(self) -> None:
+        """Take the folder away, and those that killed runs have left. Only rank 0 does."""
+        if self.rank == 0:
+            for folder in self.run_folder.glob(PREFIX + "*"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _engine_folder(self) -> Path:
+        """For DeepSpeed, by a name that its loader and the Trainer's look for."""
+        source = newest_tag(self.checkpoint)
+        name = source.name if source else f"global_step{self.checkpoint.name.rsplit('-', 1)[-1]}"
+        return self.folder / (name + "_universal" if self.here.zero_stage else name)
+
+    def _begin(self, written: Layout, portable: Portable) -> None:
+        if self.here.zero_stage and set(portable.keys) != ADAM:
+            raise RequestError(
+                f"--resume: {self.checkpoint} holds the optimizer states {', '.join(portable.keys) or 'none'}, and "
+                f"only Adam's ({', '.join(sorted(ADAM))}) are moved into ZeRO's. Resume by {written}."
+            )
+        if self.rank != 0:
+            return
+        self.clear()
+        free = shutil.disk_usage(self.run_folder).free
+        if free < portable.bytes:
+            raise RunError(
+                f"{self.run_folder}: moving {self.checkpoint.name} to another layout needs "
+                f"{portable.bytes / 2**30:.1f} GiB for a while, and {free / 2**30:.1f} GiB are free."
+            )
+        self._say(
+            f"resume: {self.checkpoint.name} was written by {written}, this run has {self.here}: moving "
+            f"{len(portable.shapes)} weights with their optimizer states ({portable.bytes / 2**20:,.1f} MiB)"
+        )
+        self.folder.mkdir(parents=True)
+        if self.here.engine == "deepspeed":
+            self._engine_folder.mkdir()
+        for path in self.checkpoint.iterdir():
+            if not path.name.startswith(OWN) and path.is_file():
+                (self.folder / path.name).symlink_to(path.resolve())
+        if "pipeline" not in (written.engine, self.here.engine):
+            self._link_random_states()
+
+    def _link_random_states(self) -> None:
+        """Each rank's, by the name that the Trainer looks for; on more ranks than before some share one."""
+        found = sorted(self.checkpoint.glob(f"{RANDOM_STATES}*.pth"), key=lambda path: (len(path.name), path.name))
+        for rank in range(self.ranks if found else 0):
+            name = f"rng_state_{rank}.pth" if self.ranks > 1 else "rng_state.pth"
+            (self.folder / name).symlink_to(found[rank % len(found)].resolve())
+
+    def _write(self, portable: Portable, share: list[str]) -> None:
+        if self.here.engine == "pipeline":
+            write_share(self.folder, portable, share, self.rank, self.ranks)
+        elif self.here.zero_stage:
+            told = time.monotonic()
+            for done, name in enumerate(share):
+                write_weight(self._engine_folder, portable, name)
+                if time.monotonic() - told > TELL_SECONDS:
+                    told = time.monotonic()
+                    self._say(f"resume: {done + 1} of {len(share)} weights moved, on each rank")
+
+    def _end(self, portable: Portable, names: Names, pipeline: tuple[int, str]) -> None:
+        if self.rank != 0:
+            return
+        if self.here.engine == "pipeline":
+            write_pipeline_record(self.folder, portable, *pipeline)
+        elif self.here.engine == "plain":
+            write_plain(self.folder, portable, names)
+        elif self.here.zero_stage:
+            write_record(self._engine_folder, portable, self.here.zero_stage, self.ranks)
+        else:
+            write_zero0(self._engine_folder, portable, self.ranks, self.here.precision == "fp32")
+
+    def _say(self, line: str) -> None:
+        if self.rank == 0:
+            print(line, flush=True)
+
+    def _together(self, do: Callable[[], Any]) -> None:
+        """Do a part of it on every rank, and wait for all. What fails on one rank ends all, in its words."""
+        problem: tuple[type[FinetuneError], str] | None = None
+        try:
+            do()
+        except FinetuneError as error:
+            problem = (type(error), str(error))
+        except OSError as error:
+            problem = (RunError, f"{self.folder}: cannot be written ({error.strerror or first_line(error)}).")
+        if problem is not None:
+            with suppress(OSError):
+                self.clear()
+        try:
+            met = every(problem)
+        except RuntimeError as error:
+            raise RunError(
+                f"rank {self.rank} has its part of {self.checkpoint.name} ready, and waits in vain for the other ranks "
+                f"to read or write theirs ({first_line(error)}). A slow disk wants a longer --ddp_timeout."
+            ) from error
+        for found in met:
+            if found is not None:
+                raise found[0](found[1])

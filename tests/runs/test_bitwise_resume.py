@@ -1,0 +1,134 @@
+"""A run that is cut off and resumed is bit-equal to the uncut one: weights, logs, callbacks' and random states, with
+dropout on. benchmarks/resume.py does the same at twelve steps of every layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY, Finished, launch
+from durability_runs import RUNS, STEPS_PER_EPOCH, checkpoints, different_rows, different_weights, logged
+from resume import compare, cut_off
+from resume import launch as launch_run
+
+pytestmark = pytest.mark.usefixtures("built_ops")
+
+EDGE, MIDDLE = STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2  # an even step, which is logged, and an odd one
+SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 20}
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run that is never cut, made once, saving at every step."""
+    home = tmp_path_factory.mktemp("uncut")
+
+    def make(name: str) -> Path:
+        folder = home / name
+        if not folder.is_dir():
+            assert launch_run(RUNS[name], folder, home / "cache", **SAVING) is None
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("plain", EDGE),
+        ("zero2", MIDDLE),
+        ("pipeline", MIDDLE),
+        *(pytest.param(name, EDGE, marks=slow) for name in ("zero2", "pipeline", "pipeline_2x2", "fsdp")),
+        *(pytest.param(name, MIDDLE, marks=slow) for name in RUNS if name not in ("zero2", "pipeline", "zero3_nvme")),
+    ],
+)
+def test_a_run_that_was_cut_off_ends_bit_equal(
+    name: str, step: int, uncut: Callable[[str], Path], tmp_path: Path
+) -> None:
+    whole = uncut(name)
+    folder = cut_off(whole, step, tmp_path / "run")
+    assert launch_run(RUNS[name], folder, whole.parent / "cache", resume="auto", **SAVING) is None
+    found = compare(folder, whole, saved=True)
+    assert found == {"equal": True, "weights": 0, "rows": [], "states": []}
+    assert len(checkpoints(folder)) == len(checkpoints(whole)) - step + 1  # it did go on from there
+    assert {"loss", "eval_loss", "train_loss"} <= {name for row in logged(folder) for name in row}
+
+
+@slow
+def test_saving_and_evaluating_change_nothing_that_is_learnt(uncut: Callable[[str], Path], tmp_path: Path) -> None:
+    whole = uncut("plain")
+    folder = tmp_path / "run"
+    quiet = {"save_strategy": "no", "eval_strategy": "no", "early_stopping_patience": None}
+    assert launch_run(RUNS["plain"], folder, whole.parent / "cache", **quiet) is None
+    assert different_weights(folder, whole) == []
+
+
+STOPPING = {
+    **TINY,
+    "max_steps": 12,
+    "learning_rate": 0.0,  # so that nothing is ever better
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "save_total_limit": 9,
+    "metric_for_best_model": "loss",
+    "early_stopping_patience": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return launch("python", tmp_path_factory.mktemp("stopped") / "run", STOPPING)
+
+
+def as_at(run: Finished, step: int, folder: Path) -> Path:
+    """`run` as it was when it had saved at `step`."""
+    shutil.copytree(run.folder, folder)
+    (folder / "README.md").unlink()  # which is written last
+    for checkpoint in checkpoints(folder):
+        if int(checkpoint.name.split("-")[1]) > step:
+            shutil.rmtree(checkpoint)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("step", "patience", "last"), [(4, 3, 8), pytest.param(8, 3, 8, marks=slow), pytest.param(8, 4, 10, marks=slow)]
+)
+def test_early_stopping_counts_on_where_a_run_is_resumed(
+    step: int, patience: int, last: int, stopped: Finished, tmp_path: Path
+) -> None:
+    """The uncut run stops at step 8: its first evaluation is the best, and three more are not better. Cut after it has
+    stopped, it trains no further; with more patience it does."""
+    assert [path.name for path in checkpoints(stopped.folder)][-1] == "checkpoint-8"
+    values = {**STOPPING, "early_stopping_patience": patience, "resume": "auto"}
+    run = launch("python", as_at(stopped, step, tmp_path / "run"), values)
+    assert run.steps[-1]["step"] == last
+    counter = run.json("trainer_state.json")["stateful_callbacks"]["EarlyStoppingCallback"]
+    assert counter["attributes"]["early_stopping_patience_counter"] == patience
+    if last == 8:
+        assert different_weights(run.folder, stopped.folder) == []
+        assert different_rows(run.folder, stopped.folder) == []
+
+
+@slow
+def test_a_callback_that_is_new_on_resumption_is_no_error(stopped: Finished, tmp_path: Path) -> None:
+    folder = as_at(stopped, 2, tmp_path / "run")
+    (checkpoint,) = checkpoints(folder)
+    forget(checkpoint, "EarlyStoppingCallback")
+    run = launch("python", folder, {**STOPPING, "resume": "auto", "max_steps": 4})
+    state: Any = json.loads((run.folder / "checkpoint-4" / "trainer_state.json").read_text())
+    assert "EarlyStoppingCallback" in state["stateful_callbacks"]
+
+
+def forget(checkpoint: Path, callback: str) -> None:
+    """As if it had been saved without this callback; the checkpoint is whole all the same."""
+    path = checkpoint / "trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["stateful_callbacks"][callback]
+    path.write_text(json.dumps(state))
+    (checkpoint / "manifest.json").unlink(missing_ok=True)

@@ -1,0 +1,30 @@
+"""Runs that are killed by SIGKILL at random moments, also in their saves, go on from their last durable checkpoint and
+end bit-equal to the run that nobody killed. The long form is benchmarks/faults.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faults import Chain
+
+pytestmark = pytest.mark.usefixtures("built_ops")
+
+
+@pytest.mark.parametrize(
+    ("name", "kills", "seed"),
+    [
+        ("plain", 2, 2),
+        pytest.param("zero2", 5, 2, marks=pytest.mark.slow),
+        pytest.param("pipeline", 5, 3, marks=pytest.mark.slow),
+        pytest.param("image_cls", 4, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_killed_again_and_again_loses_nothing(name: str, kills: int, seed: int, tmp_path: Path) -> None:
+    *struck, closing = Chain(name, 0, seed, tmp_path).rows(kills)
+    assert len(struck) == kills
+    assert [row["resumed"] for row in struck] == [True] * kills, struck
+    assert [row["lost_steps"] for row in struck] == [0] * kills, struck
+    assert any(row["durable"] for row in struck), struck  # one at least came after a save
+    assert closing["ended"]
+    assert (closing["weights_apart"], closing["rows_apart"], closing["left_over"]) == ([], [], [])

@@ -1,0 +1,167 @@
+"""What fails in the midst of a run: a step that is not finite, memory, a data file, the clock."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import LAUNCHERS, RECIPE, TINY, Finished, flags, launch, run_to_its_end, tool
+from test_interruption import PIPELINE, SMALL_PIPELINE
+
+FAULTY = "tests/runs/faulty.py"
+SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 8, "do_eval": False}
+LANGUAGE = "recipes/causal_lm.py"
+SMALL_LANGUAGE = {
+    "config_overrides": "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,max_position_embeddings=32",
+    "max_train_samples": 4000,
+    "sample_tokens": 0,
+    "max_steps": 12,
+    "logging_steps": 1,
+    "eval_strategy": "no",
+    "bf16": False,
+    "do_eval": False,
+}
+
+
+def faulty(
+    launcher: str, folder: Path, values: dict[str, Any], fault: dict[str, Any], recipe: str = RECIPE, status: int = 0
+) -> Finished:
+    ranks = 1 if launcher == "python" else 2
+    env = {"FAULT": json.dumps(fault), "HF_HUB_OFFLINE": "1"}
+    command = [*LAUNCHERS[launcher](ranks), FAULTY, recipe, *flags({"output_dir": folder, **values})]
+    got, output = run_to_its_end(command, env)
+    assert got == status, output[-4000:]
+    return Finished(got, output, folder)
+
+
+NAN = {"kind": "nan", "rank": 0, "batch": 4}  # of the third step: every batch is looked up in two embeddings
+
+
+@pytest.fixture(scope="module")
+def skipped(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """One process that leaves the third step out."""
+    folder = tmp_path_factory.mktemp("nan") / "run"
+    values = {**TINY, **SAVES, "per_device_train_batch_size": 16, "on_nan": "skip"}
+    return faulty("python", folder, values, NAN)
+
+
+def test_a_step_that_is_not_finite_is_explained_and_changes_nothing(skipped: Finished) -> None:
+    from safetensors.numpy import load_file
+
+    before, after = (load_file(skipped.folder / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3))
+    assert all((before[name] == after[name]).all() for name in before)
+    assert [row["loss"] is None for row in skipped.steps] == [False, False, True, False, False, False]
+    assert [row.get("nonfinite_steps", 0) for row in skipped.steps] == [0, 0, 1, 1, 1, 1]
+    report = json.loads((skipped.folder / "_nan/step-3/report.json").read_text())
+    assert "the output of distilbert.embeddings.word_embeddings (Embedding)" in report["said"]
+    (one,) = report["micro_batches"]
+    assert len(one["samples"]) == 16
+    assert (skipped.folder / "_nan/step-3/rank-0.safetensors").is_file()
+
+
+def weights_of(checkpoint: Path) -> dict[str, bytes]:
+    """Of all stages, to the bit."""
+    from safetensors.numpy import load_file
+
+    files = sorted(checkpoint.glob("model*.safetensors"))
+    assert files
+    return {name: value.tobytes() for file in files for name, value in load_file(file).items()}
+
+
+LAYOUTS = [
+    pytest.param("torchrun", {}, id="DDP"),
+    *(pytest.param("torchrun", {"deepspeed": f"zero{s}"}, id=f"ZeRO-{s}", marks=pytest.mark.slow) for s in range(4)),
+    pytest.param("torchrun", {"deepspeed": "zero3_offload"}, id="ZeRO-3 offload", marks=pytest.mark.slow),
+    pytest.param("torchrun", {"fsdp": "full_shard"}, id="FSDP", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("launcher", "values"), LAYOUTS)
+@pytest.mark.usefixtures("built_ops")
+def test_the_same_step_is_left_out_in_every_layout(
+    launcher: str, values: dict[str, Any], skipped: Finished, tmp_path: Path
+) -> None:
+    every = {**TINY, "per_device_train_batch_size": 8, "on_nan": "skip", "do_eval": False, **values}
+    run = faulty(launcher, tmp_path / "run", every, NAN)
+    assert run.output.count("warning: step 3 is not finite: first the output of") == 1, run.output[-3000:]
+    assert run.steps[2]["loss"] is None
+    rest = [row["loss"] for row in run.steps if row["loss"] is not None]
+    assert rest == pytest.approx([row["loss"] for row in skipped.steps if row["loss"] is not None], rel=1e-4)
+    assert run.column("learning_rate") == pytest.approx(skipped.column("learning_rate"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("kind", ["nan", "gradient"])
+def test_a_pipeline_leaves_the_step_out_on_all_its_stages(policy: str, kind: str, tmp_path: Path) -> None:
+    values = {**SMALL_PIPELINE, **SAVES, "save_steps": 2, "max_steps": 6, "gradient_accumulation_steps": 2}
+    fault = {**NAN, "kind": kind, "batch": 14}
+    run = faulty("torchrun", tmp_path / "run", {**values, "on_nan": policy}, fault, PIPELINE)
+    assert run.output.count("step 4 is not finite: first") == 1, run.output[-3000:]
+    assert all(row["loss"] is not None for row in run.steps[-2:])
+    same = weights_of(run.folder / "checkpoint-2") == weights_of(run.folder / "checkpoint-4")
+    assert same is (policy == "rollback")  # the third step is taken back, or not
+
+
+@pytest.mark.slow
+def test_stop_ends_the_run_before_the_step_and_a_run_that_skips_goes_past_it(tmp_path: Path) -> None:
+    values = {**TINY, **SAVES, "lr_scheduler_type": "constant"}
+    fault = {**NAN, "kind": "gradient"}
+    run = faulty("python", tmp_path / "run", values, fault, status=1)
+    (said,) = run.errors
+    assert said.startswith("step 3 is not finite: first the gradient of distilbert.embeddings.word_embeddings")
+    names = sorted(path.name for path in run.folder.glob("checkpoint-*"))
+    assert names == ["checkpoint-1", "checkpoint-2"]
+    resumed = launch("python", run.folder, {**values, "resume": "auto", "on_nan": "skip"})
+    assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_more_memory_is_told_with_the_plan_and_the_cheapest_changes(tmp_path: Path) -> None:
+    command = [tool("python"), LANGUAGE, *flags({"output_dir": tmp_path / "run", "per_device_train_batch_size": 4096})]
+    most = 6 * 2**30  # of address space, most of which torch and its libraries take
+    limited = ["prlimit", f"--as={most}", *command, *flags({"max_steps": 2, "eval_strategy": "no"})]
+    status, output = run_to_its_end(limited, {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
+    assert status == 1, output[-3000:]
+    (said,) = Finished(status, output, tmp_path / "run").errors
+    assert "out of memory on rank 0" in said
+    assert f"limited to {most / 2**30:.2f} GiB" in said
+    assert "The cheapest changes: a micro-batch of" in said
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] != most
+
+
+@pytest.mark.slow
+def test_a_mapped_file_that_is_cut_off_in_mid_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    fault = {"kind": "cut", "rank": 0, "batch": 5, "file": "train/tokens.bin"}
+    values = {**SMALL_LANGUAGE, "save_strategy": "steps", "save_steps": 2}
+    run = faulty("python", tmp_path / "run", values, fault, LANGUAGE, status=1)
+    (said,) = run.errors
+    assert "tokens.bin has changed since the run began to read it" in said
+    (cut,) = (file for file in (tmp_path / "cache").rglob("train/tokens.bin") if file.stat().st_size == 4096)
+    shutil.rmtree(cut.parent.parent)  # as the message says: it is made anew
+    resumed = launch("python", run.folder, {**values, "resume": "auto"}, recipe=LANGUAGE)
+    assert [row["step"] for row in resumed.steps] == list(range(1, 13))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [RECIPE, PIPELINE])
+def test_a_clock_that_is_set_back_spoils_no_figure(recipe: str, tmp_path: Path) -> None:
+    values = TINY if recipe == RECIPE else {**SMALL_PIPELINE, "pipeline_parallel_size": 1, "max_steps": 6}
+    run = faulty("python", tmp_path / "run", values, {"kind": "clock", "rank": 0, "batch": 3}, recipe)
+    results = run.json("train_results.json")
+    assert 0 < results["train_runtime"] < 300
+    assert results["train_samples_per_second"] > 0
+
+
+@pytest.mark.slow
+def test_damage_to_any_kind_of_file_is_noticed_and_the_checkpoint_before_is_taken() -> None:
+    status, output = run_to_its_end([tool("python"), "benchmarks/corruption.py", "--layouts", "ddp", "pipeline"])
+    assert status == 0, output[-3000:]
+    noticed = re.findall(r"(\d+) of (\d+) \|$", output, re.MULTILINE) + re.findall(r"(\d+) of (\d+) noticed", output)
+    assert len(noticed) == 3, output[-3000:]  # two layouts and all
+    assert all(int(found) == int(tried) > 0 for found, tried in noticed), output[-3000:]

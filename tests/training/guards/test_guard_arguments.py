@@ -1,0 +1,41 @@
+"""What is no policy, and what a run cannot keep to, is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finetune.errors import RequestError
+from finetune.training.guards.arguments import check_guards
+
+GOOD = {"save_strategy": "steps"}
+
+
+def request(**values: Any) -> Any:
+    every = {**GOOD, **values}
+    return SimpleNamespace(values=every, value=every.get)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        pytest.param({"on_nan": "ignore"}, "must be one of stop, skip, rollback, off", id="no policy"),
+        pytest.param({"on_nan": "skip", "ddp_comm_hook": "powersgd"}, "a NaN in it stays", id="a hook that remembers"),
+        pytest.param({"on_nan": "rollback", "save_strategy": "no"}, "saves none", id="nothing to go back to"),
+        pytest.param({"on_nan": "rollback", "save_only_model": True}, "saves none of these", id="no optimizer states"),
+        pytest.param({"hang_timeout": 1}, "must be 5 seconds or more", id="impatience"),
+        pytest.param({"nan_limit": 0}, "must be 1 or more", id="no limit"),
+        pytest.param({"stop_grace": -1}, "0 (no end) or more", id="no grace"),
+    ],
+)
+def test_it_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        check_guards(request(**values))
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("values", [{}, {"on_nan": "skip", "ddp_comm_hook": "fp16"}, {"hang_timeout": 0}])
+def test_it_is_taken(values: dict[str, Any]) -> None:
+    check_guards(request(**values))

@@ -1,0 +1,118 @@
+"""Two ranks that are watched: what is no hang goes on, and what is one is named; a rank whose beats fail at times."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from finetune.training.guards import pulse as module
+from finetune.training.guards.position import Position, position_of
+from finetune.training.guards.pulse import Pulse
+from finetune.training.guards.verdict import Verdict
+
+SCRIPT = Path(__file__).with_name("ranks_that_hang.py")
+
+
+def until(condition: Callable[[], Any], seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_run_that_is_suspended_or_slow_goes_on_and_one_that_hangs_ends_with_its_rank_named(tmp_path: Path) -> None:
+    logs = [(tmp_path / f"log-{rank}").open("w") for rank in range(2)]
+    ranks = [
+        subprocess.Popen([sys.executable, str(SCRIPT), str(tmp_path), str(rank)], stdout=log, stderr=subprocess.STDOUT)
+        for rank, log in enumerate(logs)
+    ]
+
+    def steps() -> int:
+        return min(int(file.read_text() or 0) for file in tmp_path.glob("steps-*"))
+
+    def go_on() -> None:
+        assert [rank.poll() for rank in ranks] == [None, None], (tmp_path / "log-0").read_text()
+        more = steps() + 5
+        until(lambda: steps() > more)
+
+    try:
+        until(lambda: len(list(tmp_path.glob("steps-*"))) == 2 and steps() > 3)
+        for rank in ranks:
+            rank.send_signal(signal.SIGSTOP)
+        time.sleep(9)  # as a cluster suspends a job: longer than the 5 s after which a hang is one
+        for rank in ranks:
+            rank.send_signal(signal.SIGCONT)
+        go_on()
+        (tmp_path / "slow").touch()
+        until(lambda: not (tmp_path / "slow").exists())
+        time.sleep(2)
+        go_on()
+        (tmp_path / "hang").touch()
+        assert ranks[0].wait(60) == 1
+        assert ranks[1].wait(60) in (1, -signal.SIGKILL)  # by rank 0, where it has not ended itself before
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        for log in logs:
+            log.close()
+    said = "".join((tmp_path / f"log-{rank}").read_text() for rank in range(2))
+    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+    assert line.startswith("error: rank 1 has not moved for ")
+    assert "in train (guards/ranks_that_hang.py:" in line
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+class BadStore:
+    """Every other call fails, as a network may, and in words that are no DistError."""
+
+    port = 1
+
+    def __init__(self) -> None:
+        self.calls, self.beats = 0, set()
+
+    def set(self, name: str, value: str) -> None:
+        self.calls += 1
+        if self.calls % 2:
+            raise RuntimeError("the network has hiccups")
+        self.beats.add(json.loads(value)["beat"])
+
+
+def cannot_be_seen(thread: int) -> Position:
+    raise OSError(24, "Too many open files")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("look", [position_of, cannot_be_seen])
+def test_a_beat_that_fails_is_one_beat_lost(look: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(module, "position_of", look)
+    store = BadStore()
+    pulse = Pulse(store, 60.0, {}, str)
+    pulse.start()
+    until(lambda: len(store.beats) >= 3, 20)
+    pulse.leave()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_ends_though_its_verdict_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
+    Pulse(BadStore(), 60.0, {}, str)._end(Verdict((), "rank 1 hangs"))
+    assert ended == [1]

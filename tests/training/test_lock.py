@@ -1,0 +1,124 @@
+"""One run in a run folder: the second is told who has it, and a dead owner has nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import BusyError, RequestError
+from finetune.training.checkpoints.lock import LOCK, lock_run_folder
+
+HOLD = """
+import os, sys, time
+from contextlib import suppress
+from pathlib import Path
+from finetune.training.checkpoints.lock import lock_run_folder
+assert lock_run_folder(Path(sys.argv[1]), "python recipes/seq_cls.py") is None
+if sys.argv[2] == "forks" and os.fork() == 0:
+    time.sleep(30)
+    os._exit(0)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def holder(folder: Path, forks: bool = False) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOLD, str(folder), "forks" if forks else "alone"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)
+    process.wait()
+
+
+def test_the_second_is_refused_and_told_the_owner(tmp_path: Path) -> None:
+    owner = holder(tmp_path)
+    try:
+        begun = time.monotonic()
+        with pytest.raises(RequestError) as refused:
+            lock_run_folder(tmp_path, "another")
+        assert time.monotonic() - begun < 5
+        said = str(refused.value)
+        assert f"process {owner.pid} on {os.uname().nodename}, started 20" in said
+        assert "python recipes/seq_cls.py" in said
+    finally:
+        end(owner)
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a worker that lives on"])
+def test_a_killed_owner_has_nothing(forks: bool, tmp_path: Path) -> None:
+    owner = holder(tmp_path, forks)
+    try:
+        owner.kill()
+        owner.wait()
+        assert (tmp_path / LOCK).is_file()
+        again = subprocess.run(
+            [sys.executable, "-c", HOLD.replace("time.sleep(60)", ""), str(tmp_path), "alone"], capture_output=True
+        )
+        assert again.stdout == b"held\n", again.stderr
+    finally:
+        end(owner)
+
+
+def test_a_resumed_run_waits_for_its_predecessor_to_end(tmp_path: Path) -> None:
+    owner = holder(tmp_path)
+    later = subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {owner.pid}"])
+    try:
+        waits = HOLD.replace('seq_cls.py"', 'seq_cls.py", 30.0').replace("time.sleep(60)", "")
+        again = subprocess.run([sys.executable, "-c", waits, str(tmp_path), "alone"], capture_output=True)
+        said = again.stdout.decode().splitlines()
+        assert said[-1] == "held", again.stderr
+        (waiting,) = said[:-1]
+        assert waiting.startswith(f"waiting up to 30 s for another run in {tmp_path}: process {owner.pid} on ")
+    finally:
+        later.wait()
+        end(owner)
+
+
+def test_one_that_has_waited_in_vain_may_be_started_again(tmp_path: Path) -> None:
+    owner = holder(tmp_path)
+    try:
+        with pytest.raises(BusyError, match=f"process {owner.pid} on ") as busy:
+            lock_run_folder(tmp_path, "another", wait_seconds=0.5)
+        assert busy.value.exit_status == 75
+    finally:
+        end(owner)
+
+
+def test_a_disk_that_is_too_full_for_the_owners_name_has_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    assert lock_run_folder(tmp_path, "one") is None
+    second = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path), "alone"], capture_output=True, text=True)
+    assert "has not said its name" in second.stderr
+
+
+def test_the_same_process_has_it_already(tmp_path: Path) -> None:
+    assert lock_run_folder(tmp_path, "one") is None
+    assert lock_run_folder(tmp_path, "one") is None
+
+
+def test_an_owner_that_has_not_written_its_name_is_said_so(tmp_path: Path) -> None:
+    owner = holder(tmp_path)
+    try:
+        (tmp_path / LOCK).write_text('{"pid": 1')
+        with pytest.raises(RequestError, match="has not said its name"):
+            lock_run_folder(tmp_path, "another")
+    finally:
+        end(owner)

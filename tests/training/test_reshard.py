@@ -1,0 +1,393 @@
+"""Moving a checkpoint to another layout, without a launch: shards as DeepSpeed lays them out, the arithmetic of the
+global batch, what is refused, and what is left behind."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from finetune.errors import RequestError, RunError
+from finetune.training.arguments import Request, RunArguments
+from finetune.training.checkpoints.manifest import Layout as WrittenLayout
+from finetune.training.checkpoints.manifest import Manifest, files_of, write_manifest
+from finetune.training.checkpoints.tag import newest_tag
+from finetune.training.launch import Launch
+from finetune.training.pipeline.arguments import PipelineArguments
+from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
+from finetune.training.reshard.for_trainer import mend_optimizer
+from finetune.training.reshard.layout import Layout, can_load_as_it_stands, layout_of
+from finetune.training.reshard.move import PREFIX, Mover
+from finetune.training.reshard.one_file import Names, read_plain
+from finetune.training.reshard.portable import Group, Portable
+from finetune.training.reshard.zero_shards import read_zero
+
+KEYS = ("exp_avg", "exp_avg_sq")
+STEPS = 7.0
+# Two groups, as the Trainer makes them; no size divides by 2 or 4 without a rest.
+SHAPES = ({"a.weight": (3, 5), "b.weight": (7,)}, {"a.bias": (3,), "b.bias": (1,)})
+DECAYS = (0.1, 0.0)
+
+
+def whole_tensors() -> dict[str, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    names = [(name, shape) for group in SHAPES for name, shape in group.items()]
+    return {key: {n: torch.randn(shape, generator=generator) for n, shape in names} for key in ("fp32", *KEYS)}
+
+
+def settings() -> list[dict[str, Any]]:
+    return [{"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": decay, "params": [i]} for i, decay in enumerate(DECAYS)]
+
+
+def record(stage: int, **more: Any) -> dict[str, Any]:
+    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in SHAPES]
+    zero = {"zero_optimization": {"stage": stage}}
+    counters = {"global_steps": 7, "skipped_steps": 0, "global_samples": 112}
+    fixed = {"buffer_names": [], "module": {}, "lr_scheduler": None, "optimizer": None}
+    return {"param_shapes": shapes, "ds_config": zero, **fixed, **counters, **more}
+
+
+def states_of(flat: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
+    states = {i: {"step": torch.tensor(STEPS), **{key: flat[key][i] for key in KEYS}} for i in range(len(SHAPES))}
+    return {"state": states, "param_groups": settings()}
+
+
+def write_first_stages(folder: Path, ranks: int, stage: int = 2) -> None:
+    """ZeRO-1 and 2: all weights of a group from end to end, filled up, and cut into equal parts anywhere."""
+    folder.mkdir(parents=True)
+    tensors = whole_tensors()
+    torch.save(record(stage), folder / "mp_rank_00_model_states.pt")
+    for rank in range(ranks):
+        parts: dict[str, list[torch.Tensor]] = {key: [] for key in tensors}
+        mappings = []
+        for group in SHAPES:
+            size = math.ceil(sum(math.prod(s) for s in group.values()) / ranks)
+            for key, found in tensors.items():
+                flat = torch.cat([found[name].flatten() for name in group])
+                flat = torch.nn.functional.pad(flat, (0, size * ranks - len(flat)))
+                parts[key].append(flat[rank * size : (rank + 1) * size].clone())
+            mapping, at = {}, 0
+            for name, shape in group.items():
+                first, last = max(at, rank * size), min(at + math.prod(shape), (rank + 1) * size)
+                if first < last:
+                    mapping[name] = fragment_address(numel=last - first, start=first - rank * size)
+                at += math.prod(shape)
+            mappings.append(mapping)
+        optimizer = {
+            "base_optimizer_state": states_of(parts),
+            "single_partition_of_fp32_groups": parts["fp32"],
+            "param_slice_mappings": mappings,
+            "loss_scaler": LossScaler(scale=1.0),
+        }
+        torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def write_third_stage(folder: Path, ranks: int) -> None:
+    """ZeRO-3: of every weight an equal part a rank, filled up at the last."""
+    folder.mkdir(parents=True)
+    tensors = whole_tensors()
+    for rank in range(ranks):
+        parts: dict[str, list[torch.Tensor]] = {}
+        for key, found in tensors.items():
+            parts[key] = []
+            for group in SHAPES:
+                own = []
+                for name in group:
+                    flat = found[name].flatten()
+                    size = math.ceil(len(flat) / ranks)
+                    own.append(torch.nn.functional.pad(flat, (0, size * ranks - len(flat)))[rank * size :][:size])
+                parts[key].append(torch.cat(own))
+        optimizer = {
+            "optimizer_state_dict": states_of(parts),
+            "fp32_flat_groups": parts["fp32"],
+            "loss_scaler": LossScaler(scale=1.0),
+        }
+        torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save(record(3), folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+
+
+def assert_whole(portable: Portable) -> None:
+    for key, tensors in whole_tensors().items():
+        for name, tensor in tensors.items():
+            assert torch.equal(portable.read(name, key), tensor), (key, name)
+    assert portable.keys == KEYS
+    assert portable.steps == STEPS
+    assert [group.names for group in portable.groups] == [tuple(group) for group in SHAPES]
+    assert [group.settings["weight_decay"] for group in portable.groups] == list(DECAYS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_and_states_are_put_together_from_the_shards_of_any_number_of_ranks(
+    stage: int, ranks: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "global_step7"
+    write_first_stages(folder, ranks) if stage == 2 else write_third_stage(folder, ranks)
+    assert_whole(read_zero(folder))
+
+
+def test_the_shard_of_a_missing_rank_is_named(tmp_path: Path) -> None:
+    write_third_stage(tmp_path / "global_step7", 3)
+    (tmp_path / "global_step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(RequestError, match="has 2 shards, but none of rank 1"):
+        read_zero(tmp_path / "global_step7")
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("exploded"),))
+
+
+def test_a_shard_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_third_stage(tmp_path / "global_step7", 1)
+    torch.save({"optimizer_state_dict": Bomb()}, tmp_path / "global_step7/zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(RequestError, match=r"zero_pp_rank_0_mp_rank_00_optim_states\.pt"):
+        read_zero(tmp_path / "global_step7")
+    assert not (tmp_path / "exploded").exists()
+
+
+NAMES = Names(
+    tuple(Group(tuple(group), {"weight_decay": decay}) for group, decay in zip(SHAPES, DECAYS, strict=True)), {}
+)
+
+
+def checkpoint(folder: Path, stage: int, ranks: int) -> Path:
+    """As the Trainer leaves it, with its manifest."""
+    place = folder / "checkpoint-7"
+    step = place / "global_step7"
+    write_first_stages(step, ranks, stage) if stage < 3 else write_third_stage(step, ranks)
+    (place / "trainer_state.json").write_text("{}")
+    (place / "latest").write_text("global_step7")
+    for rank in range(ranks):
+        torch.save({"rank": rank}, place / (f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"))
+    write_own_manifest(place, 16, WrittenLayout("deepspeed", ranks, stage))
+    return place
+
+
+def write_own_manifest(place: Path, batch: int, layout: WrittenLayout) -> None:
+    place.mkdir(exist_ok=True)
+    write_manifest(place, Manifest(7, 0.5, "2026-01-01T00:00:00Z", batch, layout, {}, {}))
+
+
+def test_moving_leaves_the_checkpoint_as_it_is_and_the_folder_goes_when_it_is_done(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path, 3, 2)
+    before = files_of(place)
+    leftover = tmp_path / (PREFIX + "checkpoint-3")
+    leftover.mkdir()
+    mover = Mover(place, tmp_path, Layout("deepspeed", 1, 1), 0)
+    mover.move(layout_of(place), NAMES)
+    assert not leftover.exists()
+    assert mover.folder.name.startswith("unfinished-")
+    universal = mover.folder / "global_step7_universal"
+    assert (mover.folder / "latest_universal").read_text() == universal.name
+    for key, tensors in whole_tensors().items():
+        for name, tensor in tensors.items():
+            assert torch.equal(torch.load(universal / "zero" / name / f"{key}.pt")["param"], tensor)
+    assert {float(torch.load(path)) for path in universal.glob("zero/*/step.pt")} == {STEPS}
+    assert torch.load(mover.folder / "rng_state.pth") == {"rank": 0}
+    assert (mover.folder / "trainer_state.json").is_symlink()
+    assert not (mover.folder / "manifest.json").exists()  # nobody takes it for a checkpoint
+    mover.clear()
+    assert files_of(place) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7"]
+
+
+def test_states_go_to_the_trainers_own_form_and_come_back(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path, 2, 3)
+    mover = Mover(place, tmp_path, Layout("plain", 1), 0)
+    mover.move(layout_of(place), NAMES)
+    assert layout_of(mover.folder) == Layout("plain", 1)
+    assert_whole(read_plain(mover.folder, NAMES))
+
+
+def test_states_of_another_model_are_refused_with_the_sizes_of_both(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path, 2, 1)
+    mover = Mover(place, tmp_path, Layout("plain", 1), 0)
+    mover.move(layout_of(place), NAMES)
+    smaller = Names((Group(("a.weight",), {}), Group(("a.bias",), {})), {})
+    with pytest.raises(RequestError, match=r"\[2, 2\] weights .* this model has \[1, 1\]"):
+        read_plain(mover.folder, smaller)
+
+
+def test_more_ranks_than_before_share_the_random_states(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path, 2, 2)
+    mover = Mover(place, tmp_path, Layout("deepspeed", 4, 2), 0)
+    mover.ranks = 4
+    mover.folder.mkdir()
+    mover._link_random_states()
+    found = [torch.load(mover.folder / f"rng_state_{rank}.pth")["rank"] for rank in range(4)]
+    assert found == [0, 1, 0, 1]
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = checkpoint(tmp_path, 2, 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 5})())
+    mover = Mover(place, tmp_path, Layout("deepspeed", 1, 3), 0)
+    with pytest.raises(RunError, match="moving checkpoint-7 to another layout needs"):
+        mover.move(layout_of(place), NAMES)
+    assert not mover.folder.exists()
+
+
+def test_each_group_gets_its_own_settings_and_each_state_its_own_step() -> None:
+    """As DeepSpeed's loader of ZeRO-3 leaves them: one tensor for all, and the first group's decay."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in SHAPES]
+    optimizer = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.1} for weight in weights])
+    shared = torch.tensor(3.0)
+    for weight in weights:
+        optimizer.state[weight] = {"step": shared, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+    groups = tuple(Group(tuple(g), {"weight_decay": d}) for g, d in zip(SHAPES, DECAYS, strict=True))
+    portable = Portable({}, KEYS, groups, STEPS, lambda name, key: torch.zeros(0))
+    mend_optimizer(optimizer, portable)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == list(DECAYS)
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    optimizer.step()
+    assert [float(optimizer.state[weight]["step"]) for weight in weights] == [STEPS + 1, STEPS + 1]
+
+
+ZERO = Layout("deepspeed", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("written", "here", "stands"),
+    [
+        pytest.param(ZERO, ZERO, True, id="the same"),
+        pytest.param(ZERO, Layout("deepspeed", 2, 3), False, id="another stage"),
+        pytest.param(ZERO, Layout("deepspeed", 1, 2), False, id="another world size"),
+        pytest.param(ZERO, Layout("deepspeed", 2, 2, "cpu"), False, id="offload"),
+        pytest.param(ZERO, Layout("deepspeed", 2, 2, precision="bf16"), False, id="another precision"),
+        pytest.param(ZERO, Layout("plain", 2), False, id="without DeepSpeed"),
+        pytest.param(Layout("deepspeed", 2, 0), Layout("deepspeed", 4, 0), True, id="ZeRO-0 is whole on each rank"),
+        pytest.param(Layout("plain", 2), Layout("plain", 1), True, id="so is DDP"),
+        pytest.param(Layout("pipeline", 2), Layout("pipeline", 4), True, id="a pipeline's goes by name"),
+        pytest.param(Layout("pipeline", 2), ZERO, False, id="to the Trainer"),
+    ],
+)
+def test_only_what_the_engine_cannot_load_is_moved(written: Layout, here: Layout, stands: bool) -> None:
+    assert can_load_as_it_stands(written, here) is stands
+
+
+@pytest.mark.parametrize(
+    ("written", "here", "message"),
+    [
+        pytest.param(Layout("fsdp", 2), ZERO, "FSDP's states are not moved", id="FSDP"),
+        pytest.param(ZERO, Layout("fsdp", 2), "FSDP's states are not moved", id="to FSDP"),
+        pytest.param(Layout("deepspeed", 2, 3, "nvme"), ZERO, "States on NVMe are only resumed", id="NVMe"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_with_both_layouts(written: Layout, here: Layout, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as met:
+        can_load_as_it_stands(written, here)
+    assert str(written) in str(met.value)
+    assert str(here) in str(met.value)
+
+
+def test_a_folder_of_weights_alone_is_nothing_to_go_on_with(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"holds no optimizer states .* by --model_name_or_path"):
+        layout_of(tmp_path)
+
+
+def asked(ranks: int, stages: int | None = None, *words: str) -> Request:
+    groups = (RunArguments, PipelineArguments) if stages else (RunArguments,)
+    flags = ["--output_dir", "o", *words, *(["--pipeline_parallel_size", str(stages)] if stages else [])]
+    return Request(groups, {}, flags, Launch(world_size=ranks), {})
+
+
+def saved(folder: Path, batch: int) -> str:
+    write_own_manifest(folder / "checkpoint-7", batch, WrittenLayout("ddp", 2))
+    return str(folder / "checkpoint-7")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "micro", "batch", "accumulation"),
+    [
+        pytest.param(1, None, 16, 32, 2, id="2 ranks to 1"),
+        pytest.param(4, None, 4, 32, 2, id="1 rank to 4"),
+        pytest.param(2, None, 16, 32, 1, id="as before"),
+        pytest.param(4, 2, 4, 32, 4, id="two stages x two pipelines"),
+        pytest.param(2, 2, 4, 32, 8, id="stages share their samples"),
+    ],
+)
+def test_the_accumulation_is_changed_so_that_a_step_takes_as_many_samples(
+    ranks: int, stages: int | None, micro: int, batch: int, accumulation: int, tmp_path: Path
+) -> None:
+    request = asked(ranks, stages, "--per_device_train_batch_size", str(micro))
+    line = keep_global_batch(request, saved(tmp_path, batch))
+    assert request.value("gradient_accumulation_steps") == accumulation
+    pipelines = ranks // (stages or 1)
+    assert (line is None) is (accumulation == 1)
+    if line:
+        assert f"{accumulation} instead of 1" in line
+        assert f"{micro} x {accumulation} x {pipelines} = {batch}" in line
+    assert keep_global_batch(request, saved(tmp_path, batch)) is None  # it is right now
+
+
+def test_a_batch_that_no_accumulation_keeps_is_refused_with_the_flag_that_mends_it(tmp_path: Path) -> None:
+    request = asked(4, None, "--per_device_train_batch_size", "16")
+    with pytest.raises(RequestError) as met:
+        keep_global_batch(request, saved(tmp_path, 32))
+    assert "global batch of 32, and this run makes 16 x 1 x 4 = 64" in str(met.value)
+    assert "32 / (16 x 4) is 0.5" in str(met.value)
+    assert "Give --per_device_train_batch_size 8: 8 x 1 x 4 = 32." in str(met.value)
+    mended = asked(4, None, "--per_device_train_batch_size", "8")
+    assert keep_global_batch(mended, saved(tmp_path, 32)) is None
+
+
+def test_ranks_that_cannot_share_the_batch_are_told_how_many_can(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="Launch with a number of ranks that divides 32"):
+        keep_global_batch(asked(3), saved(tmp_path, 32))
+
+
+def test_an_accumulation_that_was_given_and_contradicts_is_refused(tmp_path: Path) -> None:
+    words = ("--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2")
+    with pytest.raises(RequestError, match=r"8 x 2 x 1 = 16.*Drop --gradient_accumulation_steps 2.*8 x 4 x 1 = 32"):
+        keep_global_batch(asked(1, None, *words), saved(tmp_path, 32))
+    assert keep_global_batch(asked(2, None, *words), saved(tmp_path, 32)) is None
+
+
+def test_an_older_checkpoint_of_another_batch_is_not_gone_on_from_unseen(tmp_path: Path) -> None:
+    request = asked(1, None, "--per_device_train_batch_size", "8")
+    assert keep_global_batch(request, saved(tmp_path, 32))
+    refuse_other_batch(request, saved(tmp_path, 32))
+    with pytest.raises(RequestError, match="another global batch"):
+        refuse_other_batch(request, saved(tmp_path, 64))
+
+
+def test_a_start_without_a_checkpoint_changes_nothing() -> None:
+    request = asked(2)
+    assert keep_global_batch(request, None) is None
+    assert "gradient_accumulation_steps" not in request.values
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_on_another_number_of_ranks_each_has_random_states_by_the_name_that_the_trainer_looks_for(
+    ranks: int, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    for name in ("rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"):
+        (checkpoint / name).write_text(name)
+    mover = Mover(checkpoint, tmp_path, Layout("plain", ranks), 0)
+    mover.link()
+    found = {path.name: path.read_text() for path in mover.folder.iterdir()}
+    names = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
+    written = {name: f"rng_state_{rank % 2}.pth" for rank, name in enumerate(names)}
+    assert found == {"optimizer.pt": "optimizer.pt", **written}
+    mover.clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
+def test_of_several_folders_of_deepspeed_the_newest_by_number_is_read(tmp_path: Path) -> None:
+    for name in ("global_step9", "global_step10", "global_step11_universal"):
+        (tmp_path / name).mkdir()
+    found = newest_tag(tmp_path)
+    assert found is not None
+    assert found.name == "global_step10"

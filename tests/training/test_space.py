@@ -1,0 +1,89 @@
+"""Is there room for a checkpoint? What is expected is what is then written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from finetune.errors import RunError
+from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+from finetune.training.checkpoints.manifest import read_manifest
+from finetune.training.checkpoints.space import check_space, stage_bytes, states_bytes, trainer_bytes
+from finetune.training.trainer import FinetuneTrainer
+
+CONFIG = GPTLiteConfig(vocab_size=2000, num_hidden_layers=2, hidden_size=256, num_attention_heads=4)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"optim": "sgd"}, {"optim": "adafactor"}, {"save_only_model": True}],
+    ids=lambda values: " ".join(map(str, values.values())) or "adamw_torch",
+)
+def test_what_is_expected_is_written(values: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"input_ids": torch.ones(8, dtype=torch.long), "labels": torch.ones(8, dtype=torch.long)}] * 4
+    common = {"max_steps": 1, "save_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, **common, **values)
+    trainer = FinetuneTrainer(model=GPTLiteForCausalLM(CONFIG), args=args, train_dataset=rows)
+    expected = trainer_bytes(trainer, None)
+    trainer.train()
+    assert expected == pytest.approx(read_manifest(tmp_path / "checkpoint-1").bytes, rel=0.05, abs=2**20)
+    assert trainer.saves.saved_bytes == read_manifest(tmp_path / "checkpoint-1").bytes
+
+
+def stand_in(trained: int, frozen: int, fsdp: bool = False, peft: bool = False, **values: Any) -> Any:
+    parameters = [torch.nn.Parameter(torch.empty(trained, device="meta"))]
+    parameters += [torch.nn.Parameter(torch.empty(frozen, device="meta"), requires_grad=False)]
+    model = SimpleNamespace(parameters=lambda: iter(parameters), **({"peft_config": {}} if peft else {}))
+    args = SimpleNamespace(optim="adamw_torch", optim_args=None, save_only_model=False, **values)
+    return SimpleNamespace(model=model, args=args, is_fsdp_enabled=fsdp)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "zero_stage", "bytes_of_each"),
+    [
+        pytest.param(stand_in(10**9, 0), None, 4 + 8, id="DDP"),
+        pytest.param(stand_in(10**9, 0), 2, 4 + 4 + 4 + 8, id="ZeRO-2: weights twice, and an fp32 copy"),
+        pytest.param(stand_in(10**9, 0), 3, 4 + 4 + 8, id="ZeRO-3"),
+        pytest.param(stand_in(10**9, 0, fsdp=True), None, 4 + 4 + 8, id="FSDP"),
+        pytest.param(stand_in(10**9, 10**12, peft=True), None, 4 + 8, id="adapters alone"),
+    ],
+)
+def test_each_layout_writes_what_it_has(trainer: Any, zero_stage: int | None, bytes_of_each: int) -> None:
+    assert trainer_bytes(trainer, zero_stage) == pytest.approx(bytes_of_each * 10**9, rel=0.03)
+
+
+def test_a_stage_of_a_pipeline_writes_fp32_weights_and_states() -> None:
+    assert stage_bytes([10**8, 10**8], "AdamW", "", weights_only=False) == pytest.approx(12 * 2 * 10**8, rel=0.03)
+    assert stage_bytes([10**8], "AdamW", "", weights_only=True) == pytest.approx(4 * 10**8, rel=0.03)
+
+
+def test_optimizers_keep_what_they_keep() -> None:
+    names = "adamw_torch sgd adafactor adamw_bnb_8bit paged_lion_8bit rmsprop FusedAdam".split()
+    assert [states_bytes(name) for name in names] == [8, 0, 0, 2, 2, 4, 8]
+    assert states_bytes("sgd", "momentum=0.9") == 4
+
+
+def test_too_little_room_is_said_with_both_numbers_and_the_mends(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    check_space(tmp_path / "not" / "there" / "yet", 1, "step 4")
+    with pytest.raises(RunError) as error:
+        check_space(tmp_path / "run", free + 100 * 2**30, "step 4")
+    said = str(error.value)
+    assert said.startswith(f"step 4: a checkpoint needs about {(free + 100 * 2**30) / 2**20:,.0f}"[:45])
+    for mend in ("--save_total_limit", "--save_only_model", "--output_dir", "--resume auto"):
+        assert mend in said
+
+
+def test_a_disk_that_does_not_say_its_size_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, used=0, free=0))
+    check_space(tmp_path, 2**40, "step 4")
+    check_space(tmp_path, 2**40, "step 8")
+    assert capsys.readouterr().out.count("does not say how much room it has") == 1

@@ -1,0 +1,148 @@
+"""One of two ranks without a model, for test_together.py: `python two_ranks.py FOLDER RANK`. What each scene comes to
+is printed as JSON."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from finetune.errors import FinetuneError
+from finetune.training.checkpoints import choice, writing
+from finetune.training.checkpoints.manifest import MANIFEST, FileRecord, Layout, record_of
+from finetune.training.checkpoints.writing import About, Whole
+
+FOLDER, RANK = Path(sys.argv[1]), int(sys.argv[2])
+
+
+def save(run: Path, step: int) -> None:
+    with Whole(run / f"checkpoint-{step}", About(step, 1.0, 8, Layout("ddp", 2))) as target:
+        torch.save({"x": torch.zeros(1000)}, target / f"rng_state_{RANK}.pth")
+        if RANK == 0:
+            state = {"global_step": step, "max_steps": 9}
+            (target / "trainer_state.json").write_text(json.dumps(state))
+
+
+def asked(run: Path, resume: str) -> Any:
+    values = {"output_dir": str(run), "resume": resume}
+    return SimpleNamespace(values=values, value={"max_steps": 100}.get, stages=None)
+
+
+def settle(run: Path, resume: str = "auto") -> list[Any]:
+    request = asked(run, resume)
+    chosen = choice.settle(request, choice.checkpoint_to_resume(request))
+    return [chosen.checkpoint, *chosen.notes]
+
+
+def each_reads_its_share(run: Path) -> list[str]:
+    read: list[str] = []
+
+    def note(path: Path, to_disk: bool = False) -> FileRecord:
+        read.append(path.name)
+        return record_of(path, to_disk)
+
+    writing.record_of = note
+    save(run, 4)
+    return read
+
+
+def one_meets_a_broken_disk(run: Path, which: int) -> None:
+    def fail(path: Path, to_disk: bool = False) -> FileRecord:
+        raise OSError(5, "Input/output error", str(path))
+
+    save(run, 4)
+    if which == RANK:
+        writing.record_of = fail
+    save(run, 8)
+
+
+def one_reads_another_size(run: Path) -> None:
+    if RANK:
+        writing.record_of = lambda path, to_disk=False: FileRecord(1, record_of(path, to_disk).xxh3_128)
+    save(run, 4)
+
+
+def the_newest_is_altered(run: Path) -> list[Any]:
+    save(run, 4)
+    save(run, 8)
+    if RANK == 0:
+        path = run / "checkpoint-8" / "rng_state_1.pth"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    distributed.barrier()
+    return settle(run)
+
+
+def a_pickle_is_refused(run: Path, which: int) -> list[Any]:
+    save(run, 4)
+    if RANK == 0:
+        (run / "checkpoint-4" / MANIFEST).unlink()
+        (run / "checkpoint-4" / f"rng_state_{which}.pth").write_bytes(pickle.dumps(print))
+    distributed.barrier()
+    return settle(run, str(run / "checkpoint-4"))
+
+
+def one_does_not_see_what_is_chosen(run: Path) -> list[Any]:
+    save(run, 4)
+    early = choice.checkpoint_to_resume(asked(run, "auto"))
+    choice.SHARED_DISK_SECONDS = 0.1
+    if RANK:
+        choice.STATE_FILE = "on another disk"
+    try:
+        return [choice.settle(asked(run, "auto"), early).checkpoint]
+    finally:
+        choice.STATE_FILE = "trainer_state.json"
+
+
+def one_sees_what_the_first_does_not(run: Path) -> list[Any]:
+    early = choice.Chosen(str(run / "checkpoint-4") if RANK else None)
+    return [choice.settle(asked(run, "allow"), early).checkpoint]
+
+
+def a_predecessor_saves_between_the_looks(run: Path) -> list[Any]:
+    save(run, 4)
+    request = asked(run, "auto")
+    early = choice.checkpoint_to_resume(request) if RANK == 0 else None
+    save(run, 8)
+    early = early or choice.checkpoint_to_resume(request)
+    chosen = choice.settle(request, early)
+    return [chosen.checkpoint, early.checkpoint]
+
+
+SCENES: dict[str, Callable[[Path], Any]] = {
+    "shares": each_reads_its_share,
+    "disk 0": lambda run: one_meets_a_broken_disk(run, 0),
+    "disk 1": lambda run: one_meets_a_broken_disk(run, 1),
+    "size": one_reads_another_size,
+    "altered": the_newest_is_altered,
+    "pickle 0": lambda run: a_pickle_is_refused(run, 0),
+    "pickle 1": lambda run: a_pickle_is_refused(run, 1),
+    "unseen": one_does_not_see_what_is_chosen,
+    "more": one_sees_what_the_first_does_not,
+    "between": a_predecessor_saves_between_the_looks,
+}
+
+
+def main() -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{FOLDER}/meeting", rank=RANK, world_size=2)
+    found = {}
+    for name, scene in SCENES.items():
+        (FOLDER / name).mkdir(exist_ok=True)
+        try:
+            found[name] = scene(FOLDER / name)
+        except FinetuneError as error:
+            found[name] = [type(error).__name__, str(error)]
+        writing.record_of = record_of
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
