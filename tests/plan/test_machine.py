@@ -225,7 +225,7 @@ def test_what_is_no_strict_json_is_refused(tmp_path: Path, text: str, said: str)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="cannot be read"):
+    with pytest.raises(RequestError, match="there is no such file"):
         find_machine(str(tmp_path / "none.json"))
 
 

@@ -241,4 +241,4 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(launcher: str, tmp_p
         assert not any(rank.is_running() for rank in ranks.values())
         found = re.findall(r"^error: (.*?),", run.output, re.MULTILINE)
         # A launcher that has looked at the dead process first leaves no trace of how it died.
-        assert found in (["rank 1 was killed"], ["rank 1 is gone"]), run.output[-3000:]
+        assert found in (["rank 1 was killed by SIGKILL"], ["rank 1 is gone"]), run.output[-3000:]

@@ -84,6 +84,6 @@ def test_what_of_a_run_folder_is_no_model_is_not_pushed() -> None:
     names = (
         "_lock checkpoint-4/model.safetensors superseded-checkpoint-4/a/b deleting-checkpoint-4/a unfinished-final/a"
     )
-    names += " unfinished-checkpoint-8/checkpoint-8/a replaced-checkpoint-4/a nan/step-5/batch.pt final/config.json"
+    names += " unfinished-checkpoint-8/checkpoint-8/a replaced-checkpoint-4/a _nan/step-5/batch.pt final/config.json"
     models = "model.safetensors model-00001-of-00002.safetensors README.md predictions.csv plots/loss.png finale.txt"
     assert set(filter_repo_objects([*names.split(), *models.split()], ignore_patterns=LEFT_OUT)) == set(models.split())
