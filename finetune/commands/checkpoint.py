@@ -22,7 +22,7 @@ from finetune.training.checkpoints.manifest import (
     read_json,
     read_manifest,
 )
-from finetune.training.run_files import DELETING, REPLACED, STATE_FILE, UNFINISHED
+from finetune.training.run_files import DELETING, REPLACED, STATE_FILE, SUPERSEDED, UNFINISHED
 
 VERIFIED, UNVERIFIED, BROKEN = "verified", "unverified", "broken"
 COLOURS = {VERIFIED: "green", UNVERIFIED: "yellow", BROKEN: "red"}
@@ -116,6 +116,8 @@ def _show(run_folder: Path, seen: list[Seen], hashes: bool) -> None:
     left = [path.name for pattern in LEFTOVERS for path in sorted(run_folder.glob(pattern))]
     if left:
         console.print(f"Left by a run that was cut off, or being written now: {', '.join(left)}.", markup=False)
+    if aside := [path.name for path in sorted(run_folder.glob(f"{SUPERSEDED}*"))]:
+        console.print(f"Set aside when a run went back behind them; yours to delete: {', '.join(aside)}.", markup=False)
     if seen and not hashes:
         console.print("Names and sizes were looked at; `--verify` reads every byte.", markup=False)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from finetune.training.checkpoints.best import best_in
 from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST, checkpoints_in, files_of, problems
 from finetune.training.checkpoints.writing import delete, flush, point_to
-
-SUPERSEDED = "superseded-"  # begins the name of a checkpoint that a run has gone back behind: nobody chooses it
+from finetune.training.run_files import SUPERSEDED
 
 Marks = dict[str, tuple[int, int]]  # of each file its size and the nanosecond at which it was last written
 

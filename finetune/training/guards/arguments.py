@@ -17,7 +17,7 @@ class GuardArguments:
     """What becomes of a run that meets a fault; docs/faults.md says what is caught and how."""
 
     hang_timeout: float = field(
-        default=300.0,
+        default=45.0,
         metadata={
             "help": "seconds that a rank may stand still while others wait for it, and no more than 40 of them without "
             "a sign of life; then the run ends; 0: wait for ever"

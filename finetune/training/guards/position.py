@@ -24,6 +24,8 @@ PATIENT_STEPS = {
     "/finetune/training/pipeline/checkpoint.py": "saves or loads a checkpoint",
     "/finetune/training/hub.py": "talks to the hub",
     "/huggingface_hub/": "talks to the hub",
+    "/fsspec/": "reads over the network",
+    "/datasets/utils/file_utils.py": "reads over the network",  # which waits 5 s, up to 20 times, for a server
     "/transformers/integrations/integration_utils.py": "talks to a tracker",
 }
 

@@ -66,7 +66,7 @@ def _silent(report: Report | None, name: str, age: float) -> str:
 
 
 def _stuck(report: Report, name: str) -> str:
-    return f"{name} has not moved for {report.idle_seconds:.0f} s, in {report.position.where}"
+    return f"{name} has not moved for {report.idle_seconds:.0f} s (--hang_timeout), in {report.position.where}"
 
 
 def _place(report: Report) -> str:

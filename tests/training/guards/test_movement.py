@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,22 +90,35 @@ def test_a_thread_that_waits_for_a_disk_is_seen(state: str, tmp_path: Path) -> N
     assert _waits_for_a_disk(tmp_path) is (state == "D")
 
 
-def test_who_saves_stands_where_others_wait_for_it(tmp_path: Path) -> None:
+def save(wait: Callable[[], object]) -> None:
     from finetune.training.checkpoints import writing
 
+    writing.together(wait)
+
+
+def read_over_the_network(wait: Callable[[], object]) -> None:
+    from fsspec.callbacks import Callback
+
+    Callback(hooks={"wait": lambda *_: wait()}).call()
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [(save, "saves or deletes a checkpoint"), (read_over_the_network, "reads over the network"), (lambda w: w(), "")],
+)
+def test_others_wait_patiently_for_who_saves_or_reads_over_a_network(does: Callable[..., None], said: str) -> None:
     released, entered = threading.Event(), threading.Event()
 
     def wait() -> None:
         entered.set()
         released.wait()
 
-    saver = threading.Thread(target=writing.together, args=(wait,))
-    saver.start()
+    thread = threading.Thread(target=does, args=(wait,))
+    thread.start()
     entered.wait()
     try:
-        found = position_of(saver.ident or 0)
+        found = position_of(thread.ident or 0)
     finally:
         released.set()
-        saver.join()
-    assert found.patient == "saves or deletes a checkpoint"
-    assert position_of(threading.get_ident()).patient == ""
+        thread.join()
+    assert found.patient == said
