@@ -15,6 +15,7 @@ from typing import Any
 
 from durability_runs import REPO, rows_of
 from killing import MOMENTS_OF_SAVES
+from long_run import growth
 from resume import table
 
 RESULTS = REPO / "docs" / "results"
@@ -201,7 +202,7 @@ def long_section() -> str:
         return ""
     latest = {row["run"]: row for row in found}
     lines = ["## Long runs", "", f"`python benchmarks/long_run.py`, {versions(found)}. Slopes are of the last four "]
-    lines[-1] += "fifths, with their 95% interval."
+    lines[-1] += "fifths, with their 95% interval; what it takes for growth stands in the benchmark, which fails on it."
     lines += [
         "",
         "| run | rank | steps | bytes a step | MiB at first, at last | files | threads |",
@@ -226,6 +227,8 @@ def long_section() -> str:
         kib = [f"{place[name] / 2**10:,.0f} KiB" for name in ("trainer_state_bytes", "metrics_bytes", "terminal_bytes")]
         kib[1] += f" for {place['metrics_rows']:,} rows"
         lines.append(f"| {row['run']} | {most} | {place['checkpoints']} | {' | '.join(kib)} |")
+    grew = [f"{row['run']}: {what}" for row in latest.values() for what in growth(row)]
+    lines += ["", f"What grew: {'; '.join(grew) or 'nothing'}."]
     return "\n".join(lines)
 
 

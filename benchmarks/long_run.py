@@ -5,8 +5,9 @@ r"""Does a long run grow? 10,000 steps of a tiny model, watched: memory, open fi
 
 Each rank's resident memory, open files and threads are sampled as the run goes on, with the step then logged. The
 first fifth is warm-up and is left out. The slope in bytes a step is that of a straight line through the means of 20
-spans, with its 95% interval (Student's t): a leak that matters would be a tensor or a row kept at each step. A row for
-each run goes to docs/results/long_run.jsonl.
+spans, with its 95% interval (Student's t): a leak that matters would be a tensor or a row kept at each step. It has
+grown where the whole interval lies above GROWTH, or where the folder has grown by more than the rows of metrics.jsonl;
+then the benchmark ends with status 1. A row for each run goes to docs/results/long_run.jsonl.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -30,6 +32,9 @@ OUT = REPO / "docs" / "results" / "long_run.jsonl"
 SPANS = 20
 WARM_UP = 0.2
 SAMPLE_SECONDS = 0.5
+GROWTH = {"rss_bytes": 512.0, "open_files": 1e-4, "threads": 1e-4}  # a step; of files and threads one in 10,000 steps
+FOLDER_BYTES_PER_ROW, FOLDER_SLACK = 600, 0.05  # of metrics.jsonl; of what else the run folder held at its fullest
+STATE_BYTES = 2**20  # of trainer_state.json, whatever the number of steps
 SETTINGS = {"save_strategy": "steps", "save_total_limit": 2, "logging_steps": 1, "eval_strategy": "steps"}
 FEW = {**CLASSIFIER, "early_stopping_patience": None, "metric_for_best_model": None}
 RUNS = {
@@ -62,6 +67,21 @@ def watch(name: str, steps: int, home: Path) -> dict[str, Any]:
     row["per_rank"] = [slopes(of_rank) for of_rank in samples]
     row["folder"] = sizes_of(folder, sizes, launch)
     return row | {"versions": versions()}
+
+
+def growth(row: dict[str, Any]) -> list[str]:
+    """What has grown; nothing, if all is well."""
+    found = []
+    for rank, figures in enumerate(row["per_rank"]):
+        for name, most in GROWTH.items():
+            if figures[name]["interval"][0] > most:
+                found.append(f"rank {rank}: {name} by {figures[name]['slope_per_step']:.4g} a step")
+    held = row["folder"]
+    rows = held["metrics_rows"] * FOLDER_BYTES_PER_ROW
+    if held["most_bytes_second_half"] > held["most_bytes_first_half"] * (1 + FOLDER_SLACK) + rows:
+        found.append("the run folder")
+    found += ["trainer_state.json"] if held["trainer_state_bytes"] > STATE_BYTES else []
+    return found
 
 
 def look(process: psutil.Process) -> dict[str, float]:
@@ -131,7 +151,7 @@ def sizes_of(folder: Path, sizes: list[tuple[int, int]], launch: Launch) -> dict
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--steps", type=int, default=10_000)
@@ -159,7 +179,11 @@ def main() -> None:
                     flush=True,
                 )
             print(json.dumps(row["folder"]))
+    grew = {row["run"]: growth(row) for row in rows_of(options.out)}
+    for name, what in grew.items():
+        print(f"{name}: {'flat' if not what else 'GREW: ' + ', '.join(what)}")
+    return 1 if any(grew.values()) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

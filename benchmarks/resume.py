@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from durability_runs import (
     REPO,
@@ -43,22 +45,21 @@ STATE_FIGURES = ("best_metric", "best_global_step", "total_flos", "epoch", "glob
 
 
 def launch(run: Run, folder: Path, cache: Path, **flags: Any) -> str | None:
-    """Run to the end. None, or why it failed."""
+    """Run to the end. None, or why it failed; of one that hangs, where each of its processes stood."""
     command = run.command(folder, max_steps=STEPS, **flags)
-    try:
-        done = subprocess.run(
-            command,
-            cwd=REPO,
-            env=environment(cache),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return f"longer than {TIMEOUT_SECONDS} s"
-    return None if done.returncode == 0 else f"status {done.returncode}: {done.stdout[-1500:]}"
+    env = {**environment(cache), "PYTHONFAULTHANDLER": "1"}  # SIGABRT has Python print where its threads stand
+    with subprocess.Popen(
+        command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            for one in psutil.Process(process.pid).children(recursive=True)[::-1]:
+                one.send_signal(signal.SIGABRT)
+            process.send_signal(signal.SIGABRT)
+            output, _ = process.communicate()
+            return f"longer than {TIMEOUT_SECONDS} s: {output[-6000:]}"
+    return None if process.returncode == 0 else f"status {process.returncode}: {output[-1500:]}"
 
 
 def cut_off(uncut: Path, step: int, folder: Path) -> Path:
