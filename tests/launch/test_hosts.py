@@ -4,16 +4,18 @@ that is not as it should be is named."""
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import RECIPE, REPO, TINY, Finished, flags, kill_family, launch, tool
+from conftest import RECIPE, REPO, TINY, Finished, flags, kill_family, launch, steps_of, tool
 from hosts import INTERFACE, Host, names_as_debian_gives_them, sshd, two_hosts
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -144,3 +146,36 @@ def test_doctor_names_a_wrong_network_and_a_blocked_port(hosts: tuple[Host, Host
     assert f"{first.name}:29511 cannot be reached" in blocked.stdout
     assert "a firewall drops it: open TCP 29511" in blocked.stdout
     assert blocked.returncode == 1
+
+
+def test_a_host_that_is_cut_off_ends_both_and_is_named(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """The cable is pulled: no connection is closed, and neither host can look into the other's processes."""
+    run = {**TINY, "max_steps": 100_000, "num_train_epochs": 10_000, "hang_timeout": 8, "output_dir": tmp_path / "run"}
+    lines = printed("--nodes", "2", "--gpus_per_node", "1", "--master_addr", hosts[0].name, RECIPE, *flags(run))
+    settings = {**os.environ, "PATH": PATH, "HF_HUB_OFFLINE": "1"}
+    logs = [tmp_path / host.name for host in hosts]
+    running = []
+    for host, line, log in zip(hosts, lines, logs, strict=True):
+        with log.open("w") as out:
+            command = [*host.inside, "bash", "-c", line]
+            running.append(subprocess.Popen(command, env=settings, stdout=out, stderr=subprocess.STDOUT))
+    try:
+        late = time.monotonic() + 150
+        while len(steps_of(tmp_path / "run")) < 3:
+            assert time.monotonic() < late, logs[0].read_text()[-3000:]
+            time.sleep(0.1)
+        subprocess.run(["ip", "-n", hosts[0].name, "link", "set", INTERFACE, "down"], check=True)
+        began = time.monotonic()
+        statuses = [process.wait(60) for process in running]
+        seconds = time.monotonic() - began
+    finally:
+        for process in running:
+            kill_family(process.pid)
+            process.wait()
+        subprocess.run(["ip", "-n", hosts[0].name, "link", "set", INTERFACE, "up"], check=True)
+    said = [re.findall(r"^error: (.*)", log.read_text(), re.MULTILINE) for log in logs]
+    assert all(statuses), said
+    assert seconds < 60
+    assert [len(lines) for lines in said] == [1, 1], said
+    assert "rank 1 has given no sign of life for" in said[0][0]
+    assert "rank 0 has given no sign of life for" in said[1][0]
