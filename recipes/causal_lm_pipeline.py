@@ -87,7 +87,8 @@ def main() -> None:
     check_same_model(session.checkpoint, config)
     model = gptlite_pipeline(config, seed=None if source.pretrained else training.seed)
     interval = run_args.activation_checkpoint_interval or 0
-    parts = lay_out(model, pipeline_args, training, launch, data.splits["train"], collator, interval)
+    rows = data.splits["train"]
+    parts = lay_out(model, pipeline_args, training, launch, rows, collator, interval, session.checkpoint)
     session.say(*describe(parts))
 
     # Trainer
@@ -97,7 +98,7 @@ def main() -> None:
         args=training,
         ds_config=session.ds_config,
         launch=launch,
-        train_dataset=data.splits["train"],
+        train_dataset=rows,
         eval_dataset=data.splits["validation"],
         data_collator=collator,
         processing_class=data.tokenizer,

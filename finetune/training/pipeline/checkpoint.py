@@ -28,6 +28,7 @@ from finetune.training.checkpoints.writing import About, Whole, every
 from finetune.training.pipeline.engine import Built, Named
 from finetune.training.pipeline.files import file_name, find_tensors, read_tensor
 from finetune.training.pipeline.flat_states import FlatStates
+from finetune.training.pipeline.stages import Cut, owned
 from finetune.training.run_files import PIPELINE_RECORD, STATE_FILE
 from finetune.training.run_folder import write_json
 
@@ -35,16 +36,17 @@ SCHEDULER, RNG = "scheduler.pt", "rng_state_{rank}.pth"
 
 
 class Checkpoints:
-    """Saves and loads what this rank has of a run; all ranks must call every method. `mine` are the names of what this
-    stage saves. `save_config` writes beside it what `from_pretrained` needs."""
+    """Saves and loads what this rank has of a run; all ranks must call every method. `save_config` writes beside it
+    what `from_pretrained` needs."""
 
     def __init__(
-        self, built: Built, mine: set[str], save_config: Callable[[Path], None] | None, processing_class: Any
+        self, built: Built, parts: Cut, save_config: Callable[[Path], None] | None, processing_class: Any
     ) -> None:
-        self.built, self.mine = built, mine
+        self.built, self.parts = built, parts
         self.save_config, self.processing_class = save_config, processing_class
         grid = built.engine.grid
         self.stage, self.stages = grid.get_stage_id(), grid.get_pipe_parallel_world_size()
+        self.mine = owned(parts, self.stage)  # the names of what this stage saves
         self.pipelines = grid.get_data_parallel_world_size()
         self.states = FlatStates(built.optimizer, built.groups, grid.get_data_parallel_group())
         self.rank = distributed.get_rank()
@@ -69,6 +71,8 @@ class Checkpoints:
                 record = {
                     "stages": self.stages,
                     "pipelines": self.pipelines,
+                    "partition_method": self.parts.method,
+                    "bounds": list(self.parts.bounds),
                     "global_batch_size": global_batch_size,
                     "optimizer": type(self.states.optimizer).__name__,
                     "optimizer_steps": self.states.steps(),

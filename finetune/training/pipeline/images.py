@@ -26,7 +26,9 @@ class ImagePipelineTrainer(PipelineTrainer):
         training, train = session.training, data.splits["train"]
         model = image_pipeline(model_args, source, config, training.seed)
         interval = run_args.activation_checkpoint_interval or 0
-        parts = lay_out(model, pipeline_args, training, session.launch, train, data.collator, interval)
+        parts = lay_out(
+            model, pipeline_args, training, session.launch, train, data.collator, interval, session.checkpoint
+        )
         session.say(*describe(parts))
         super().__init__(
             model,

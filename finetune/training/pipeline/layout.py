@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from finetune.models.pipeline import PipelineModel
 from finetune.plan.schedule import bubble_share
 from finetune.training.launch import Launch
 from finetune.training.pipeline.arguments import PipelineArguments
+from finetune.training.pipeline.checkpoint import read_record
 from finetune.training.pipeline.costs import agreed, measure_layers, measure_transfer
 from finetune.training.pipeline.stages import Cut, MemoryRule, check_cut, cut
+from finetune.training.run_files import PIPELINE_RECORD
 
 USABLE_SHARE = 0.9  # of a GPU's memory: the rest is the CUDA context's and what fragments
 # Bytes a parameter in DeepSpeed's engine. On every rank the weight, its gradient, and the sum of gradients over
@@ -30,8 +33,12 @@ def lay_out(
     dataset: Any,
     collator: Any,
     checkpoint_interval: int,
+    checkpoint: str | None = None,
 ) -> Cut:
-    """The stages of the run. Every rank must call it; rank 0 decides, so all get the same. Raises RequestError."""
+    """The stages of the run. Every rank must call it; rank 0 decides, so all get the same. A run that goes on from
+    `checkpoint` in its layout keeps the stages of it: what is measured differs from launch to launch, and a norm that
+    is added up over other stages is rounded otherwise. Raises RequestError.
+    """
     stages, method = arguments.pipeline_parallel_size, arguments.partition_method
     micro_batches, device = training.gradient_accumulation_steps, training.device
     check_cut(model.layers, method, stages)
@@ -49,13 +56,29 @@ def lay_out(
     told: list[Any] = [None, None]
     if launch.rank == 0:
         try:
-            told[0] = cut(model.layers, costs, method, stages, micro_batches, memory)
+            told[0] = saved_bounds(checkpoint, method, stages, launch.world_size // stages, len(model.layers))
+            told[0] = told[0] or cut(model.layers, costs, method, stages, micro_batches, memory)
         except RequestError as error:
             told[1] = str(error)
     distributed.broadcast_object_list(told, src=0)
     if told[1]:
         raise RequestError(told[1])
-    return Cut(model.layers, costs, told[0], micro_batches, transfer)
+    return Cut(model.layers, costs, told[0], micro_batches, transfer, method)
+
+
+def saved_bounds(checkpoint: str | None, method: str, stages: int, pipelines: int, layers: int) -> list[int] | None:
+    """Where the run that saved `checkpoint` was cut; None where that was by another method, or into another layout.
+    Raises RequestError."""
+    if checkpoint is None or not (Path(checkpoint) / PIPELINE_RECORD).is_file():
+        return None
+    record = read_record(Path(checkpoint))
+    if (record.get("partition_method"), record.get("stages"), record.get("pipelines")) != (method, stages, pipelines):
+        return None
+    bounds = record.get("bounds")
+    numbers = bounds if isinstance(bounds, list) and all(type(bound) is int for bound in bounds) else []
+    if [0, *sorted(set(numbers[1:-1]) & set(range(1, layers))), layers] == numbers and len(numbers) == stages + 1:
+        return numbers
+    raise RequestError(f"{checkpoint}: {PIPELINE_RECORD} cuts {layers} layers in {stages} stages at {bounds}.")
 
 
 def describe(parts: Cut) -> list[str]:

@@ -29,6 +29,7 @@ class Cut:
     bounds: Sequence[int]
     micro_batches: int
     transfer_seconds: float
+    method: str  # by which the bounds were found
 
     @property
     def stages(self) -> int:

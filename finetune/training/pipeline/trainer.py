@@ -42,7 +42,7 @@ from finetune.training.pipeline.engine import build_engine
 from finetune.training.pipeline.evaluation import forward, note_best, whole_set
 from finetune.training.pipeline.loss import StageLoss
 from finetune.training.pipeline.schedule_plot import write_schedule
-from finetune.training.pipeline.stages import Cut, build_module, owned
+from finetune.training.pipeline.stages import Cut, build_module
 from finetune.training.pipeline.trace import Recorder, intervals_of, measured, plan_from
 from finetune.training.reshard.for_pipeline import loadable
 from finetune.training.resuming import RunningLoss, SavesLast, ended_early, restore_callbacks
@@ -102,7 +102,7 @@ class PipelineTrainer:
         self.engine, self.optimizer, self.scheduler = built.engine, built.optimizer, built.scheduler
         self.grid, self.device = self.engine.grid, self.engine.device
         self.stage, self.pipeline = self.grid.get_stage_id(), self.grid.get_data_parallel_rank()
-        self.checkpoints = Checkpoints(built, owned(parts, self.stage), model.save, processing_class)
+        self.checkpoints = Checkpoints(built, parts, model.save, processing_class)
         if weights is not None:
             self.checkpoints.load_weights(weights)
         torch.manual_seed(args.seed + launch.rank)  # dropout must not draw the same masks on every stage
