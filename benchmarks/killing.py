@@ -96,13 +96,13 @@ class Launch:
             self.process.kill()
         return struck_at
 
-    def end(self) -> float | None:
+    def end(self, latest: float = LATEST_END_SECONDS) -> float | None:
         """Seconds until all was over by itself; None where some of it had to be killed, for it went on too long."""
         began, late = time.time(), False
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(LATEST_END_SECONDS)
+            self.process.wait(latest)
         while left := self.alive():
-            if late := time.time() - began > LATEST_END_SECONDS:
+            if late := time.time() - began > latest:
                 _kill(left)
                 break
             time.sleep(0.05)
