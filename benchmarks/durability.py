@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--minutes", default="60")
     options = parser.parse_args()
     parts = [("faults.py", "--minutes", options.minutes), ("faults_stock.py",), ("resume.py",)]
-    for part in [*parts, ("long_run.py",), ("saving_sizes.py",)]:
+    for part in [*parts, ("hangs.py",), ("long_run.py",), ("saving_sizes.py",)]:
         began = time.monotonic()
         status = subprocess.run([sys.executable, str(HERE / part[0]), *part[1:]], check=False).returncode
         print(f"{part[0]}: status {status} after {time.monotonic() - began:.0f} s", flush=True)
