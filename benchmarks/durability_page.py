@@ -15,7 +15,7 @@ from typing import Any
 
 from durability_runs import REPO, rows_of
 from killing import MOMENTS_OF_SAVES
-from long_run import growth
+from long_run import GROWTH, growth
 from resume import table
 
 RESULTS = REPO / "docs" / "results"
@@ -228,7 +228,8 @@ def long_section() -> str:
         kib[1] += f" for {place['metrics_rows']:,} rows"
         lines.append(f"| {row['run']} | {most} | {place['checkpoints']} | {' | '.join(kib)} |")
     grew = [f"{row['run']}: {what}" for row in latest.values() for what in growth(row)]
-    lines += ["", f"What grew: {'; '.join(grew) or 'nothing'}."]
+    most = f"More than {GROWTH['rss_bytes']:.0f} bytes a step, or files, threads or the run folder at all"
+    lines += ["", f"{most}, grew in: {'; '.join(grew) or 'no run'}. What the slopes below that are is not known."]
     return "\n".join(lines)
 
 
