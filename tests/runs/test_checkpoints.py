@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import LAUNCHERS, RECIPE, TINY, flags, launch, run_to_its_end, tool
 from living import Living, living
+from test_interruption import PIPELINE, SMALL_PIPELINE
 
 from finetune.training.checkpoints.manifest import Layout, checkpoints_in, problems, read_manifest
 
@@ -164,16 +165,10 @@ def test_each_layout_is_named_in_the_manifest_and_a_flipped_bit_sends_a_run_to_t
 @pytest.mark.slow
 @pytest.mark.usefixtures("built_ops")
 def test_a_stage_of_a_pipeline_that_is_killed_while_it_saves_leaves_no_torn_checkpoint(tmp_path: Path) -> None:
-    recipe, folder = "recipes/causal_lm_pipeline.py", tmp_path / "run"
+    recipe, folder = PIPELINE, tmp_path / "run"
     values = {
+        **SMALL_PIPELINE,
         "config_overrides": "num_hidden_layers=2,hidden_size=64,num_attention_heads=2,max_position_embeddings=32",
-        "max_train_samples": 2000,
-        "sample_tokens": 0,
-        "schedule_step": 0,
-        "pipeline_parallel_size": 2,
-        "bf16": False,
-        "eval_strategy": "no",
-        "logging_steps": 1,
         "save_strategy": "steps",
         "save_steps": 1,
         "save_total_limit": 2,

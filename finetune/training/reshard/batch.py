@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from finetune.errors import RequestError
+from finetune.files import read_json_object
 from finetune.training.arguments import Request
 from finetune.training.checkpoints.manifest import MANIFEST, read_manifest
 from finetune.training.run_files import PIPELINE_RECORD
@@ -63,7 +63,7 @@ def global_batch_of(checkpoint: Path) -> int | None:
     if (checkpoint / MANIFEST).is_file():
         return read_manifest(checkpoint).global_batch_size
     if (checkpoint / PIPELINE_RECORD).is_file():
-        return int(json.loads((checkpoint / PIPELINE_RECORD).read_text(encoding="utf-8"))["global_batch_size"])
+        return int(read_json_object(checkpoint / PIPELINE_RECORD)["global_batch_size"])
     return None
 
 
