@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.dsconfig.run import Run, Weights
+from finetune.dsconfig.context import Context, Weights
 
 ARGUMENTS = {
     "per_device_train_batch_size": 8,
@@ -48,10 +48,10 @@ PIPELINE = {"pipeline_parallel_size": 2, "world_size": 2, "ranks_per_node": 2}
 TWO_NODES = {"world_size": 16, "ranks_per_node": 8, **GPU}
 
 
-def run_of(**changes: Any) -> Run:
+def run_of(**changes: Any) -> Context:
     """A_RUN with changes."""
     known = {**A_RUN, **changes}
-    return Run(**{**known, "weights": Weights(**known["weights"]) if "weights" in known else None})
+    return Context(**{**known, "weights": Weights(**known["weights"]) if "weights" in known else None})
 
 
 def asked(**arguments: Any) -> dict[str, Any]:

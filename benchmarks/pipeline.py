@@ -58,7 +58,7 @@ class Bench:
         from finetune.models.gptlite_pipeline import gptlite_pipeline
         from finetune.training.arguments import RunArguments
         from finetune.training.pipeline.arguments import PipelineArguments
-        from finetune.training.pipeline.layout import lay_out
+        from finetune.training.pipeline.partition import partition
         from finetune.training.pipeline.trainer import PipelineTrainer
         from finetune.training.start import start
 
@@ -85,7 +85,7 @@ class Bench:
         interval = choices.get("interval", 0)
         stack = torch.utils.data.default_collate
         launch = session.launch
-        self.parts = lay_out(model, session.arguments[0], session.training, launch, data, stack, interval)
+        self.parts = partition(model, session.arguments[0], session.training, launch, data, stack, interval)
         self.trainer = PipelineTrainer(
             model,
             self.parts,

@@ -34,7 +34,7 @@ INTRODUCTION = """# Planned beside measured
 
 Each configuration is a real launch of two ranks (those with 1x: of one) on a machine of two cores without a GPU
 ({machine}; {versions}), with random weights and made-up tokens. Bytes are those of tensors' storages
-(`finetune.trial.memory`) of the fullest rank: weights, gradients, optimizer states, buckets, activations. A process's
+(`finetune.measure.memory`) of the fullest rank: weights, gradients, optimizer states, buckets, activations. A process's
 RSS lies above it by the libraries, some 600 MiB here, and by what an allocator leaves between blocks. What a kernel
 takes for itself before it ends is not seen. DeepSpeed's estimator (of model states alone; it has one for stages 2
 and 3) and the rule of 16 bytes a parameter stand beside the measured peak. Step times are medians of eight steps, of
@@ -167,7 +167,7 @@ def measure(case: Case, folder: Path) -> None:
     if isinstance(case.deepspeed, dict):
         (place / "ds.json").write_text(json.dumps(case.deepspeed["config"], indent=1))
     flags = {"bf16": False, **case.flags}
-    argv = ["-m", "finetune.trial", "--model_config", str(place / "model.json"), "--result_dir", str(place)]
+    argv = ["-m", "finetune.measure", "--model_config", str(place / "model.json"), "--result_dir", str(place)]
     argv += ["--timed_steps", "8", "--head", HEADS.get(case.model, "causal_lm"), "--sequence_tokens", str(case.tokens)]
     argv += ["--per_device_train_batch_size", str(case.micro_batch), "--output_dir", str(place / "run")]
     argv += ["--deepspeed", deepspeed, *(["--nvme_path", str(place / "nvme")] if "nvme" in deepspeed else [])]

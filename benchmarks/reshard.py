@@ -166,14 +166,14 @@ def stock(folder: Path) -> None:
 MOVE = """
 import sys, resource, time
 from pathlib import Path
-from finetune.training.reshard.layout import Layout, layout_of
+from finetune.training.reshard.sharding import Sharding, sharding_of
 from finetune.training.reshard.move import Mover
 from finetune.training.reshard.one_file import Names
 place, folder = map(Path, sys.argv[1:3])
-mover = Mover(place, folder, Layout("deepspeed", 1, 1), 0)
+mover = Mover(place, folder, Sharding("deepspeed", 1, 1), 0)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.monotonic()
-portable = mover.move(layout_of(place), Names((), {}))
+portable = mover.move(sharding_of(place), Names((), {}))
 print("figures", time.monotonic() - start, portable.bytes, before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 mover.clear()
 """

@@ -129,12 +129,12 @@ def rank(pipe, env: dict, log: Path, steps: int, config: dict, head: str, argv: 
     import torch
     from transformers import TrainerCallback, default_data_collator, set_seed
 
+    from finetune.measure.__main__ import Copies
+    from finetune.measure.models import build, samples
     from finetune.training.arguments import RunArguments
     from finetune.training.loss import settle_loss_scaling
     from finetune.training.start import start
     from finetune.training.trainer import FinetuneTrainer
-    from finetune.trial.__main__ import Copies
-    from finetune.trial.models import build, samples
 
     class Turns(TrainerCallback):
         left, begun, profile = 0, 0.0, None
@@ -377,6 +377,6 @@ if __name__ == "__main__":
         CONTEXT = multiprocessing.get_context("spawn")
     else:
         os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        preload = ["finetune", "deepspeed", "finetune.training.trainer", "finetune.trial.__main__"]
+        preload = ["finetune", "deepspeed", "finetune.training.trainer", "finetune.measure.__main__"]
         CONTEXT.set_forkserver_preload(preload)
     main()

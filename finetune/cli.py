@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 from finetune import __version__
-from finetune.dsconfig.secret import without_home
 from finetune.errors import FinetuneError, RequestError
+from finetune.privacy import without_home
 
 
 def main(argv: list[str] | None = None) -> int:

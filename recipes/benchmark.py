@@ -20,6 +20,9 @@ from finetune.bench.data import MadeUp, build, build_stages
 from finetune.bench.meter import Meter
 from finetune.bench.models import PRESETS, TEXT, find_model
 from finetune.errors import RequestError
+from finetune.measure.memory import Allocations
+from finetune.measure.train import DEFAULTS, train, train_pipeline
+from finetune.measure.watch import OBSERVED_STEPS
 from finetune.training.arguments import RunArguments
 from finetune.training.launch import run
 from finetune.training.loss import settle_loss_scaling
@@ -27,9 +30,6 @@ from finetune.training.pipeline.arguments import PipelineArguments
 from finetune.training.profiling.arguments import ProfileArguments
 from finetune.training.profiling.callback import profiling
 from finetune.training.start import start
-from finetune.trial.memory import Allocations
-from finetune.trial.train import DEFAULTS, train, train_pipeline
-from finetune.trial.watch import OBSERVED_STEPS
 
 OWN = {
     "output_dir": "runs/benchmark",

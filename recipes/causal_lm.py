@@ -27,7 +27,7 @@ from finetune.training.metrics import language_metrics, settle_language_argument
 from finetune.training.output_dir import check_same_model, open_output_dir
 from finetune.training.profiling.arguments import ProfileArguments
 from finetune.training.profiling.callback import profiling
-from finetune.training.report import headline, write_language_report
+from finetune.training.results import headline, write_language_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
 from finetune.training.samples import SampleArguments, Samples, check_sample
 from finetune.training.start import start

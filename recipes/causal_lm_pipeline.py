@@ -21,12 +21,12 @@ from finetune.training.launch import run
 from finetune.training.metrics import language_metrics, settle_language_arguments
 from finetune.training.output_dir import check_same_model, open_output_dir
 from finetune.training.pipeline.arguments import PipelineArguments
-from finetune.training.pipeline.layout import describe, lay_out
+from finetune.training.pipeline.partition import describe, partition
 from finetune.training.pipeline.stages import check_cut
 from finetune.training.pipeline.trainer import PipelineTrainer
 from finetune.training.profiling.arguments import ProfileArguments
 from finetune.training.profiling.callback import profiling
-from finetune.training.report import headline, write_language_report
+from finetune.training.results import headline, write_language_report
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_json, write_records
 from finetune.training.samples import SampleArguments, Samples, check_sample
 from finetune.training.start import start
@@ -88,7 +88,7 @@ def main() -> None:
     model = gptlite_pipeline(config, seed=None if source.pretrained else training.seed)
     interval = run_args.activation_checkpoint_interval or 0
     rows = data.splits["train"]
-    parts = lay_out(model, pipeline_args, training, launch, rows, collator, interval, session.checkpoint)
+    parts = partition(model, pipeline_args, training, launch, rows, collator, interval, session.checkpoint)
     session.say(*describe(parts))
 
     # Trainer

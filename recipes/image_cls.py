@@ -30,7 +30,7 @@ from finetune.training.pipeline.arguments import PipelineArguments, asks_for_pip
 from finetune.training.pipeline.images import ImagePipelineTrainer
 from finetune.training.profiling.arguments import ProfileArguments
 from finetune.training.profiling.callback import profiling
-from finetune.training.report import headline, write_image_report, write_predictions
+from finetune.training.results import headline, write_image_report, write_predictions
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
 from finetune.training.start import start
 from finetune.training.statistics import SharedStatistics

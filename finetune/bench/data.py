@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 from transformers import DistilBertForSequenceClassification, ResNetForImageClassification
 
 from finetune.bench.models import TEXT, BenchModel
+from finetune.measure.models import config_of
 from finetune.models import alexnet, gptlite, gptlite_weights, mlp
 from finetune.models.gptlite_pipeline import gptlite_pipeline
 from finetune.models.pipeline import PipelineModel
-from finetune.trial.models import config_of
 
 FACTOR = 7  # by which the next token of a made-up text follows from the one before
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from finetune.measure.memory import Allocations
+from finetune.measure.watch import OBSERVED_STEPS, Watch
 from finetune.training.speed import peak_rss_bytes
-from finetune.trial.memory import Allocations
-from finetune.trial.watch import OBSERVED_STEPS, Watch
 
 SAMPLE_SECONDS = 0.002
 OTHER = "activations and other"

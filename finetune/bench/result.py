@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.bench.by_ddp import Place, Setting
 from finetune.errors import RequestError
-from finetune.trial.outcome import DONE
+from finetune.measure.outcome import DONE
 
 RESULTS = "results.jsonl"
 

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from finetune.bench import provenance
+from finetune.bench.cell_plan import parameters_of, planned
+from finetune.bench.cell_process import command_of, why_not
 from finetune.bench.grid import Cell, Grid, config_sha256
-from finetune.bench.launching import command_of, why_not
 from finetune.bench.models import TEXT
-from finetune.bench.planned import parameters_of, planned
 from finetune.bench.result import RESULTS, Row, append, checked, read_rows
 from finetune.errors import RequestError
-from finetune.here import gpus_here
+from finetune.hardware import gpus_here
+from finetune.measure.outcome import CRASHED, DONE, UNSUPPORTED, Outcome, outcome_of
+from finetune.measure.processes import run
 from finetune.plan.machine import Machine
-from finetune.trial.outcome import CRASHED, DONE, UNSUPPORTED, Outcome, outcome_of
-from finetune.trial.processes import run
 
 RECORD, LOGS, WORK = "grid.json", "logs", "work"
 

@@ -10,7 +10,7 @@ from finetune.bench.by_ddp import base_of, paired
 from finetune.bench.compare import CONFIDENCE, Change, Ratio
 from finetune.bench.published import AVERAGE_MEMORY, THROUGHPUT, published, study
 from finetune.bench.result import Row, by_cell, middle
-from finetune.page.markdown import cell
+from finetune.drawing.markdown import cell
 
 MIB = 2**20
 HEADER = ("cell", "samples/s", "step ms", "planned", "by DDP", "published", "peak MiB", "planned", "average", "by DDP",

@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 from finetune.bench import table
+from finetune.bench.cell_plan import machine_for, planned
+from finetune.bench.cell_process import why_not
 from finetune.bench.compare import compare
 from finetune.bench.folder import command_to_go_on, left_to_run
 from finetune.bench.grid import read_grid
-from finetune.bench.launching import why_not
-from finetune.bench.planned import machine_for, planned
 from finetune.bench.result import Row, read_results, read_rows
 from finetune.bench.runner import Bench, headline
 from finetune.errors import RequestError
-from finetune.here import gpu_names
+from finetune.hardware import gpu_names
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 

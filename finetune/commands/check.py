@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.dsconfig.check import Placed, check, difference, mended, read
+from finetune.dsconfig.context import GPU_CAPABILITY, Context, Weights, flag_value, release
 from finetune.dsconfig.formats import written
 from finetune.dsconfig.load import SHIPPED, find_config
-from finetune.dsconfig.run import GPU_CAPABILITY, Run, Weights, flag_value, release
 from finetune.errors import RequestError, RunError
 
 
@@ -48,7 +48,7 @@ def run(asked: argparse.Namespace) -> int:
     return 2 if errors else 0
 
 
-def _summary(files: int, errors: int, found: list[Placed], described: Run) -> str:
+def _summary(files: int, errors: int, found: list[Placed], described: Context) -> str:
     fixable = sum(placed.mendable for placed in found)
     ranks = "" if described.world_size is None else f" for {_many(described.world_size, 'rank')}"
     hint = f"; --fix mends {fixable}" if fixable else ""
@@ -60,7 +60,7 @@ def _many(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _described(asked: argparse.Namespace, recipe: dict[str, Any]) -> Run:
+def _described(asked: argparse.Namespace, recipe: dict[str, Any]) -> Context:
     stages = (
         recipe.get("pipeline_parallel_size") if asked.pipeline_parallel_size is None else asked.pipeline_parallel_size
     )
@@ -78,7 +78,7 @@ def _described(asked: argparse.Namespace, recipe: dict[str, Any]) -> Run:
         raise RequestError(
             f"--gpu_name {asked.gpu_name} is not known. Give one of {', '.join(GPU_CAPABILITY)}, or --gpu."
         )
-    return Run(
+    return Context(
         world_size=ranks,
         ranks_per_node=per_node or ranks,
         has_cuda=False if asked.cpu else True if asked.gpu or gpu else None,

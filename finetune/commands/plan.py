@@ -10,16 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from finetune.dsconfig.run import flag_value
+from finetune.dsconfig.context import flag_value
 from finetune.errors import RequestError
 from finetune.plan.flags import RECIPE_FLAGS
 from finetune.plan.job import Job
-from finetune.plan.kept import RUN_RECORD, SHAPING, with_kept_model
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.model import read_config
 from finetune.plan.notes import notes as notes_of
 from finetune.plan.plan import Plan, plan
 from finetune.plan.request import Asked, job_of
+from finetune.plan.run_model import RUN_RECORD, SHAPING, with_kept_model
 from finetune.plan.search import LAYOUTS, Found, Limits, mends, scaling, search
 
 MOST_RANKS = 65_536  # beyond, somebody has mistyped
@@ -28,7 +28,7 @@ MOST_RANKS = 65_536  # beyond, somebody has mistyped
 def run(asked: argparse.Namespace) -> int:
     """0: it fits, or was measured; 1: it does not fit; 2: the request was wrong."""
     if asked.calibrate:
-        from finetune.trial.start import calibrate
+        from finetune.measure.start import calibrate
 
         return calibrate(Path(asked.calibrate), asked.ranks, Path(asked.nvme_path) if asked.nvme_path else None)
     if not asked.target and not asked.model_name_or_path and not asked.model_size:
@@ -43,12 +43,12 @@ def run(asked: argparse.Namespace) -> int:
     limits = _limits(asked, job, any(name in request.values for name in ("bf16", "fp16")))
     found = plan(job, machine, with_timeline=bool(asked.html or asked.png or asked.json))
     if asked.verify:
-        from finetune.trial.start import verify
+        from finetune.measure.start import verify
 
         return verify(found, config)
     layouts = None if asked.no_search else search(job, machine, limits)
     if asked.autotune and layouts is not None:
-        from finetune.trial.start import autotune
+        from finetune.measure.start import autotune
 
         layouts = autotune(layouts, asked.autotune)
     _say(asked, found, layouts, notes)
@@ -116,12 +116,12 @@ def _say(asked: argparse.Namespace, found: Plan, layouts: Found | None, notes: l
     if asked.json:
         print(json.dumps(as_json(found, layouts, notes), indent=1))
         return
-    from finetune.plan.report.show import show
+    from finetune.plan.pages.show import show
 
     show(found, layouts, mends(found) if not found.fits else [], notes)
     command = shlex.join(["finetune", *sys.argv[1:]])
     if asked.html or asked.png:
-        from finetune.plan.report import page
+        from finetune.plan.pages import page
 
         curve = scaling(found.job, found.machine)
         if asked.html:

@@ -15,7 +15,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line
-from finetune.files import DEEPEST, TOKEN
+from finetune.safe_read import DEEPEST, TOKEN
 
 KINDS = {
     ".csv": "csv",

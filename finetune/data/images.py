@@ -26,8 +26,8 @@ from finetune.data.image_decoding import CHANNELS, SHOWN, Resizer, moments, refu
 from finetune.data.image_samples import AugmentationArguments, ImageCollator, Pictures, augmentation_of
 from finetune.data.image_sources import BadImageError, ImageArguments, RawImages, RawSplit, load_images
 from finetune.data.tables import SPLITS, PreparationArguments, at_most, hold_out
+from finetune.drawing.words import plain
 from finetune.errors import RequestError
-from finetune.page.words import plain
 
 FORMAT = 2  # raise it when what is cached changes
 LEAST_SIDE, MOST_SIDE = 32, 224  # of a model from scratch, unless --image_size says otherwise

@@ -16,8 +16,8 @@ from pathlib import Path
 from finetune.doctor.network import hosts, hub, interfaces, meeting_place, names
 from finetune.doctor.releases import known_faults
 from finetune.doctor.result import ABSENT, FAILED, OK, WARNING, Asked, Result
+from finetune.dsconfig.context import release
 from finetune.dsconfig.rules.precision import AMPERE
-from finetune.dsconfig.run import release
 from finetune.dsconfig.toolchain import compiler, has_libaio
 
 GIB = 2**30

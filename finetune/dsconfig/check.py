@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.document import Document, Edit, Slip
 from finetune.dsconfig.finding import Drop, Finding, Mend, Put, Rename
 from finetune.dsconfig.parse import NotJsonError, parse
 from finetune.dsconfig.rules import rules_for
-from finetune.dsconfig.run import Run
-from finetune.dsconfig.secret import hidden
 from finetune.dsconfig.shape import shape_findings
 from finetune.errors import RequestError
+from finetune.privacy import hidden
 
 MAX_BYTES = 1_000_000  # a DeepSpeed config is a few kilobytes; anything near this is some other file
 SLIP_CODES = {
@@ -71,7 +71,7 @@ def read(path: Path) -> str:
         raise RequestError(f"{path}: is not UTF-8 text (byte {error.start}). Save it as UTF-8 JSON.") from error
 
 
-def check(text: str, run: Run, disabled: Collection[str] = ()) -> Report:
+def check(text: str, run: Context, disabled: Collection[str] = ()) -> Report:
     """Every finding about `text` in the order of its lines, less those whose code is in `disabled`."""
     try:
         document = parse(text)
@@ -98,7 +98,7 @@ def check(text: str, run: Run, disabled: Collection[str] = ()) -> Report:
     return Report(document.value, tuple(sorted(kept, key=lambda placed: (placed.line, placed.column))))
 
 
-def mended(text: str, run: Run, disabled: Collection[str] = ()) -> str:
+def mended(text: str, run: Context, disabled: Collection[str] = ()) -> str:
     """The text with everything mended that has one mend, one finding after another; nothing else is touched."""
     seen = {text}
     while True:
@@ -127,7 +127,7 @@ def difference(before: str, after: str, name: str) -> str:
     return hidden("".join(line if line.endswith("\n") else f"{line}\n" for line in lines))
 
 
-def _next_texts(text: str, run: Run, disabled: Collection[str]) -> list[str]:
+def _next_texts(text: str, run: Context, disabled: Collection[str]) -> list[str]:
     try:
         slips = [slip for slip in parse(text).slips if SLIP_CODES[slip.kind] not in disabled]
     except NotJsonError:

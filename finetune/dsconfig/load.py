@@ -10,9 +10,9 @@ from typing import Any
 
 from finetune.dsconfig.check import check, read
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.formats import line
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
-from finetune.dsconfig.run import Run
 from finetune.errors import RequestError
 
 NVME_FOLDER = "nvme_offload"  # in the run folder, where --nvme_path gives no other
@@ -40,7 +40,7 @@ def find_config(name_or_path: str) -> Path:
     raise RequestError(f"{name_or_path}: there is no such DeepSpeed config. Give a path, or a shipped name: {names}.")
 
 
-def load(name_or_path: str, run: Run, disabled: Collection[str] = ()) -> Loaded:
+def load(name_or_path: str, run: Context, disabled: Collection[str] = ()) -> Loaded:
     """Read a config and check it against `run`, but for the codes that are `disabled`. Raises RequestError with every
     error that was found, at once."""
     path = find_config(name_or_path)
@@ -53,7 +53,7 @@ def load(name_or_path: str, run: Run, disabled: Collection[str] = ()) -> Loaded:
     return Loaded(path.stem, resolve(report.value, run), tuple(line(path.name, placed) for placed in report.found))
 
 
-def resolve(config: dict[str, Any], run: Run) -> dict[str, Any]:
+def resolve(config: dict[str, Any], run: Context) -> dict[str, Any]:
     """Fill the "auto" values that the Trainer does not know, and hand it the sections that it does better itself.
 
     A section that is all "auto" says: as the Trainer would. So the Trainer's own optimizer and schedule are used. They
@@ -80,7 +80,7 @@ def resolve(config: dict[str, Any], run: Run) -> dict[str, Any]:
     return _filled_for_pipeline(config, run) if run.pipeline_parallel_size is not None else config
 
 
-def _filled_for_pipeline(config: dict[str, Any], run: Run) -> dict[str, Any]:
+def _filled_for_pipeline(config: dict[str, Any], run: Context) -> dict[str, Any]:
     """As the Trainer would fill it, but that data-parallel ranks count, and not all: stages share their samples."""
     arguments = run.arguments
     names = {

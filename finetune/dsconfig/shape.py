@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from finetune.dsconfig.context import release
 from finetune.dsconfig.finding import Drop, Finding, KeyPath, Mend, Put, Rename, named
-from finetune.dsconfig.run import release
 
 SCHEMA = Path(__file__).with_name("schema.json")
 # What DeepSpeed has removed, in which release, and what to use instead (deepspeedai/DeepSpeed#8489; runtime/config.py

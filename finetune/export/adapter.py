@@ -11,7 +11,7 @@ import torch
 
 from finetune.errors import RequestError, first_line
 from finetune.export.source import ADAPTER_CONFIG
-from finetune.files import read_json_object
+from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.pickles import refuse_unsafe_weights
 
 CLASSES = {

@@ -13,7 +13,7 @@ from finetune.errors import RequestError, first_line
 from finetune.export.sharded import read_sharded
 from finetune.export.weight import Weight
 from finetune.export.zero_shards import SWAPPED, ZeroShards, has_zero_shards, of_tensor, read_zero_shards
-from finetune.files import read_json_object
+from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import (
     CHECKPOINT,
     MANIFEST,

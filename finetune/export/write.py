@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from finetune.errors import RequestError, RunError
 from finetune.export.weight import Weight, cast_of
-from finetune.files import read_json_object
+from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import MANIFEST
 from finetune.training.checkpoints.writing import flush
 from finetune.training.run_files import UNFINISHED

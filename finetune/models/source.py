@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line
-from finetune.files import read_bounded, read_json_object
+from finetune.safe_read import read_bounded, read_json_object
 from finetune.training.checkpoints.pickles import refuse_unsafe_weights
 
 # What transformers parses, each an object; large vocabularies are among them.

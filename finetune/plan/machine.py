@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 from finetune.errors import RequestError
-from finetune.files import read_bounded
+from finetune.safe_read import read_bounded
 
 SHIPPED = Path(__file__).resolve().parent / "machines"
 DEVICES = ("cuda", "cpu", "rocm")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from finetune.plan.engines.layout import GATHERED, Layout, Plain, Weights
 from finetune.plan.engines.pipeline import PIPE, Bf16Stage, Stage
+from finetune.plan.engines.resident import GATHERED, Plain, Resident, Weights
 from finetune.plan.engines.zero3 import Zero3
 from finetune.plan.engines.zero12 import Zero12
 from finetune.plan.families.parts import CLASSES, Sizes
@@ -69,7 +69,7 @@ def plan_memory(
         used = {name for op in tape.ops for name in op.weights}
         tensors = tuple(tensor for tensor in job.model.tensors if tensor.name in used)
         kind = Bf16Stage if _is_bf16_optimizer(job) else Stage
-        layout: Layout = kind(*_given(job, tensors, 0, host))
+        layout: Resident = kind(*_given(job, tensors, 0, host))
     else:
         tape = tape_of(job)
         layout = _layout(job, rank, host)
@@ -113,7 +113,7 @@ def _still(model: Model) -> Model:
     return replace(model, sizes=_Still(model.sizes.config, model.sizes.where))
 
 
-def _evaluate(job: Job, layout: Layout, device: Ledger) -> None:
+def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:
     """A batch of an evaluation, its ids and labels; logits are reduced on the device, batch by batch, as the recipes do
     (preprocess_logits_for_metrics)."""
     tape = tape_of(replace(job, model=_still(job.model), micro_batch=job.eval_batch, checkpoint_interval=0))
@@ -127,7 +127,7 @@ def _evaluate(job: Job, layout: Layout, device: Ledger) -> None:
     device.give(BATCH, size)
 
 
-def _save(job: Job, layout: Layout, device: Ledger) -> int:
+def _save(job: Job, layout: Resident, device: Ledger) -> int:
     """Bytes on the host of the rank that writes the weights. ZeRO-3 gathers them module by module on all ranks
     (deepspeed 0.19.8, runtime/engine.py, _zero3_consolidated_16bit_state_dict); the others write what they have."""
     device.phase = "saving"
@@ -138,7 +138,7 @@ def _save(job: Job, layout: Layout, device: Ledger) -> int:
     return weights if layout.rank == 0 else 0
 
 
-def _step(job: Job, tape: Tape, layout: Layout, device: Ledger) -> None:
+def _step(job: Job, tape: Tape, layout: Resident, device: Ledger) -> None:
     """Micro-batches one after another; the second is as all that follow it but the last."""
     many = min(job.accumulation, 3)
     for micro in range(many):
@@ -149,7 +149,7 @@ def _step(job: Job, tape: Tape, layout: Layout, device: Ledger) -> None:
         layout.end(device)
 
 
-def _pipeline_step(job: Job, tape: Tape, layout: Layout, device: Ledger, stage: int) -> None:
+def _pipeline_step(job: Job, tape: Tape, layout: Resident, device: Ledger, stage: int) -> None:
     """Several in flight, in the order of DeepSpeed's schedule."""
     last = job.accumulation - 1
     flying: dict[int, Pass] = {}
@@ -179,7 +179,7 @@ def _given(job: Job, tensors: tuple[Tensor, ...], rank: int, host: Ledger) -> tu
     return (Weights(tensors, job.weight_bytes), job.zero, job.optimizer, job.data_parallel_size, rank, host)
 
 
-def _layout(job: Job, rank: int, host: Ledger) -> Layout:
+def _layout(job: Job, rank: int, host: Ledger) -> Resident:
     given = _given(job, job.model.tensors, rank, host)
     if job.engine == TRAINER:
         return Plain(*given, buckets=job.world_size > 1, is_engine=False)

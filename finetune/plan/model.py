@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.files import parse_json, read_bounded
 from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, Family, Shape, Sizes
 from finetune.plan.values import Lora
+from finetune.safe_read import parse_json, read_bounded
 
 MOST_LAYERS = 20_000
 HEADS = {  # by the ends of class names

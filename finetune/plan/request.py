@@ -11,20 +11,20 @@ from typing import Any
 
 from finetune.dsconfig.check import check, read
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.formats import line
 from finetune.dsconfig.load import find_config, resolve
-from finetune.dsconfig.run import Run
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import MOST, Sizes
 from finetune.plan.flags import RECIPE_FLAGS
 from finetune.plan.forward.losses import CHUNK_TOKENS, LARGE_VOCABULARY
 from finetune.plan.job import DEEPSPEED, NO_TEXT, PIPELINE, TRAINER, Job
-from finetune.plan.kept import refuse_images
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, model_of, read_config, with_lora
 from finetune.plan.named import find_model_config
 from finetune.plan.optimizers import Optimizer
+from finetune.plan.run_model import refuse_images
 from finetune.plan.values import Lora
 from finetune.plan.zero import read_zero
 
@@ -304,7 +304,7 @@ def _config(named: str, job: Job, values: Mapping[str, Any], machine: Machine, n
     """Checked as the run would check it. Raises RequestError with every error."""
     path = find_config(named)
     halves = {"bf16": job.precision == "bf16", "fp16": job.precision == "fp16"}
-    run = Run(
+    run = Context(
         world_size=job.world_size,
         ranks_per_node=job.ranks_per_node,
         has_cuda=machine.device != "cpu",

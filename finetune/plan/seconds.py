@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from finetune.plan.collectives import p2p
-from finetune.plan.engines.layout import Weights
+from finetune.plan.engines.resident import Weights
 from finetune.plan.job import PIPELINE, Job, layers_of, tape_of
 from finetune.plan.kernels import NOTHING, Kernels, Work, kernels_of
 from finetune.plan.machine import Machine

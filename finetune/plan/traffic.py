@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from finetune.plan import collectives
 from finetune.plan.collectives import Group
 from finetune.plan.engines.gathers import gathers, what_gathers_hang_on
-from finetune.plan.engines.layout import Weights
+from finetune.plan.engines.resident import Weights
 from finetune.plan.engines.zero12 import Zero12
 from finetune.plan.job import TRAINER, Job
 from finetune.plan.kernels import NOTHING, Kernels, Work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.plan.engines.layout import Weights
+from finetune.plan.engines.resident import Weights
 from finetune.plan.job import TRAINER, Job
 from finetune.plan.kernels import NOTHING, Kernels, Work
 from finetune.plan.machine import Machine

@@ -7,9 +7,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from finetune.dsconfig.run import Weights
+from finetune.dsconfig.context import Weights
 from finetune.errors import RequestError
-from finetune.files import parse_json, read_json_object
+from finetune.safe_read import parse_json, read_json_object
 
 INDEX, WHOLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit

@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Iterator
 from itertools import count
 
-from finetune.page.drawing import Picture
-from finetune.page.html import WIDE, document, figure, linked, pairs, table_html
-from finetune.page.render import escaped, svg
-from finetune.page.sorting import SORTING
-from finetune.page.table import Table
+from finetune.drawing.html import WIDE, document, figure, linked, pairs, table_html
+from finetune.drawing.render import escaped, svg
+from finetune.drawing.shapes import Picture
+from finetune.drawing.sorting import SORTING
+from finetune.drawing.table import Table
 from finetune.report.axes import WORDS
 from finetune.report.blocks import (
     Block,

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
-from finetune.page.drawing import Picture
-from finetune.page.html import write
-from finetune.page.markdown import cell, fenced, table_markdown
-from finetune.page.render import escaped, svg_file
-from finetune.page.table import Table
-from finetune.page.words import plain
+from finetune.drawing.html import write
+from finetune.drawing.markdown import cell, fenced, table_markdown
+from finetune.drawing.render import escaped, svg_file
+from finetune.drawing.shapes import Picture
+from finetune.drawing.table import Table
+from finetune.drawing.words import plain
 from finetune.report.blocks import (
     Block,
     Code,

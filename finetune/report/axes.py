@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from finetune.page.drawing import Point
+from finetune.drawing.shapes import Point
 
 STEP, TOKENS, SAMPLES, SECONDS = "step", "tokens", "samples", "time"
 AXES = (STEP, TOKENS, SAMPLES, SECONDS)

@@ -10,10 +10,10 @@ from typing import Any
 
 from finetune.bench.by_ddp import BASE, Place, Setting, base_of, paired
 from finetune.bench.published import FILE
-from finetune.dsconfig.secret import HIDDEN, TOKEN
-from finetune.page.words import gib
+from finetune.drawing.words import gib
+from finetune.privacy import HIDDEN, TOKEN
 from finetune.report.axes import as_number
-from finetune.report.run import read_json, read_lines, read_text, without_secrets
+from finetune.report.run_folder import read_json, read_lines, read_text, without_secrets
 
 RESULTS = "results.jsonl"
 GRID = "grid.json"  # the cells that were asked for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from finetune.page.drawing import (
+from finetune.drawing.shapes import (
     ACCENT,
     INK,
     LIMIT,
@@ -24,9 +24,9 @@ from finetune.page.drawing import (
     ticks_below,
     ticks_left,
 )
-from finetune.page.words import number, spelled, unit_for
-from finetune.plan.report.kinds import in_order
-from finetune.plan.report.memory_pictures import COLOURS, OTHER
+from finetune.drawing.words import number, spelled, unit_for
+from finetune.plan.pages.kinds import in_order
+from finetune.plan.pages.memory_pictures import COLOURS, OTHER
 from finetune.report.bench import PIPELINE, Bench, Cell
 from finetune.report.curves import HEIGHT, WIDTH, colour_of, shortened
 from finetune.report.rank_memory import shown_ranks

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from finetune.bench.by_ddp import paired
 from finetune.bench.published import AVERAGE_MEMORY, Published, ratios
-from finetune.page.drawing import Picture, Point
-from finetune.page.html import NARROW, WIDE
-from finetune.page.table import Table
-from finetune.page.words import Unit, unit_for
+from finetune.drawing.html import NARROW, WIDE
+from finetune.drawing.shapes import Picture, Point
+from finetune.drawing.table import Table
+from finetune.drawing.words import Unit, unit_for
 from finetune.report.axes import SECONDS, STEP
 from finetune.report.bench import Bench, Cell, numbers, of_done
 from finetune.report.bench_pictures import (

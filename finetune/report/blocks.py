@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from finetune.page.drawing import Picture
-from finetune.page.table import Table
+from finetune.drawing.shapes import Picture
+from finetune.drawing.table import Table
 from finetune.report.curves import Panel
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.page.drawing import ACCENT, INK, MUTED, SMALL, Box, Picture, Word, letters
+from finetune.drawing.shapes import ACCENT, INK, MUTED, SMALL, Box, Picture, Word, letters
 from finetune.report.axes import as_number
 from finetune.report.curves import shortened
 

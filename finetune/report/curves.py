@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.page.drawing import (
+from finetune.drawing.render import SERIES
+from finetune.drawing.shapes import (
     SMALL,
     Area,
     Dot,
@@ -18,8 +19,7 @@ from finetune.page.drawing import (
     ticks_below,
     ticks_left,
 )
-from finetune.page.render import SERIES
-from finetune.page.words import number
+from finetune.drawing.words import number
 from finetune.report.axes import AXES, WORDS, envelope, smoothed
 
 WIDTH, HEIGHT = 420.0, 190.0  # of a panel in pixels; the height is that of the curves alone

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from finetune.page.drawing import MUTED, Box, Picture, Scale, Word, ticks_below
-from finetune.page.html import NARROW, WIDE
-from finetune.page.table import Table
-from finetune.page.words import number, seconds_words
+from finetune.drawing.html import NARROW, WIDE
+from finetune.drawing.shapes import MUTED, Box, Picture, Scale, Word, ticks_below
+from finetune.drawing.table import Table
+from finetune.drawing.words import number, seconds_words
 from finetune.report.axes import as_number
 from finetune.report.blocks import Block, Drawn, Words
 from finetune.report.curves import colour_of, shortened

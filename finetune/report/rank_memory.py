@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from finetune.page.drawing import ACCENT, MUTED, NORMAL, Box, Picture, Scale, Word, letters, ticks_below
-from finetune.page.words import GIB, gib
+from finetune.drawing.shapes import ACCENT, MUTED, NORMAL, Box, Picture, Scale, Word, letters, ticks_below
+from finetune.drawing.words import GIB, gib
 from finetune.report.curves import shortened
 
 MOST_RANKS = 8  # of a run

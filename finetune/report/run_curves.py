@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from finetune.page.drawing import Point
+from finetune.drawing.shapes import Point
 from finetune.report.axes import SAMPLES, TOKENS, as_number, is_summary, places
 from finetune.report.blocks import Curves
 from finetune.report.curves import Curve, Panel, colour_of
-from finetune.report.run import Run
+from finetune.report.run_folder import RunFolder
 
 LOSS = "loss"
 TITLES = {
@@ -29,7 +29,7 @@ NOT_DRAWN = set(
 MOST_PANELS = 14
 
 
-def curves_of(runs: Sequence[Run]) -> Curves | None:
+def curves_of(runs: Sequence[RunFolder]) -> Curves | None:
     """None where nothing has been logged."""
     drawn = [run for run in runs if any(not is_summary(row) for row in run.rows)]
     if not drawn:
@@ -45,7 +45,7 @@ def curves_of(runs: Sequence[Run]) -> Curves | None:
     return Curves(panels, tuple(axes), key)
 
 
-def _keys(runs: Iterable[Run]) -> list[str]:
+def _keys(runs: Iterable[RunFolder]) -> list[str]:
     """What there is to draw: the loss, what evaluation says, how the optimizer fares, how fast it is, the rest."""
     seen = {
         key: None for run in runs for row in run.rows if not is_summary(row)
@@ -60,7 +60,7 @@ def _keys(runs: Iterable[Run]) -> list[str]:
                                          known.index(key) if key in known else len(known)))  # fmt: skip
 
 
-def _panel(runs: Sequence[Run], key: str) -> Panel | None:
+def _panel(runs: Sequence[RunFolder], key: str) -> Panel | None:
     curves = list[Curve]()
     for index, run in enumerate(runs):
         one = len(runs) == 1
@@ -77,7 +77,7 @@ def _panel(runs: Sequence[Run], key: str) -> Panel | None:
     return Panel(f"curve-{name}", title, tuple(curves), key == LOSS and len(runs) == 1, key == LOSS) if curves else None
 
 
-def _curve(run: Run, key: str, name: str, index: int, dashed: bool) -> Curve | None:
+def _curve(run: RunFolder, key: str, name: str, index: int, dashed: bool) -> Curve | None:
     points: dict[str, list[Point]] = {}
     for row, at in zip(run.rows, places(run.rows), strict=True):
         value = None if is_summary(row) else as_number(row.get(key))

@@ -7,19 +7,19 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from finetune.page.html import NARROW, WIDE
-from finetune.page.table import Table
-from finetune.page.words import GIB, gib
+from finetune.drawing.html import NARROW, WIDE
+from finetune.drawing.table import Table
+from finetune.drawing.words import GIB, gib
+from finetune.plan.pages.memory_pictures import memory_bars
 from finetune.plan.plan import Plan
-from finetune.plan.report.memory_pictures import memory_bars
 from finetune.report.axes import as_number
 from finetune.report.blocks import Block, Code, Drawn, Facts, Folded, Heading, Image, Section, Tiles, Words
 from finetune.report.confusion import confusion_picture
-from finetune.report.planned import planned
 from finetune.report.profile import profile_blocks
 from finetune.report.rank_memory import rank_bars
-from finetune.report.run import Run
 from finetune.report.run_curves import curves_of
+from finetune.report.run_folder import RunFolder
+from finetune.report.run_plan import planned
 from finetune.report.schedule import schedule_pictures
 from finetune.report.words import duration, figure, ratio, said
 
@@ -37,7 +37,7 @@ SPEED = ("real_tokens_per_second", "samples_per_second", "step_seconds_median", 
 SHOWN_BY_SVG = {"confusion_matrix.png", "schedule.png", "training_curve.png"}
 
 
-def run_sections(runs: Sequence[Run]) -> list[Section]:
+def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
     plans = [planned(run) for run in runs]
     curves = curves_of(runs)
     sections = [
@@ -55,7 +55,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
     return [section for section in sections if section.blocks]
 
 
-def _of_each(runs: Sequence[Run], blocks: Callable[[Run], list[Block]]) -> tuple[Block, ...]:
+def _of_each(runs: Sequence[RunFolder], blocks: Callable[[RunFolder], list[Block]]) -> tuple[Block, ...]:
     """Under the run's name, where there are several."""
     found: list[Block] = []
     for run in runs:
@@ -64,7 +64,7 @@ def _of_each(runs: Sequence[Run], blocks: Callable[[Run], list[Block]]) -> tuple
     return tuple(found)
 
 
-def verdict(run: Run) -> str:
+def verdict(run: RunFolder) -> str:
     """How far it came, in a line."""
     if not run.finished:
         return f"Not ended, at step {run.steps:,}."
@@ -73,13 +73,13 @@ def verdict(run: Run) -> str:
     return words + (f" on {run.ranks} ranks." if run.ranks > 1 else ".")
 
 
-def _tiles(run: Run) -> tuple[tuple[str, str], ...]:
+def _tiles(run: RunFolder) -> tuple[tuple[str, str], ...]:
     found = [(words, said(run.results[name])) for name, words in TILES.items()
              if as_number(run.results.get(name)) is not None]  # fmt: skip
     return tuple(found[:MOST_TILES])
 
 
-def _overview(runs: Sequence[Run]) -> list[Block]:
+def _overview(runs: Sequence[RunFolder]) -> list[Block]:
     blocks: list[Block] = []
     if len(runs) == 1:
         (run,) = runs
@@ -100,7 +100,7 @@ def _overview(runs: Sequence[Run]) -> list[Block]:
     return blocks
 
 
-def _beside(runs: Sequence[Run]) -> Table:
+def _beside(runs: Sequence[RunFolder]) -> Table:
     """A row each, with what one looks for first."""
     metric = next((name for name in ("eval_accuracy", "eval_pearson", "eval_bits_per_byte")
                    if any(name in run.results for run in runs)), "eval_loss")  # fmt: skip
@@ -115,17 +115,17 @@ def _beside(runs: Sequence[Run]) -> Table:
     return Table("Beside each other", columns, rows, texts=("state",))
 
 
-def card_heading(run: Run) -> str:
+def card_heading(run: RunFolder) -> str:
     """The first heading of its model card."""
     line = next((line for line in run.card.splitlines() if line.startswith("# ")), "")
     return line[2:].replace("\\", "").strip()
 
 
-def _columns(runs: Sequence[Run], alone: str) -> tuple[str, ...]:
+def _columns(runs: Sequence[RunFolder], alone: str) -> tuple[str, ...]:
     return (alone,) if len(runs) == 1 else tuple(run.name for run in runs)
 
 
-def _cost(runs: Sequence[Run], plans: Sequence[Plan | None]) -> list[Block]:
+def _cost(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> list[Block]:
     blocks: list[Block] = []
     pairs = [(run, made) for run, made in zip(runs, plans, strict=True) if made is not None]
     if pairs:
@@ -141,14 +141,14 @@ def _cost(runs: Sequence[Run], plans: Sequence[Plan | None]) -> list[Block]:
     return blocks
 
 
-def _peaks(run: Run) -> list[float]:
+def _peaks(run: RunFolder) -> list[float]:
     """Bytes, by rank."""
     found = run.results.get("peak_memory_gib_per_rank")
     found = found if isinstance(found, list) else [run.results.get("peak_memory_gib")]
     return [size * GIB for one in found if (size := as_number(one)) is not None and size > 0]
 
 
-def _planned_table(pairs: Sequence[tuple[Run, Plan]]) -> Table:
+def _planned_table(pairs: Sequence[tuple[RunFolder, Plan]]) -> Table:
     rows = []
     for run, made in pairs:
         step, peak = as_number(run.results.get("step_seconds_median")), max(_peaks(run), default=None)
@@ -165,7 +165,7 @@ def _planned_table(pairs: Sequence[tuple[Run, Plan]]) -> Table:
     return table if len(pairs) > 1 else table.without(("run",))
 
 
-def _planned_words(pairs: Sequence[tuple[Run, Plan]]) -> str:
+def _planned_words(pairs: Sequence[tuple[RunFolder, Plan]]) -> str:
     machines = " and ".join(dict.fromkeys(made.machine.name for _, made in pairs))
     return (
         f"Planned by finetune plan from the run's flags and model, for the shipped profile of {machines}; another "
@@ -174,25 +174,25 @@ def _planned_words(pairs: Sequence[tuple[Run, Plan]]) -> str:
     )
 
 
-def _measured_words(runs: Sequence[Run]) -> str:
+def _measured_words(runs: Sequence[RunFolder]) -> str:
     if any(run.environment.get("gpus") for run in runs):
         return "Measured on a GPU: the allocator's peak."
     return "Measured on a CPU: the largest resident set of the process, Python and its libraries included."
 
 
-def _confusion(run: Run) -> list[Block]:
+def _confusion(run: RunFolder) -> list[Block]:
     wide, narrow = confusion_picture(run.confusion, WIDE), confusion_picture(run.confusion, NARROW)
     if wide is not None and narrow is not None:
         return [Drawn(wide, narrow, wide.alt)]
     return _image(run, "confusion_matrix.png", "True against predicted labels")
 
 
-def _schedule(run: Run) -> list[Block]:
+def _schedule(run: RunFolder) -> list[Block]:
     drawn = schedule_pictures(run.schedule)
     return drawn or _image(run, "schedule.png", "A step of the pipeline, planned and measured")
 
 
-def _samples(run: Run) -> list[Block]:
+def _samples(run: RunFolder) -> list[Block]:
     """The last one, and the others folded; or the text as it is, if not of `finetune.training.samples`."""
     found = [(step, text) for step, _, text in SAMPLE.findall(run.samples)]
     if not found:
@@ -202,16 +202,16 @@ def _samples(run: Run) -> list[Block]:
     return [*blocks, Folded("Earlier ones", earlier)] if earlier else blocks
 
 
-def _pictures(run: Run) -> list[Block]:
+def _pictures(run: RunFolder) -> list[Block]:
     names = [name for name in run.pictures if name not in SHOWN_BY_SVG]
     return [block for name in names for block in _image(run, name, name.removesuffix(".png").replace("_", " "))]
 
 
-def _image(run: Run, name: str, alt: str) -> list[Block]:
+def _image(run: RunFolder, name: str, alt: str) -> list[Block]:
     return [Image(name, run.pictures[name], f"{alt}, {run.name}")] if name in run.pictures else []
 
 
-def _settings(runs: Sequence[Run]) -> list[Block]:
+def _settings(runs: Sequence[RunFolder]) -> list[Block]:
     flags = sorted({key for run in runs for key in run.recipe})
     blocks: list[Block] = []
     if flags:
@@ -231,7 +231,7 @@ def _settings(runs: Sequence[Run]) -> list[Block]:
     return blocks
 
 
-def _environment(run: Run) -> list[Block]:
+def _environment(run: RunFolder) -> list[Block]:
     known = run.environment
     packages = known.get("packages")
     facts = [(key, said(known.get(key))) for key in ("started", "machine", "python") if known.get(key)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from finetune.page.html import NARROW, WIDE
-from finetune.plan.report.speed_pictures import lanes
+from finetune.drawing.html import NARROW, WIDE
+from finetune.plan.pages.speed_pictures import lanes
 from finetune.plan.schedule import BACKWARD, FORWARD, IDLE, RECEIVE, SEND, Event, Schedule
 from finetune.report.axes import as_number
 from finetune.report.blocks import Block, Drawn

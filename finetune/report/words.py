@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from finetune.page.words import number
+from finetune.drawing.words import number
 from finetune.report.axes import as_number
 
 LONGEST = 160  # letters of a cell

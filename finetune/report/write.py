@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from finetune.drawing.html import write as write_text
 from finetune.errors import RequestError
-from finetune.page.html import write as write_text
 from finetune.report.as_html import as_html
 from finetune.report.as_markdown import write_markdown
 from finetune.report.bench import Bench, is_bench, read_bench
 from finetune.report.bench_sections import bench_sections
 from finetune.report.blocks import Report, Section
-from finetune.report.run import Run, is_run, read_run
+from finetune.report.run_folder import RunFolder, is_run, read_run
 from finetune.report.run_sections import card_heading, run_sections
 
 
@@ -30,16 +30,16 @@ def write(
         write_text(html, as_html(report))
     if markdown is not None:
         write_markdown(report, markdown)
-    found: list[Run | Bench] = [*runs, *benches]
+    found: list[RunFolder | Bench] = [*runs, *benches]
     return [f"{one.folder}: {note}" for one in found for note in one.notes]
 
 
-def read(paths: Sequence[Path]) -> tuple[list[Run], list[Bench]]:
+def read(paths: Sequence[Path]) -> tuple[list[RunFolder], list[Bench]]:
     """Raises RequestError for a path that is neither a run's folder nor a bench's."""
     given = {path.parent if path.is_file() else path: path for path in reversed(paths)}
     folders = list(dict.fromkeys(path.parent if path.is_file() else path for path in paths))
     names = _names(folders)
-    runs, benches = list[Run](), list[Bench]()
+    runs, benches = list[RunFolder](), list[Bench]()
     for folder, name in zip(folders, names, strict=True):
         if is_bench(folder):
             benches.append(read_bench(folder, name))
@@ -68,7 +68,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _title(runs: Sequence[Run], benches: Sequence[Bench]) -> str:
+def _title(runs: Sequence[RunFolder], benches: Sequence[Bench]) -> str:
     names = [*(bench.name for bench in benches), *(run.name for run in runs)]
     if len(names) == 1 and runs:
         heading = card_heading(runs[0])
@@ -78,6 +78,6 @@ def _title(runs: Sequence[Run], benches: Sequence[Bench]) -> str:
     return f"{words}: {shown}"
 
 
-def _sections(runs: Sequence[Run], benches: Sequence[Bench]) -> list[Section]:
+def _sections(runs: Sequence[RunFolder], benches: Sequence[Bench]) -> list[Section]:
     sections = [section for bench in benches for section in bench_sections(bench, named=len(benches) > 1)]
     return sections + (run_sections(runs) if runs else [])

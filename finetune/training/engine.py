@@ -9,9 +9,9 @@ import torch
 
 from finetune.dsconfig.check import read
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.load import Loaded, find_config, load
 from finetune.dsconfig.parse import NotJsonError, parse
-from finetune.dsconfig.run import Run
 from finetune.errors import RequestError
 from finetune.training.arguments import Request
 
@@ -104,7 +104,7 @@ def load_deepspeed(request: Request, asked: str, precision: dict[str, bool], has
     arguments = {name: request.value(name) for name in names} | precision
     # The defaults of these are nobody's wish, and a section of the config may say otherwise.
     arguments |= {name: request.given[name] for name in ("optim", "lr_scheduler_type") if name in request.given}
-    run = Run(
+    run = Context(
         world_size=launch.world_size,
         ranks_per_node=launch.local_world_size,
         has_cuda=has_cuda,

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from finetune.errors import RequestError
-from finetune.files import SAFE_LOADER, YAML_ERRORS, read_bounded
+from finetune.safe_read import SAFE_LOADER, YAML_ERRORS, read_bounded
 
 MAX_YAML_BYTES = 1_000_000
 DEEPEST = 12  # levels of lists and objects in each other; a grid has 4

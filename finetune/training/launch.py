@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from finetune.dsconfig.secret import without_home
 from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError
+from finetune.privacy import without_home
 
 SILENT_RANK_WAITS_SECONDS = 20.0
 INTERRUPTED_RANK_WAITS_SECONDS = 60.0  # while rank 0 tells its trackers; its end is that of the others

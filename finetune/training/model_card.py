@@ -10,8 +10,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from finetune.dsconfig.secret import without_home
-from finetune.page.markdown import cell, fenced
+from finetune.drawing.markdown import cell, fenced
+from finetune.privacy import without_home
 from finetune.training.run_folder import write_text
 
 # Autoescape is for HTML; Markdown cells are made safe by `cell`, and front matter by JSON, which YAML contains.

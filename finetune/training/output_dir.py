@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.dsconfig.load import NVME_FOLDER
 from finetune.errors import RequestError
-from finetune.files import read_json_object
+from finetune.safe_read import read_json_object
 from finetune.training.arguments import Request
 from finetune.training.checkpoints.lock import LOCK, RESUMED_WAITS_SECONDS, lock_run_folder
 from finetune.training.checkpoints.writing import clear_leftovers

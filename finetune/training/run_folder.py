@@ -22,8 +22,8 @@ import yaml
 from transformers import TrainerCallback
 
 from finetune.dsconfig.load import NVME_FOLDER
-from finetune.dsconfig.secret import names_a_secret, without_home
 from finetune.errors import RunError, disk_is_full, first_line
+from finetune.privacy import names_a_secret, without_home
 from finetune.training.checkpoints.writing import flush, write_durably
 from finetune.training.guards.memory import is_out_of_memory, out_of_memory
 from finetune.training.launch import Launch

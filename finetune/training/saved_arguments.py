@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from finetune.dsconfig.secret import without_home
+from finetune.privacy import without_home
 
 OF_CONFIGS = ("transformers.integrations.deepspeed", "accelerate.utils.dataclasses")  # they hold the DeepSpeed config
 DEEPEST = 4

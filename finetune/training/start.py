@@ -14,7 +14,7 @@ from torch import distributed
 from transformers import set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from finetune.dsconfig.secret import without_home
+from finetune.privacy import without_home
 from finetune.training import runtime
 from finetune.training.arguments import Request
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle

@@ -23,7 +23,7 @@ from finetune.dsconfig.load import wants_cpu_adam
 from finetune.errors import InterruptedRunError
 from finetune.training.checkpoints.best import best_to_load
 from finetune.training.checkpoints.final import save_final
-from finetune.training.checkpoints.of_trainer import TrainerSaves
+from finetune.training.checkpoints.trainer_adapter import TrainerSaves
 from finetune.training.checkpoints.writing import outer_of
 from finetune.training.comm_hooks.arguments import CompressionArguments
 from finetune.training.comm_hooks.callback import CommHook
@@ -31,7 +31,7 @@ from finetune.training.engine import accelerate_uses_fsdp
 from finetune.training.epochs import Epochs
 from finetune.training.guards.arguments import GuardArguments
 from finetune.training.guards.nan_guard import NanGuard, poisoned
-from finetune.training.guards.of_trainer import TrainerSuspect
+from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.hub import open_repo
 from finetune.training.interruption import DeafToSigterm, StopOnSignal, close_trackers
 from finetune.training.offload import clips_in_trainer, cpu_adam

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from conftest import REPO
 
+from finetune.bench.cell_plan import machine_for, planned
+from finetune.bench.cell_process import command_of, why_not
 from finetune.bench.grid import Grid, read_grid
-from finetune.bench.launching import command_of, why_not
 from finetune.bench.layouts import LAYOUTS
 from finetune.bench.models import PRESETS, find_model
-from finetune.bench.planned import machine_for, planned
 from finetune.errors import RequestError
 
 ONE = {"models": "wide", "layouts": "ddp", "world_sizes": 2}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune.bench.meter import Meter, Sampler
-from finetune.trial.memory import Allocations
+from finetune.measure.memory import Allocations
 
 TRAINS = threading.current_thread()
 

@@ -16,8 +16,8 @@ from finetune.bench import table
 from finetune.bench.compare import compare, ratio
 from finetune.bench.published import AVERAGE_MEMORY, THROUGHPUT, published, ratios, study
 from finetune.bench.result import Row, append, middle, read_rows
+from finetune.drawing.table import Table
 from finetune.errors import RequestError
-from finetune.page.table import Table
 from finetune.report.bench import read_bench
 from finetune.report.bench_sections import bench_sections
 

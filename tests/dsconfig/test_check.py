@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.dsconfig.check import check, difference, mended
+from finetune.dsconfig.context import ENGINES, Context
 from finetune.dsconfig.formats import FORMATS, written
-from finetune.dsconfig.run import ENGINES, Run
 from finetune.dsconfig.shape import schema
 
 
@@ -186,7 +186,7 @@ RUNS = st.builds(
 
 @settings(deadline=None)
 @given(CONFIGS, RUNS, st.sampled_from([None, 2]))
-def test_any_config_is_checked_and_mended_once_and_for_all(config: Any, run: Run, indent: int | None) -> None:
+def test_any_config_is_checked_and_mended_once_and_for_all(config: Any, run: Context, indent: int | None) -> None:
     text = json.dumps(config, indent=indent)
     before = check(text, run)
     after = mended(text, run)

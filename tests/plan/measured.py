@@ -1,7 +1,7 @@
 """Peaks of memory as torch's profiler sees them: every block that the allocator hands out, in order.
 
-A TorchDispatchMode (`finetune.trial.memory.Allocations`) would see the same tensors, but disturb them: it gives each a
-Python object, whose reference keeps autograd from adding gradients in place (torch/csrc/autograd/input_buffer.cpp,
+A TorchDispatchMode (`finetune.measure.memory.Allocations`) would see the same tensors, but disturb them: it gives each
+a Python object, whose reference keeps autograd from adding gradients in place (torch/csrc/autograd/input_buffer.cpp,
 can_accumulate_inplace), and so one more tensor lives at each such place.
 """
 

@@ -12,6 +12,7 @@ from measured import peaks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageClassification
 
+from finetune.measure.models import AUTO, samples
 from finetune.models.chunked_loss import use_chunked_loss
 from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ
@@ -21,7 +22,6 @@ from finetune.plan.model import Model, model_of, with_lora
 from finetune.plan.step import TEMPORARY, Engine, Ledger, Pass
 from finetune.plan.tape import Tape
 from finetune.plan.values import Lora, Numbers
-from finetune.trial.models import AUTO, samples
 
 ROWS, TOKENS, IMAGE = 4, 64, 64
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96,

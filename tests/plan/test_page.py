@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from finetune.drawing.shapes import Box, Line, Scale, Word
+from finetune.drawing.words import gib, number
 from finetune.errors import RequestError
-from finetune.page.drawing import Box, Line, Scale, Word
-from finetune.page.words import gib, number
 from finetune.plan.job import PIPELINE, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import RankMemory
 from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
+from finetune.plan.pages.kinds import ORDER
+from finetune.plan.pages.memory_pictures import COLOURS, OTHER, memory_bars, peak_index
+from finetune.plan.pages.page import NARROW, WIDE, pictures, write_page, write_png
+from finetune.plan.pages.speed_pictures import front, lanes
 from finetune.plan.plan import Plan, plan
-from finetune.plan.report.kinds import ORDER
-from finetune.plan.report.memory_pictures import COLOURS, OTHER, memory_bars, peak_index
-from finetune.plan.report.page import NARROW, WIDE, pictures, write_page, write_png
-from finetune.plan.report.speed_pictures import front, lanes
 from finetune.plan.schedule import simulate
 from finetune.plan.search import Candidate, Found, laid_out
 from finetune.plan.zero import Zero

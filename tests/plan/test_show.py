@@ -11,16 +11,16 @@ from dataclasses import fields, replace
 import pytest
 from rich.console import Console
 
-from finetune.page.words import gib, number, seconds_words
+from finetune.drawing.words import gib, number, seconds_words
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import RankMemory
 from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
+from finetune.plan.pages.kinds import rank_kinds
+from finetune.plan.pages.show import show
+from finetune.plan.pages.tables import layout_table, memory_table, step_table
 from finetune.plan.plan import Plan, plan
-from finetune.plan.report.kinds import rank_kinds
-from finetune.plan.report.show import show
-from finetune.plan.report.tables import layout_table, memory_table, step_table
 from finetune.plan.search import Candidate, Found, slower_by
 from finetune.plan.seconds import StepSeconds
 from finetune.plan.step import Moment
@@ -183,7 +183,7 @@ def test_names_cannot_write_to_the_terminal() -> None:
 
 def test_it_is_there_without_torch_numpy_or_matplotlib() -> None:
     look = (
-        "import sys, finetune.plan.report.show, finetune.plan.report.page\n"
+        "import sys, finetune.plan.pages.show, finetune.plan.pages.page\n"
         "print([name for name in ('torch', 'transformers', 'numpy', 'matplotlib', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)

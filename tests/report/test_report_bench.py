@@ -11,7 +11,7 @@ import pytest
 from page_reader import PageReader
 from report_folders import GIB, HOSTILE, LAYOUTS, MODELS, bench_folder, run_folder
 
-from finetune.page.drawing import Word
+from finetune.drawing.shapes import Word
 from finetune.report import bench as bench_module
 from finetune.report.bench import Bench, Cell, read_bench
 from finetune.report.bench_pictures import throughput_bars

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, default_data_collator
 
+from finetune.measure.__main__ import Copies
 from finetune.models.mlp import MLPConfig, MLPForClassification
 from finetune.training.arguments import RunArguments
 from finetune.training.start import start
 from finetune.training.trainer import FinetuneTrainer
-from finetune.trial.__main__ import Copies
 
 LAYERS, WIDTH = 64, 64  # 270,000 elements: six buckets of the published study's 5e4
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import TINY, launch
 
 from finetune.cli import main
-from finetune.dsconfig.secret import without_home
+from finetune.privacy import without_home
 
 SECRETS = {
     "HF_TOKEN": "hf_CANARYone0000000000000000000000",

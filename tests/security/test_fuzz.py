@@ -22,15 +22,15 @@ from finetune.bench.grid import read_grid
 from finetune.bench.result import read_rows
 from finetune.data.cifar import load_plain_pickle
 from finetune.dsconfig.check import check, read
-from finetune.dsconfig.run import Run
+from finetune.dsconfig.context import Context
 from finetune.errors import FinetuneError
 from finetune.export.source import read_source
-from finetune.files import read_json_object, read_yaml
 from finetune.hostfile import read_hostfile
 from finetune.plan.machine import SHIPPED, read_machine
 from finetune.plan.model import read_model
 from finetune.plan.weights import weights_of
-from finetune.report.run import read_run
+from finetune.report.run_folder import read_run
+from finetune.safe_read import read_json_object, read_yaml
 from finetune.training.checkpoints.manifest import problems
 from finetune.training.checkpoints.pickles import refuse_unsafe
 from finetune.training.flat_yaml import read_flat_yaml
@@ -43,7 +43,7 @@ VALUES = st.recursive(
 
 
 def ds_config(path: Path) -> None:
-    check(read(path), Run(2, 2, False, None, {}))
+    check(read(path), Context(2, 2, False, None, {}))
 
 
 def export(path: Path) -> None:

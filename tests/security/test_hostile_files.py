@@ -22,15 +22,15 @@ from finetune.bench.grid import read_grid
 from finetune.cli import main
 from finetune.data.cifar import read_cifar
 from finetune.data.files import open_file
+from finetune.drawing.markdown import cell
 from finetune.errors import FinetuneError, RequestError
-from finetune.files import parse_json, read_json_object, read_yaml
 from finetune.hostfile import read_hostfile
 from finetune.models.source import from_pretrained
-from finetune.page.markdown import cell
 from finetune.plan.machine import read_machine
 from finetune.plan.model import read_model
 from finetune.plan.weights import weights_of
-from finetune.report.run import read_run
+from finetune.report.run_folder import read_run
+from finetune.safe_read import parse_json, read_json_object, read_yaml
 from finetune.training.checkpoints.manifest import problems
 from finetune.training.flat_yaml import read_flat_yaml
 from finetune.training.model_card import Card, model_card

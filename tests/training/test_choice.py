@@ -18,7 +18,7 @@ from test_manifest import LAYOUT
 from finetune.errors import NothingToDoError, RequestError
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.checkpoints.manifest import MANIFEST
-from finetune.training.checkpoints.writing import About, Whole
+from finetune.training.checkpoints.writing import About, AtomicFolder
 
 FILES = {
     "model.safetensors": b"w" * 10_000,
@@ -36,7 +36,7 @@ FILES = {
 
 def save(folder: Path, step: int, files: dict[str, bytes] | None = None) -> Path:
     place = folder / f"checkpoint-{step}"
-    with Whole(place, About(step, 1.0, 32, LAYOUT)) as target:
+    with AtomicFolder(place, About(step, 1.0, 32, LAYOUT)) as target:
         for name, content in (files or FILES).items():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             (target / name).write_bytes(content) if content else torch.save({"x": torch.rand(100)}, target / name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import RequestError
-from finetune.training.pipeline.layout import saved_bounds
+from finetune.training.pipeline.partition import saved_bounds
 
 RECORD = {"stages": 3, "pipelines": 2, "partition_method": "balanced", "bounds": [0, 1, 5, 8]}
 

@@ -21,10 +21,10 @@ from finetune.training.launch import Launch
 from finetune.training.pipeline.arguments import PipelineArguments
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
 from finetune.training.reshard.for_trainer import mend_optimizer
-from finetune.training.reshard.layout import Layout, can_load_as_it_stands, layout_of
 from finetune.training.reshard.move import PREFIX, Mover
 from finetune.training.reshard.one_file import Names, read_plain
 from finetune.training.reshard.portable import Group, Portable
+from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, sharding_of
 from finetune.training.reshard.zero_shards import read_zero
 
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -180,8 +180,8 @@ def test_moving_leaves_the_checkpoint_as_it_is_and_the_folder_goes_when_it_is_do
     before = files_of(place)
     leftover = tmp_path / (PREFIX + "checkpoint-3")
     leftover.mkdir()
-    mover = Mover(place, tmp_path, Layout("deepspeed", 1, 1), 0)
-    mover.move(layout_of(place), NAMES)
+    mover = Mover(place, tmp_path, Sharding("deepspeed", 1, 1), 0)
+    mover.move(sharding_of(place), NAMES)
     assert not leftover.exists()
     assert mover.folder.name.startswith("unfinished-")
     universal = mover.folder / "global_step7_universal"
@@ -200,16 +200,16 @@ def test_moving_leaves_the_checkpoint_as_it_is_and_the_folder_goes_when_it_is_do
 
 def test_states_go_to_the_trainers_own_form_and_come_back(tmp_path: Path) -> None:
     place = checkpoint(tmp_path, 2, 3)
-    mover = Mover(place, tmp_path, Layout("plain", 1), 0)
-    mover.move(layout_of(place), NAMES)
-    assert layout_of(mover.folder) == Layout("plain", 1)
+    mover = Mover(place, tmp_path, Sharding("plain", 1), 0)
+    mover.move(sharding_of(place), NAMES)
+    assert sharding_of(mover.folder) == Sharding("plain", 1)
     assert_whole(read_plain(mover.folder, NAMES))
 
 
 def test_states_of_another_model_are_refused_with_the_sizes_of_both(tmp_path: Path) -> None:
     place = checkpoint(tmp_path, 2, 1)
-    mover = Mover(place, tmp_path, Layout("plain", 1), 0)
-    mover.move(layout_of(place), NAMES)
+    mover = Mover(place, tmp_path, Sharding("plain", 1), 0)
+    mover.move(sharding_of(place), NAMES)
     smaller = Names((Group(("a.weight",), {}), Group(("a.bias",), {})), {})
     with pytest.raises(RequestError, match=r"\[2, 2\] weights .* this model has \[1, 1\]"):
         read_plain(mover.folder, smaller)
@@ -217,7 +217,7 @@ def test_states_of_another_model_are_refused_with_the_sizes_of_both(tmp_path: Pa
 
 def test_more_ranks_than_before_share_the_random_states(tmp_path: Path) -> None:
     place = checkpoint(tmp_path, 2, 2)
-    mover = Mover(place, tmp_path, Layout("deepspeed", 4, 2), 0)
+    mover = Mover(place, tmp_path, Sharding("deepspeed", 4, 2), 0)
     mover.ranks = 4
     mover.folder.mkdir()
     mover._link_random_states()
@@ -230,9 +230,9 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
 ) -> None:
     place = checkpoint(tmp_path, 2, 1)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 5})())
-    mover = Mover(place, tmp_path, Layout("deepspeed", 1, 3), 0)
+    mover = Mover(place, tmp_path, Sharding("deepspeed", 1, 3), 0)
     with pytest.raises(RunError, match="moving checkpoint-7 to another layout needs"):
-        mover.move(layout_of(place), NAMES)
+        mover.move(sharding_of(place), NAMES)
     assert not mover.folder.exists()
 
 
@@ -253,37 +253,37 @@ def test_each_group_gets_its_own_settings_and_each_state_its_own_step() -> None:
     assert [float(optimizer.state[weight]["step"]) for weight in weights] == [STEPS + 1, STEPS + 1]
 
 
-ZERO = Layout("deepspeed", 2, 2)
+ZERO = Sharding("deepspeed", 2, 2)
 
 
 @pytest.mark.parametrize(
     ("written", "here", "stands"),
     [
         pytest.param(ZERO, ZERO, True, id="the same"),
-        pytest.param(ZERO, Layout("deepspeed", 2, 3), False, id="another stage"),
-        pytest.param(ZERO, Layout("deepspeed", 1, 2), False, id="another world size"),
-        pytest.param(ZERO, Layout("deepspeed", 2, 2, "cpu"), False, id="offload"),
-        pytest.param(ZERO, Layout("deepspeed", 2, 2, precision="bf16"), False, id="another precision"),
-        pytest.param(ZERO, Layout("plain", 2), False, id="without DeepSpeed"),
-        pytest.param(Layout("deepspeed", 2, 0), Layout("deepspeed", 4, 0), True, id="ZeRO-0 is whole on each rank"),
-        pytest.param(Layout("plain", 2), Layout("plain", 1), True, id="so is DDP"),
-        pytest.param(Layout("pipeline", 2), Layout("pipeline", 4), True, id="a pipeline's goes by name"),
-        pytest.param(Layout("pipeline", 2), ZERO, False, id="to the Trainer"),
+        pytest.param(ZERO, Sharding("deepspeed", 2, 3), False, id="another stage"),
+        pytest.param(ZERO, Sharding("deepspeed", 1, 2), False, id="another world size"),
+        pytest.param(ZERO, Sharding("deepspeed", 2, 2, "cpu"), False, id="offload"),
+        pytest.param(ZERO, Sharding("deepspeed", 2, 2, precision="bf16"), False, id="another precision"),
+        pytest.param(ZERO, Sharding("plain", 2), False, id="without DeepSpeed"),
+        pytest.param(Sharding("deepspeed", 2, 0), Sharding("deepspeed", 4, 0), True, id="ZeRO-0 is whole on each rank"),
+        pytest.param(Sharding("plain", 2), Sharding("plain", 1), True, id="so is DDP"),
+        pytest.param(Sharding("pipeline", 2), Sharding("pipeline", 4), True, id="a pipeline's goes by name"),
+        pytest.param(Sharding("pipeline", 2), ZERO, False, id="to the Trainer"),
     ],
 )
-def test_only_what_the_engine_cannot_load_is_moved(written: Layout, here: Layout, stands: bool) -> None:
+def test_only_what_the_engine_cannot_load_is_moved(written: Sharding, here: Sharding, stands: bool) -> None:
     assert can_load_as_it_stands(written, here) is stands
 
 
 @pytest.mark.parametrize(
     ("written", "here", "message"),
     [
-        pytest.param(Layout("fsdp", 2), ZERO, "FSDP's states are not moved", id="FSDP"),
-        pytest.param(ZERO, Layout("fsdp", 2), "FSDP's states are not moved", id="to FSDP"),
-        pytest.param(Layout("deepspeed", 2, 3, "nvme"), ZERO, "States on NVMe are only resumed", id="NVMe"),
+        pytest.param(Sharding("fsdp", 2), ZERO, "FSDP's states are not moved", id="FSDP"),
+        pytest.param(ZERO, Sharding("fsdp", 2), "FSDP's states are not moved", id="to FSDP"),
+        pytest.param(Sharding("deepspeed", 2, 3, "nvme"), ZERO, "States on NVMe are only resumed", id="NVMe"),
     ],
 )
-def test_what_cannot_be_moved_is_refused_with_both_layouts(written: Layout, here: Layout, message: str) -> None:
+def test_what_cannot_be_moved_is_refused_with_both_layouts(written: Sharding, here: Sharding, message: str) -> None:
     with pytest.raises(RequestError, match=message) as met:
         can_load_as_it_stands(written, here)
     assert str(written) in str(met.value)
@@ -292,7 +292,7 @@ def test_what_cannot_be_moved_is_refused_with_both_layouts(written: Layout, here
 
 def test_a_folder_of_weights_alone_is_nothing_to_go_on_with(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"holds no optimizer states .* by --model_name_or_path"):
-        layout_of(tmp_path)
+        sharding_of(tmp_path)
 
 
 def asked(ranks: int, stages: int | None = None, *words: str) -> Request:
@@ -375,7 +375,7 @@ def test_on_another_number_of_ranks_each_has_random_states_by_the_name_that_the_
     checkpoint.mkdir()
     for name in ("rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"):
         (checkpoint / name).write_text(name)
-    mover = Mover(checkpoint, tmp_path, Layout("plain", ranks), 0)
+    mover = Mover(checkpoint, tmp_path, Sharding("plain", ranks), 0)
     mover.link()
     found = {path.name: path.read_text() for path in mover.folder.iterdir()}
     names = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]

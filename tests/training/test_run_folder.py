@@ -16,7 +16,7 @@ from finetune.errors import RunError
 from finetune.training.launch import Launch
 from finetune.training.model_card import Card, model_card
 from finetune.training.plots import plot_confusion, plot_training
-from finetune.training.report import write_predictions
+from finetune.training.results import write_predictions
 from finetune.training.run_folder import command_line, explained_disk_errors, read_metrics, write_records
 from finetune.training.runtime import choose_precision
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Finding
 from finetune.dsconfig.rules import batch, leftovers, offload, optimizer, pipeline, precision, quantized, zero
-from finetune.dsconfig.run import Run
 
-Rule = Callable[[Config, Run], Iterator[Finding]]
+Rule = Callable[[Config, Context], Iterator[Finding]]
 
 # Which of these hold depends on the stage.
 STAGED = (*zero.RULES, *offload.RULES, *quantized.RULES, *pipeline.RULES)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
-from finetune.dsconfig.run import Run
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -68,7 +68,7 @@ TYPED = (
 ).split()
 
 
-def sizes_multiply(config: Config, run: Run) -> Iterator[Finding]:
+def sizes_multiply(config: Config, run: Context) -> Iterator[Finding]:
     """DS201. train_batch_size = micro-batch x accumulation x data-parallel ranks."""
     total = config.count("train_batch_size")
     micro = _size(config, run, "train_micro_batch_size_per_gpu", "per_device_train_batch_size")
@@ -103,7 +103,7 @@ def sizes_multiply(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def a_size_is_given(config: Config, run: Run) -> Iterator[Finding]:
+def a_size_is_given(config: Config, run: Context) -> Iterator[Finding]:
     """DS202. DeepSpeed alone must find a batch size in the file."""
     if run.engine == "deepspeed" and not any(config.has(name) for name in SIZES[:2]):
         yield error(
@@ -114,7 +114,7 @@ def a_size_is_given(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def values_agree_with_the_trainer(config: Config, run: Run) -> Iterator[Finding]:
+def values_agree_with_the_trainer(config: Config, run: Context) -> Iterator[Finding]:
     """DS203. All of them at once: the Trainer names them when the model is loaded, and some of them never."""
     if not run.has_trainer:
         return
@@ -136,7 +136,7 @@ def values_agree_with_the_trainer(config: Config, run: Run) -> Iterator[Finding]
         )
 
 
-def auto_is_filled(config: Config, run: Run) -> Iterator[Finding]:
+def auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
     """DS204. accelerate, and so the Trainer, ends the run over an "auto" that it does not fill (utils/dataclasses.py,
     fill_match); DeepSpeed alone takes it for a text. DS205: or for its own default, in sections with a class."""
     if run.pipeline_parallel_size is not None:
@@ -161,7 +161,7 @@ def auto_is_filled(config: Config, run: Run) -> Iterator[Finding]:
             yield error("DS204", place, f"{subject}. Write a value{'' if key in SIZES else ', or delete it'}.", *mends)
 
 
-def clipping_is_stated(config: Config, run: Run) -> Iterator[Finding]:
+def clipping_is_stated(config: Config, run: Context) -> Iterator[Finding]:
     """DS206. Without the key DeepSpeed clips at a default of its own, whatever the Trainer says.
 
     deepspeed 0.19.8, runtime/constants.py, GRADIENT_CLIPPING_DEFAULT; it was 0, no clipping, before, under which
@@ -191,7 +191,7 @@ def clipping_is_stated(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def accumulation_can_skip_syncing(config: Config, run: Run) -> Iterator[Finding]:
+def accumulation_can_skip_syncing(config: Config, run: Context) -> Iterator[Finding]:
     """DS207. transformers#34984, mended by #35157: `no_sync` met DeepSpeed 0.16's refusal under ZeRO-2 and 3."""
     deepspeed, transformers = run.version("deepspeed"), run.version("transformers")
     steps = _size(config, run, "gradient_accumulation_steps", "gradient_accumulation_steps") or 1
@@ -207,7 +207,7 @@ def accumulation_can_skip_syncing(config: Config, run: Run) -> Iterator[Finding]
         )
 
 
-def _size(config: Config, run: Run, place: str, name: str) -> int | None:
+def _size(config: Config, run: Context, place: str, name: str) -> int | None:
     found = config.count(place)
     if found is not None or not run.has_trainer:
         return found
@@ -215,7 +215,7 @@ def _size(config: Config, run: Run, place: str, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _of_trainer(run: Run, name: str) -> object:
+def _of_trainer(run: Context, name: str) -> object:
     """What the Trainer compares with; None for a count that it has yet to work out."""
     value = run.arguments.get(name)
     if name in ("bf16", "fp16") and value is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, named, warning
-from finetune.dsconfig.run import Run
-from finetune.dsconfig.secret import is_secret
+from finetune.privacy import is_secret
 
 # What costs time in every step, and why.
 PROFILERS = {
@@ -20,7 +20,7 @@ PROFILERS = {
 }
 
 
-def checkpointing_is_the_trainers(config: Config, run: Run) -> Iterator[Finding]:
+def checkpointing_is_the_trainers(config: Config, run: Context) -> Iterator[Finding]:
     """DS901. The section is read by deepspeed.checkpointing, which Hugging Face models do not call."""
     section = config.section("activation_checkpointing")
     if (
@@ -37,7 +37,7 @@ def checkpointing_is_the_trainers(config: Config, run: Run) -> Iterator[Finding]
         )
 
 
-def profilers_are_off(config: Config, run: Run) -> Iterator[Finding]:
+def profilers_are_off(config: Config, run: Context) -> Iterator[Finding]:
     """DS902."""
     for place, cost in PROFILERS.items():
         if config.is_on(place):
@@ -46,7 +46,7 @@ def profilers_are_off(config: Config, run: Run) -> Iterator[Finding]:
             )
 
 
-def monitors_are_the_trainers(config: Config, run: Run) -> Iterator[Finding]:
+def monitors_are_the_trainers(config: Config, run: Context) -> Iterator[Finding]:
     """DS903. Two writers for one run."""
     reports = str(run.arguments.get("report_to"))
     for name in ("tensorboard", "wandb", "comet"):
@@ -59,7 +59,7 @@ def monitors_are_the_trainers(config: Config, run: Run) -> Iterator[Finding]:
             )
 
 
-def nothing_is_secret(config: Config, run: Run) -> Iterator[Finding]:
+def nothing_is_secret(config: Config, run: Context) -> Iterator[Finding]:
     """DS904. DeepSpeed prints its config at start, and it is saved in the run folder. The value is never shown."""
     for path, value in config.texts():
         if is_secret(str(path[-1]) if path else "", value):

@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Finding, Put, at, error, warning
-from finetune.dsconfig.run import Run
 from finetune.dsconfig.toolchain import compiler, has_libaio
 
 BOTH = ("offload_optimizer", "offload_param")
 SECTOR_BYTES = 4096  # what O_DIRECT reads and writes are aligned to on most disks (open(2))
 
 
-def _here(run: Run) -> Callable[..., Finding]:
+def _here(run: Context) -> Callable[..., Finding]:
     """What this machine lacks ends a run that starts on it, and is a word of warning about one that may not."""
     return error if run.is_here else warning
 
 
-def offload_fits_the_stage(config: Config, run: Run) -> Iterator[Finding]:
+def offload_fits_the_stage(config: Config, run: Context) -> Iterator[Finding]:
     """DS601 and DS602. deepspeed 0.19.8 offloads optimizer states at stage 1 to 3. At 0 it takes its CPU optimizer all
     the same, whose first step refuses weights on a GPU (ops/adam/cpu_adam.py)."""
     if config.offload("offload_param") != "none" and config.stage != 3:
@@ -38,7 +38,7 @@ def offload_fits_the_stage(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def nvme_has_a_path(config: Config, run: Run) -> Iterator[Finding]:
+def nvme_has_a_path(config: Config, run: Context) -> Iterator[Finding]:
     """DS603."""
     for what in BOTH:
         place = f"zero_optimization.{what}.nvme_path"
@@ -51,7 +51,7 @@ def nvme_has_a_path(config: Config, run: Run) -> Iterator[Finding]:
             )
 
 
-def nvme_path_is_a_disk(config: Config, run: Run) -> Iterator[Finding]:
+def nvme_path_is_a_disk(config: Config, run: Context) -> Iterator[Finding]:
     """DS604, a path that cannot be written, and DS605, one that is memory."""
     for what in BOTH:
         place = f"zero_optimization.{what}.nvme_path"
@@ -73,7 +73,7 @@ def nvme_path_is_a_disk(config: Config, run: Run) -> Iterator[Finding]:
             )
 
 
-def blocks_are_sectors(config: Config, run: Run) -> Iterator[Finding]:
+def blocks_are_sectors(config: Config, run: Context) -> Iterator[Finding]:
     """DS606."""
     block = config.count("aio.block_size")
     if block is not None and block % SECTOR_BYTES:
@@ -87,7 +87,7 @@ def blocks_are_sectors(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def offload_can_be_built(config: Config, run: Run) -> Iterator[Finding]:
+def offload_can_be_built(config: Config, run: Context) -> Iterator[Finding]:
     """DS607. DeepSpeed compiles its CPU optimizer and its disk reader when they are first used."""
     devices = {config.offload(what) for what in BOTH}
     if devices != {"none"} and not compiler():
@@ -104,7 +104,7 @@ def offload_can_be_built(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def buffer_holds_the_largest_weight(config: Config, run: Run) -> Iterator[Finding]:
+def buffer_holds_the_largest_weight(config: Config, run: Context) -> Iterator[Finding]:
     """DS608. Weights on a disk pass through buffers of one size (runtime/swap_tensor/partitioned_param_swapper.py)."""
     size = config.count("zero_optimization.offload_param.buffer_size")
     if config.offload("offload_param") != "nvme" or run.weights is None or run.world_size is None:

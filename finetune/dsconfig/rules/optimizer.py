@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
-from finetune.dsconfig.run import Run
 from finetune.dsconfig.shape import schema
 
 # deepspeed 0.19.8, runtime/config.py, DEEPSPEED_OPTIMIZERS; any other name must be a class of torch.optim.
@@ -55,12 +55,12 @@ def is_left_to_the_trainer(section: dict[str, Any]) -> bool:
     return known and isinstance(params, dict) and all(v == "auto" for k, v in params.items() if k not in switches)
 
 
-def _left(config: Config, run: Run, name: str) -> bool:
+def _left(config: Config, run: Context, name: str) -> bool:
     """True where a recipe of ours takes the section out; anybody else's Trainer keeps it."""
     return run.engine == "recipe" and is_left_to_the_trainer(config.section(name))
 
 
-def optimizer_is_there(config: Config, run: Run) -> Iterator[Finding]:
+def optimizer_is_there(config: Config, run: Context) -> Iterator[Finding]:
     """DS301, an optimizer that this DeepSpeed does not have; DS302, one that it had."""
     name = _name(config)
     if name is None and config.section("optimizer").get("params") and not config.has("optimizer.type"):
@@ -97,7 +97,7 @@ def optimizer_is_there(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def optimizer_is_tested_with_zero(config: Config, run: Run) -> Iterator[Finding]:
+def optimizer_is_tested_with_zero(config: Config, run: Context) -> Iterator[Finding]:
     """DS303. DeepSpeed refuses others under ZeRO, unless it is told that you know (runtime/engine.py)."""
     name = _name(config)
     allowed = config.is_on("zero_allow_untested_optimizer")
@@ -113,7 +113,7 @@ def optimizer_is_tested_with_zero(config: Config, run: Run) -> Iterator[Finding]
         )
 
 
-def offload_has_its_optimizer(config: Config, run: Run) -> Iterator[Finding]:
+def offload_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]:
     """DS304. Offloaded states are updated on the CPU, by an optimizer that is made for it."""
     if config.offload("offload_optimizer") not in ("cpu", "nvme") or not config.stage:
         return
@@ -152,7 +152,7 @@ def offload_has_its_optimizer(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def section_matches_the_flag(config: Config, run: Run) -> Iterator[Finding]:
+def section_matches_the_flag(config: Config, run: Context) -> Iterator[Finding]:
     """DS305. An optimizer section wins over --optim without a word."""
     asked = run.arguments.get("optim")
     name = _name(config)
@@ -170,7 +170,7 @@ def section_matches_the_flag(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def clipping_is_not_in_the_optimizer(config: Config, run: Run) -> Iterator[Finding]:
+def clipping_is_not_in_the_optimizer(config: Config, run: Context) -> Iterator[Finding]:
     """DS306. DeepSpeed refuses it there when the optimizer is built (runtime/engine.py)."""
     if config.has("optimizer.params.max_grad_norm"):
         yield error(
@@ -182,7 +182,7 @@ def clipping_is_not_in_the_optimizer(config: Config, run: Run) -> Iterator[Findi
         )
 
 
-def schedule_is_the_one_asked_for(config: Config, run: Run) -> Iterator[Finding]:
+def schedule_is_the_one_asked_for(config: Config, run: Context) -> Iterator[Finding]:
     """DS307. A scheduler section wins over --lr_scheduler_type without a word."""
     found = config.get("scheduler.type")
     asked = run.arguments.get("lr_scheduler_type")
@@ -198,7 +198,7 @@ def schedule_is_the_one_asked_for(config: Config, run: Run) -> Iterator[Finding]
         )
 
 
-def schedule_has_its_optimizer(config: Config, run: Run) -> Iterator[Finding]:
+def schedule_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]:
     """DS308. Which of the two may come from the file alone depends on who reads it."""
     has = {name: bool(config.section(name)) for name in ("optimizer", "scheduler")}
     if run.engine == "accelerate" and has["optimizer"] and not has["scheduler"]:
@@ -217,7 +217,7 @@ def schedule_has_its_optimizer(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def schedule_takes_its_parameters(config: Config, run: Run) -> Iterator[Finding]:
+def schedule_takes_its_parameters(config: Config, run: Context) -> Iterator[Finding]:
     """DS311. DeepSpeed hands the parameters on as they are: an unknown one ends the run (runtime/engine.py)."""
     known = schema()["properties"]["scheduler"]["x-params"]
     kind = config.get("scheduler.type")
@@ -242,7 +242,7 @@ def schedule_takes_its_parameters(config: Config, run: Run) -> Iterator[Finding]
             )
 
 
-def adam_takes_its_parameters(config: Config, run: Run) -> Iterator[Finding]:
+def adam_takes_its_parameters(config: Config, run: Context) -> Iterator[Finding]:
     """DS311. DeepSpeed hands them on to whichever Adam it takes, whose constructor ends the run over another."""
     kind = _name(config)
     if (kind or "").lower() not in ("adam", "adamw"):
@@ -258,7 +258,7 @@ def adam_takes_its_parameters(config: Config, run: Run) -> Iterator[Finding]:
             )
 
 
-def warmup_fits_the_run(config: Config, run: Run) -> Iterator[Finding]:
+def warmup_fits_the_run(config: Config, run: Context) -> Iterator[Finding]:
     """DS309. deepspeed#771: a warm-up of 0 broke, was raised to 2, and is refused since 0.19.3."""
     steps = config.number("scheduler.params.warmup_num_steps")
     total = config.count("scheduler.params.total_num_steps")
@@ -292,7 +292,7 @@ def warmup_fits_the_run(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def schedule_knows_its_end(config: Config, run: Run) -> Iterator[Finding]:
+def schedule_knows_its_end(config: Config, run: Context) -> Iterator[Finding]:
     """DS310. Two schedules cannot be built without the number of steps, which the Trainer alone knows."""
     kind = config.get("scheduler.type")
     if kind in ("WarmupDecayLR", "WarmupCosineLR") and not config.has("scheduler.params.total_num_steps"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error
 from finetune.dsconfig.rules.batch import OWN_AUTO, SIZES
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
-from finetune.dsconfig.run import Run
 
 MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
 DTYPE = "data_types.grad_accum_dtype"
@@ -16,7 +16,7 @@ DTYPE = "data_types.grad_accum_dtype"
 FILLED = (*OWN_AUTO, *SIZES, "gradient_clipping", "fp16.enabled", "bf16.enabled", DTYPE)
 
 
-def stage_fits_the_pipeline(config: Config, run: Run) -> Iterator[Finding]:
+def stage_fits_the_pipeline(config: Config, run: Context) -> Iterator[Finding]:
     """DS801. deepspeed 0.19.8, runtime/pipe/engine.py, asserts it once the model is built."""
     if run.pipeline_parallel_size is None:
         return
@@ -38,7 +38,7 @@ def stage_fits_the_pipeline(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def states_stay_on_the_device(config: Config, run: Run) -> Iterator[Finding]:
+def states_stay_on_the_device(config: Config, run: Context) -> Iterator[Finding]:
     """DS802."""
     for what in ("offload_optimizer", "offload_param"):
         device = config.offload(what)
@@ -52,7 +52,7 @@ def states_stay_on_the_device(config: Config, run: Run) -> Iterator[Finding]:
             )
 
 
-def flags_make_the_optimizer(config: Config, run: Run) -> Iterator[Finding]:
+def flags_make_the_optimizer(config: Config, run: Context) -> Iterator[Finding]:
     """DS803."""
     for name in ("optimizer", "scheduler"):
         section = config.section(name)
@@ -66,7 +66,7 @@ def flags_make_the_optimizer(config: Config, run: Run) -> Iterator[Finding]:
             )
 
 
-def tied_gradients_add_up(config: Config, run: Run) -> Iterator[Finding]:
+def tied_gradients_add_up(config: Config, run: Context) -> Iterator[Finding]:
     """DS804. deepspeed 0.19.8, runtime/pipe/engine.py, _exec_reduce_tied_grads: the gradients are elsewhere then."""
     fp16 = config.is_on("fp16.enabled") or (config.is_auto("fp16.enabled") and run.arguments.get("fp16"))
     if run.pipeline_parallel_size is not None and fp16 and config.get(DTYPE) == "fp32":
@@ -79,7 +79,7 @@ def tied_gradients_add_up(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def weights_keep_their_place(config: Config, run: Run) -> Iterator[Finding]:
+def weights_keep_their_place(config: Config, run: Context) -> Iterator[Finding]:
     """DS805."""
     for name in ("round_robin_gradients", "parameter_alignment"):
         place = f"zero_optimization.{name}"
@@ -93,7 +93,7 @@ def weights_keep_their_place(config: Config, run: Run) -> Iterator[Finding]:
             )
 
 
-def monitors_are_off(config: Config, run: Run) -> Iterator[Finding]:
+def monitors_are_off(config: Config, run: Context) -> Iterator[Finding]:
     """DS806. deepspeed 0.19.8, runtime/pipe/engine.py: the monitor asks for a loss that `eval_batch` did not reduce."""
     for name in MONITORS:
         if run.pipeline_parallel_size is not None and config.is_on(f"{name}.enabled"):
@@ -105,7 +105,7 @@ def monitors_are_off(config: Config, run: Run) -> Iterator[Finding]:
             )
 
 
-def every_auto_is_filled(config: Config, run: Run) -> Iterator[Finding]:
+def every_auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
     """DS807. Nobody but us fills an "auto" there; what stays ends the run in DeepSpeed, or is taken for a text."""
     if run.pipeline_parallel_size is None:
         return

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
-from finetune.dsconfig.run import Run
 
 AMPERE = (8, 0)  # compute capability of the first GPUs with bf16 units
 DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 MASTERS = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
 
 
-def one_precision_is_on(config: Config, run: Run) -> Iterator[Finding]:
+def one_precision_is_on(config: Config, run: Context) -> Iterator[Finding]:
     """DS401. DeepSpeed asserts it in the engine."""
     if config.is_on("fp16.enabled") and (config.is_on("bf16.enabled") or config.is_on("bfloat16.enabled")):
         yield error(
@@ -23,7 +23,7 @@ def one_precision_is_on(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def fp16_has_a_gpu(config: Config, run: Run) -> Iterator[Finding]:
+def fp16_has_a_gpu(config: Config, run: Context) -> Iterator[Finding]:
     """DS402."""
     if run.has_cuda is False and (config.is_on("fp16.enabled") or (run.has_trainer and run.arguments.get("fp16"))):
         yield error(
@@ -33,7 +33,7 @@ def fp16_has_a_gpu(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def bf16_has_its_gpu(config: Config, run: Run) -> Iterator[Finding]:
+def bf16_has_its_gpu(config: Config, run: Context) -> Iterator[Finding]:
     """DS403. Older GPUs have no bf16 units: torch computes in fp32 there, slowly, or DeepSpeed refuses."""
     asked = (
         config.is_on("bf16.enabled")
@@ -50,7 +50,7 @@ def bf16_has_its_gpu(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def loss_scale_does_something(config: Config, run: Run) -> Iterator[Finding]:
+def loss_scale_does_something(config: Config, run: Context) -> Iterator[Finding]:
     """DS404. Fields of dynamic loss scaling under a fixed scale, or with fp16 off, are not read."""
     fields = [name for name in DYNAMIC if config.has(f"fp16.{name}")]
     scale = config.number("fp16.loss_scale")
@@ -70,7 +70,7 @@ def loss_scale_does_something(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def masters_have_zero(config: Config, run: Run) -> Iterator[Finding]:
+def masters_have_zero(config: Config, run: Context) -> Iterator[Finding]:
     """DS405. deepspeed 0.19.8, runtime/config.py, _do_error_check."""
     for place in MASTERS:
         if config.is_on(place) and not config.stage:
@@ -89,7 +89,7 @@ def masters_have_zero(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def autocast_is_alone(config: Config, run: Run) -> Iterator[Finding]:
+def autocast_is_alone(config: Config, run: Context) -> Iterator[Finding]:
     """DS406. torch.autocast keeps fp32 weights, fp16 and bf16 sections replace them."""
     halves = [name for name in ("fp16", "bf16") if config.is_on(f"{name}.enabled")]
     if config.is_on("torch_autocast.enabled") and halves:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Finding, Put, at, error, warning
-from finetune.dsconfig.run import Run
 
 HPZ = "zero_optimization.zero_hpz_partition_size"
 QWZ = "zero_optimization.zero_quantized_weights"
 QGZ = "zero_optimization.zero_quantized_gradients"
 
 
-def hpz_divides_the_node(config: Config, run: Run) -> Iterator[Finding]:
+def hpz_divides_the_node(config: Config, run: Context) -> Iterator[Finding]:
     """DS701. The second copy of the weights is shared out among so many neighbours."""
     size = config.count(HPZ)
     if size is None or size <= 1 or run.world_size is None:
@@ -37,7 +37,7 @@ def hpz_divides_the_node(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def quantized_has_its_stage(config: Config, run: Run) -> Iterator[Finding]:
+def quantized_has_its_stage(config: Config, run: Context) -> Iterator[Finding]:
     """DS702."""
     if config.stage == 3:
         return
@@ -48,7 +48,7 @@ def quantized_has_its_stage(config: Config, run: Run) -> Iterator[Finding]:
         yield error("DS702", place, f"{place} needs stage 3, but stage is {config.stage}.")
 
 
-def quantizer_can_run(config: Config, run: Run) -> Iterator[Finding]:
+def quantizer_can_run(config: Config, run: Context) -> Iterator[Finding]:
     """DS703. deepspeed 0.19.8 has no quantizer for the CPU."""
     nodes = 1 if run.world_size is None else run.world_size // (run.ranks_per_node or run.world_size)
     for place in [QWZ, *([QGZ] if nodes > 1 else [])]:  # on one node the gradients are not quantized
@@ -61,7 +61,7 @@ def quantizer_can_run(config: Config, run: Run) -> Iterator[Finding]:
             )
 
 
-def quantized_gradients_do_something(config: Config, run: Run) -> Iterator[Finding]:
+def quantized_gradients_do_something(config: Config, run: Context) -> Iterator[Finding]:
     """DS704. deepspeed 0.19.8, runtime/zero/stage3.py, takes the quantized path across nodes alone."""
     one_node = run.world_size is not None and run.world_size == run.ranks_per_node
     if config.is_on(QGZ) and config.stage == 3 and one_node:

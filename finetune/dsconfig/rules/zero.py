@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.dsconfig.config import Config
+from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
-from finetune.dsconfig.run import Run
 
 GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 THRESHOLD = "zero_optimization.stage3_param_persistence_threshold"
@@ -25,7 +25,7 @@ FEW_ELEMENTS = 100_000  # 200 kB in bf16: a collective of that size is all laten
 OF_STAGE_3 = ("stage3_", "sub_group_size")
 
 
-def saved_model_is_whole(config: Config, run: Run) -> Iterator[Finding]:
+def saved_model_is_whole(config: Config, run: Context) -> Iterator[Finding]:
     """DS501. Without it the Trainer saves DeepSpeed's checkpoint in place of the model's weights, and says so in
     the log (transformers 5.23, trainer.py, save_model)."""
     if config.stage != 3 or config.is_on(GATHER):
@@ -43,7 +43,7 @@ def saved_model_is_whole(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def something_is_sharded(config: Config, run: Run) -> Iterator[Finding]:
+def something_is_sharded(config: Config, run: Context) -> Iterator[Finding]:
     """DS502. Weights below the threshold stay whole on every rank: above all of them ZeRO-3 shards none."""
     threshold, weights = config.count(THRESHOLD), run.weights
     if config.is_auto(THRESHOLD) and weights and weights.hidden_size and run.engine != "deepspeed":
@@ -62,7 +62,7 @@ def something_is_sharded(config: Config, run: Run) -> Iterator[Finding]:
     )
 
 
-def buckets_fit_the_model(config: Config, run: Run) -> Iterator[Finding]:
+def buckets_fit_the_model(config: Config, run: Context) -> Iterator[Finding]:
     """DS503. A bucket far above the model is memory for nothing; one far below it makes every collective all
     latency."""
     weights = run.weights
@@ -87,7 +87,7 @@ def buckets_fit_the_model(config: Config, run: Run) -> Iterator[Finding]:
             )
 
 
-def overlap_fits_in_memory(config: Config, run: Run) -> Iterator[Finding]:
+def overlap_fits_in_memory(config: Config, run: Context) -> Iterator[Finding]:
     """DS504. The buffers of overlap_comm grow with the buckets, not with the model."""
     sizes = [0 if config.is_auto(place) else config.count(place) or DEFAULT_BUCKET for place in BUCKETS[:2]]
     needed = OVERLAP_BUFFERS * sum(sizes) * BYTES_PER_ELEMENT
@@ -100,7 +100,7 @@ def overlap_fits_in_memory(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def stage_reads_the_key(config: Config, run: Run) -> Iterator[Finding]:
+def stage_reads_the_key(config: Config, run: Context) -> Iterator[Finding]:
     """DS505. Keys of ZeRO-3 below stage 3 do nothing."""
     keys = config.section("zero_optimization")
     idle = [key for key in keys if key.startswith(OF_STAGE_3) and config.stage < 3]
@@ -114,7 +114,7 @@ def stage_reads_the_key(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def best_model_can_be_loaded(config: Config, run: Run) -> Iterator[Finding]:
+def best_model_can_be_loaded(config: Config, run: Context) -> Iterator[Finding]:
     """DS506. --save_only_model leaves DeepSpeed's states out, without which its engine loads nothing back."""
     if run.has_trainer and run.arguments.get("save_only_model") and run.arguments.get("load_best_model_at_end"):
         yield error(
@@ -125,7 +125,7 @@ def best_model_can_be_loaded(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def stage_takes_the_key(config: Config, run: Run) -> Iterator[Finding]:
+def stage_takes_the_key(config: Config, run: Context) -> Iterator[Finding]:
     """DS507. deepspeed 0.19.8: runtime/config.py, _do_error_check, and the validators of runtime/zero/config.py."""
     stage = config.stage
     if config.get("gradient_allreduce_op") == "sum" and stage == 3:
@@ -154,7 +154,7 @@ def stage_takes_the_key(config: Config, run: Run) -> Iterator[Finding]:
         )
 
 
-def section_is_there(config: Config, run: Run) -> Iterator[Finding]:
+def section_is_there(config: Config, run: Context) -> Iterator[Finding]:
     """DS508. accelerate 1.15, utils/dataclasses.py, and so the Trainer, refuses a config without the section."""
     if run.engine != "deepspeed" and run.pipeline_parallel_size is None and not config.has("zero_optimization"):
         yield error(

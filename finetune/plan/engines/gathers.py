@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from finetune.plan.engines.layout import Weights
+from finetune.plan.engines.resident import Weights
 from finetune.plan.engines.zero3 import Zero3
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.program import Stretch

@@ -5,7 +5,7 @@ Followed step by step: deepspeed 0.19.8, runtime/pipe/engine.py, runtime/bf16_op
 
 from __future__ import annotations
 
-from finetune.plan.engines.layout import BUCKETS, GRADIENTS, MASTERS, PARAMETERS
+from finetune.plan.engines.resident import BUCKETS, GRADIENTS, MASTERS, PARAMETERS
 from finetune.plan.engines.zero12 import Zero12
 from finetune.plan.step import TEMPORARY, Ledger
 from finetune.plan.values import FP32_BYTES

@@ -5,13 +5,13 @@ Followed step by step: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py, whose fu
 
 from __future__ import annotations
 
-from finetune.plan.engines.layout import BUCKETS, GRADIENTS, MASTERS, PARAMETERS, Layout
+from finetune.plan.engines.resident import BUCKETS, GRADIENTS, MASTERS, PARAMETERS, Resident
 from finetune.plan.step import TEMPORARY, Ledger
 from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import Partition, Sized
 
 
-class Zero12(Layout):
+class Zero12(Resident):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         groups = self.weights.groups()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import accumulate, pairwise
 
-from finetune.plan.engines.layout import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, Layout
+from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, Resident
 from finetune.plan.program import Kind, program_of
 from finetune.plan.step import TEMPORARY, Ledger
 from finetune.plan.tape import Tape
@@ -25,7 +25,7 @@ def _holders(module: str) -> set[str]:
     return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
-class Zero3(Layout):
+class Zero3(Resident):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         limit = self.zero.persistence_threshold

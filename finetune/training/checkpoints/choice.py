@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.errors import FinetuneError, NothingToDoError, RequestError
-from finetune.files import read_json_object
+from finetune.safe_read import read_json_object
 from finetune.training.arguments import Request
 from finetune.training.checkpoints.manifest import (
     MANIFEST,

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.training.checkpoints.writing import Whole, flush, leads, together
+from finetune.training.checkpoints.writing import AtomicFolder, flush, leads, together
 
 FINAL = "final"  # where it is put together
 
@@ -19,7 +19,7 @@ def save_final(run_folder: Path, write: Callable[[Path], None]) -> None:
     the new model comes, and what it looks for first, the index or the one file, comes last. Until then `final/` is
     whole.
     """
-    with Whole(run_folder / FINAL, None) as folder:
+    with AtomicFolder(run_folder / FINAL, None) as folder:
         write(folder)
     together(lambda: _move_up(run_folder / FINAL) if leads() else None)
 

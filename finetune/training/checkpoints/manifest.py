@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from finetune.errors import RequestError
-from finetune.files import is_deeper
+from finetune.safe_read import is_deeper
 
 MANIFEST = "manifest.json"
 FORMAT = 1

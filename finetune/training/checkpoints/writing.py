@@ -53,9 +53,9 @@ class About:
     layout: Layout
 
 
-class Whole:
-    """Writes one folder, all ranks together: `with Whole(place, about) as folder`, and it is there with its manifest
-    and on the disk, or it is not. Without `about` it gets no manifest.
+class AtomicFolder:
+    """Writes one folder, all ranks together: `with AtomicFolder(place, about) as folder`, and it is there with its
+    manifest and on the disk, or it is not. Without `about` it gets no manifest.
 
     What is written is `unfinished-NAME/NAME`: libraries that choose the last name themselves can be sent there.
     """

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from finetune.dsconfig.run import flag_value
+from finetune.dsconfig.context import flag_value
 from finetune.errors import FinetuneError, RunError
-from finetune.plan.kept import RUN_RECORD
 from finetune.plan.machine import find_machine
 from finetune.plan.plan import Plan, plan
 from finetune.plan.request import Asked, job_of
+from finetune.plan.run_model import RUN_RECORD
 from finetune.plan.search import cheaper
 from finetune.training.flat_yaml import read_flat_yaml
 from finetune.training.launch import read_launch

@@ -20,11 +20,11 @@ from torch import distributed
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from finetune.errors import RequestError
-from finetune.files import read_json_object
+from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.final import save_final
 from finetune.training.checkpoints.manifest import Layout
 from finetune.training.checkpoints.space import OTHER_BYTES, check_space, stage_bytes
-from finetune.training.checkpoints.writing import About, Whole, every
+from finetune.training.checkpoints.writing import About, AtomicFolder, every
 from finetune.training.pipeline.engine import Built, Named
 from finetune.training.pipeline.files import file_name, find_tensors, read_tensor
 from finetune.training.pipeline.flat_states import FlatStates
@@ -58,7 +58,7 @@ class Checkpoints:
     def save(self, place: Path, state: Any, global_batch_size: int, weights_only: bool) -> None:
         """The folder `place`, whole or not at all."""
         self.check_space(place.parent, f"step {state.global_step}", weights_only)
-        with (whole := Whole(place, self._about(state, global_batch_size))) as folder:
+        with (whole := AtomicFolder(place, self._about(state, global_batch_size))) as folder:
             self._write_model(folder)
             if not weights_only:
                 states = self.states.whole(self.mine if self.writes else set())

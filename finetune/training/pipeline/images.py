@@ -8,7 +8,7 @@ from typing import Any
 from transformers.trainer_utils import TrainOutput
 
 from finetune.models.images import image_pipeline
-from finetune.training.pipeline.layout import describe, lay_out
+from finetune.training.pipeline.partition import describe, partition
 from finetune.training.pipeline.trainer import PipelineTrainer
 from finetune.training.profiling.callback import profiling
 from finetune.training.run_folder import MetricsFile
@@ -26,7 +26,7 @@ class ImagePipelineTrainer(PipelineTrainer):
         training, train = session.training, data.splits["train"]
         model = image_pipeline(model_args, source, config, training.seed)
         interval = run_args.activation_checkpoint_interval or 0
-        parts = lay_out(
+        parts = partition(
             model, pipeline_args, training, session.launch, train, data.collator, interval, session.checkpoint
         )
         session.say(*describe(parts))

@@ -32,7 +32,7 @@ from finetune.training.checkpoints.best import best_to_load, note_place_of_best
 from finetune.training.checkpoints.rotation import Keeper
 from finetune.training.guards.arguments import GuardArguments
 from finetune.training.guards.nan_guard import NanGuard, rng_state, set_rng_state
-from finetune.training.guards.of_pipeline import PipelineSuspect
+from finetune.training.guards.pipeline_adapter import PipelineSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers
 from finetune.training.launch import Launch
 from finetune.training.model_card import results_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.files import read_json_object
+from finetune.safe_read import read_json_object
 from finetune.training.arguments import check_trackers
 from finetune.training.run_files import STATE_FILE
 

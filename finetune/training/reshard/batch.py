@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from finetune.errors import RequestError
-from finetune.files import read_json_object
+from finetune.safe_read import read_json_object
 from finetune.training.arguments import Request
 from finetune.training.checkpoints.manifest import MANIFEST, read_manifest
 from finetune.training.run_files import PIPELINE_RECORD

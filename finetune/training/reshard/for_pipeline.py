@@ -12,19 +12,19 @@ from torch import distributed
 from transformers import Trainer
 
 from finetune.training.reshard.for_trainer import settings_from
-from finetune.training.reshard.layout import Layout, can_load_as_it_stands, layout_of
 from finetune.training.reshard.move import Mover
 from finetune.training.reshard.one_file import Names
 from finetune.training.reshard.portable import Group
+from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, sharding_of
 
 
 @contextmanager
 def loadable(checkpoint: Path, trainer: Any) -> Iterator[Path]:
     """Inside, a folder that a pipeline can load: the checkpoint itself, or one made of it. All ranks must call it."""
-    here = Layout("pipeline", trainer.launch.world_size)
+    here = Sharding("pipeline", trainer.launch.world_size)
     mover = Mover(checkpoint, Path(trainer.args.output_dir), here, trainer.launch.rank)
     mover.clear()
-    written = layout_of(checkpoint)
+    written = sharding_of(checkpoint)
     if can_load_as_it_stands(written, here):
         yield checkpoint
         return

@@ -14,10 +14,10 @@ from transformers.trainer_callback import ExportableState
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
 from finetune.training.engine import accelerate_uses_fsdp
-from finetune.training.reshard.layout import Layout, can_load_as_it_stands, layout_of
 from finetune.training.reshard.move import Mover, read_any
 from finetune.training.reshard.one_file import Names
 from finetune.training.reshard.portable import WEIGHT, Group, Portable, settings_of
+from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, sharding_of
 from finetune.training.run_files import STATE_FILE
 from finetune.training.run_folder import write_json
 
@@ -33,7 +33,7 @@ class Reshard(TrainerCallback):
         here, args = here_of(trainer), trainer.args
         self.mover = Mover(checkpoint, Path(args.output_dir), here, args.process_index)
         self.mover.clear()
-        written = layout_of(checkpoint)
+        written = sharding_of(checkpoint)
         if can_load_as_it_stands(written, here):
             if written.ranks != here.ranks:
                 self.mover.link()
@@ -87,7 +87,7 @@ def load_best(trainer: Any, checkpoint: Path) -> bool:
     False where it can."""
     if not trainer.is_deepspeed_enabled or not checkpoint.is_dir():
         return False
-    written = layout_of(checkpoint)
+    written = sharding_of(checkpoint)
     if can_load_as_it_stands(written, here_of(trainer)):
         return False
     portable = read_any(checkpoint, written, names_of(trainer))
@@ -143,7 +143,7 @@ def mend_optimizer(optimizer: Any, portable: Portable) -> None:
         own.update({key: value for key, value in written.settings.items() if key in own})
 
 
-def here_of(trainer: Any) -> Layout:
+def here_of(trainer: Any) -> Sharding:
     """The layout of this run."""
     ranks = trainer.args.world_size
     if trainer.is_deepspeed_enabled:
@@ -152,8 +152,8 @@ def here_of(trainer: Any) -> Layout:
         where = next((device for device in ("nvme", "cpu") if device in devices), "none")
         precision = next((n for n in ("bf16", "fp16") if config.get(n, {}).get("enabled") is True), "fp32")
         stage = config.get("zero_optimization", {}).get("stage", 0)
-        return Layout("deepspeed", ranks, stage, where, precision)
-    return Layout("fsdp" if trainer.args.fsdp or accelerate_uses_fsdp() else "plain", ranks)
+        return Sharding("deepspeed", ranks, stage, where, precision)
+    return Sharding("fsdp" if trainer.args.fsdp or accelerate_uses_fsdp() else "plain", ranks)
 
 
 def names_of(trainer: Any) -> Names:

@@ -13,9 +13,9 @@ from finetune.errors import FinetuneError, RequestError, RunError, first_line
 from finetune.training.checkpoints.tag import newest_tag
 from finetune.training.checkpoints.writing import every
 from finetune.training.reshard.by_name import read_pipeline, write_pipeline_record, write_share
-from finetune.training.reshard.layout import Layout
 from finetune.training.reshard.one_file import Names, read_plain, read_zero0, write_plain, write_zero0
 from finetune.training.reshard.portable import Portable
+from finetune.training.reshard.sharding import Sharding
 from finetune.training.reshard.universal import write_record, write_weight
 from finetune.training.reshard.zero_shards import read_zero
 from finetune.training.run_files import UNFINISHED
@@ -27,7 +27,7 @@ TELL_SECONDS = 10.0  # between two lines of progress
 ADAM = {"exp_avg", "exp_avg_sq"}  # the loader of ZeRO-3 knows no others (runtime/zero/stage3.py)
 
 
-def read_any(checkpoint: Path, written: Layout, names: Names) -> Portable:
+def read_any(checkpoint: Path, written: Sharding, names: Names) -> Portable:
     """By the reader of the layout that wrote it. Raises RequestError."""
     if written.engine == "pipeline":
         return read_pipeline(checkpoint, names.filled)
@@ -42,12 +42,12 @@ class Mover:
     """Moves `checkpoint` to the layout `here`; every rank must call every method. `rank` of `ranks` writes its share of
     the weights, so that no rank waits long for another."""
 
-    def __init__(self, checkpoint: Path, run_folder: Path, here: Layout, rank: int) -> None:
+    def __init__(self, checkpoint: Path, run_folder: Path, here: Sharding, rank: int) -> None:
         self.checkpoint, self.run_folder, self.here = checkpoint, run_folder, here
         self.rank, self.ranks = rank, here.ranks
         self.folder = run_folder / (PREFIX + checkpoint.name)
 
-    def move(self, written: Layout, names: Names, pipeline: tuple[int, str] = (0, "")) -> Portable:
+    def move(self, written: Sharding, names: Names, pipeline: tuple[int, str] = (0, "")) -> Portable:
         """Write the folder, and return what was read. `pipeline` is what a pipeline's record says beside: its global
         batch size and optimizer. Raises RequestError and RunError, the same on every rank."""
         start = time.monotonic()
@@ -89,7 +89,7 @@ class Mover:
         name = source.name if source else f"global_step{self.checkpoint.name.rsplit('-', 1)[-1]}"
         return self.folder / (name + "_universal" if self.here.zero_stage else name)
 
-    def _begin(self, written: Layout, portable: Portable) -> None:
+    def _begin(self, written: Sharding, portable: Portable) -> None:
         if self.here.zero_stage and set(portable.keys) != ADAM:
             raise RequestError(
                 f"--resume: {self.checkpoint} holds the optimizer states {', '.join(portable.keys) or 'none'}, and "

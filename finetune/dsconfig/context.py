@@ -1,0 +1,101 @@
+"""The run that a config is for: what the rules need to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+ENGINES = ("recipe", "trainer", "accelerate", "deepspeed")
+# Compute capability by GPU (developer.nvidia.com/cuda-gpus).
+GPU_CAPABILITY = {
+    "P100": (6, 0),
+    "P4": (6, 1),
+    "V100": (7, 0),
+    "T4": (7, 5),
+    "A100": (8, 0),
+    "A10": (8, 6),
+    "RTX3090": (8, 6),
+    "L4": (8, 9),
+    "A40": (8, 6),
+    "A6000": (8, 6),
+    "L40": (8, 9),
+    "L40S": (8, 9),
+    "RTX4090": (8, 9),
+    "H100": (9, 0),
+    "H200": (9, 0),
+    "B200": (10, 0),
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The sizes of a model's weights, in elements."""
+
+    total: int
+    largest: int
+    hidden_size: int | None
+
+
+@dataclass(frozen=True)
+class Context:
+    """`arguments` holds the Trainer's values by the Trainer's names, where known. None means "not known".
+
+    `engine` is who reads the config: a recipe of ours, another script's Trainer, a script's own loop with accelerate,
+    or `deepspeed.initialize` alone.
+    """
+
+    world_size: int | None
+    ranks_per_node: int | None
+    has_cuda: bool | None
+    output_dir: str
+    arguments: dict[str, Any]
+    nvme_path: str | None = None
+    pipeline_parallel_size: int | None = None  # stages; None for a run without a pipeline
+    engine: str = "recipe"
+    gpu_capability: tuple[int, int] | None = None
+    weights: Weights | None = None
+    is_here: bool = True  # on this machine, whose disks and compilers count
+    versions: Mapping[str, str] = field(default_factory=dict)  # of packages, over what is installed
+
+    @property
+    def data_parallel_size(self) -> int | None:
+        """Ranks that read different samples: without a pipeline all of them."""
+        return None if self.world_size is None else self.world_size // (self.pipeline_parallel_size or 1)
+
+    @property
+    def has_trainer(self) -> bool:
+        """True where the Trainer's arguments, or ours, fill the config and have to agree with it."""
+        return self.engine in ("recipe", "trainer")
+
+    def version(self, package: str) -> tuple[int, ...] | None:
+        """(0, 19, 8) for "0.19.8". None where the package is neither given nor installed."""
+        text = self.versions.get(package)
+        if text is None:
+            try:
+                text = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                return None
+        return release(text)
+
+
+def flag_value(value: Any) -> Any:
+    """As a flag would be read: YAML 1.1 takes 2e-5 for a text."""
+    if not isinstance(value, str):
+        return value
+    for convert in (int, float):
+        with suppress(ValueError):
+            return convert(value)
+    return {"true": True, "false": False}.get(value.lower(), value)
+
+
+def release(text: str) -> tuple[int, ...]:
+    """(0, 19, 8) for "0.19.8+cpu"; what follows the numbers is left out."""
+    numbers = []
+    for part in text.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

@@ -1,0 +1,121 @@
+"""Train a few steps on made-up tokens, and write down what they took.
+
+    deepspeed --num_gpus 2 --module finetune.measure --model_config config.json --sequence_tokens 128 --result_dir o \\
+        --deepspeed zero2 --per_device_train_batch_size 4
+
+Flags and defaults are those of the recipes: `start`, the Trainer, DeepSpeed's config and its check are theirs; with
+--pipeline_parallel_size it is the pipeline's trainer. Each rank writes OUT/rank-N.json. The first steps run under
+`Allocations`, the rest without it, and only these are timed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import set_seed
+
+from finetune.errors import RequestError
+from finetune.measure.memory import Allocations
+from finetune.measure.models import build, config_of, samples
+from finetune.measure.train import DEFAULTS, train, train_pipeline
+from finetune.measure.watch import OBSERVED_STEPS, WARM_STEPS, Watch
+from finetune.models.chunked_loss import use_chunked_loss
+from finetune.models.gptlite_pipeline import gptlite_pipeline
+from finetune.training.arguments import RunArguments
+from finetune.training.launch import run
+from finetune.training.loss import settle_loss_scaling
+from finetune.training.pipeline.arguments import PipelineArguments
+from finetune.training.start import Session, start
+
+SHOWN_TENSORS = 40
+
+
+@dataclass
+class TrialArguments:
+    """What is tried."""
+
+    model_config: str = field(default="", metadata={"help": "the config.json of a Hugging Face model"})
+    head: str = field(default="causal_lm", metadata={"help": "causal_lm, masked_lm, sequence_classification, ..."})
+    attention: str = field(default="sdpa", metadata={"help": "attn_implementation"})
+    sequence_tokens: int = field(default=128, metadata={"help": "tokens of each sample"})
+    loss_chunk_tokens: int = field(default=0, metadata={"help": "rows of logits at a time; 0: all"})
+    planned_device: str = field(default="", metadata={"help": "cpu or cuda: another is refused; empty: any"})
+    timed_steps: int = field(default=5, metadata={"help": "steps whose time counts"})
+    result_dir: str = field(default="", metadata={"help": "where each rank writes its figures"})
+
+
+class Copies(Dataset):  # type: ignore[misc]
+    """The same sample, `many` times."""
+
+    def __init__(self, many: int, one: dict[str, torch.Tensor]) -> None:
+        self.many, self.one = many, one
+
+    def __len__(self) -> int:
+        return self.many
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.one
+
+
+def main() -> None:
+    is_pipeline = any(word.startswith("--pipeline_parallel_size") for word in sys.argv)
+    groups = (TrialArguments, *((PipelineArguments,) if is_pipeline else ()), RunArguments)
+    session = start(groups, {**DEFAULTS, "output_dir": "runs/trial"}, sys.argv[1:], scratch_defaults={})
+    trial, training = session.arguments[0], session.training
+    if trial.planned_device not in ("", training.device.type):
+        raise RequestError(
+            f"this was planned for {trial.planned_device}, but torch {torch.__version__} runs on "
+            f"{training.device.type} here. Plan for that: --gpu cpu, or this machine's profile."
+        )
+    training.max_steps = OBSERVED_STEPS + WARM_STEPS + trial.timed_steps
+    config = json.loads(Path(trial.model_config).read_text())
+    many = training.max_steps * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    data = Copies(many, samples(config, trial.head, trial.sequence_tokens, is_pipeline))
+    memory = Allocations(training.device.type)
+    watch = Watch(memory)
+    memory.__enter__()  # Watch leaves it
+    set_seed(training.seed)
+    run_it = _pipeline if is_pipeline else _trainer
+    run_it(session, config, data, watch)
+    _write(session, trial, watch)
+
+
+def _trainer(session: Session, config: dict[str, Any], data: Copies, watch: Watch) -> None:
+    trial = session.arguments[0]
+    model = build(config, trial.head, trial.attention)
+    if trial.loss_chunk_tokens:
+        model.accepts_loss_kwargs = True  # see use_chunked_loss
+        use_chunked_loss(model, trial.loss_chunk_tokens)
+    else:
+        settle_loss_scaling(model, label_per_token=trial.head in ("causal_lm", "masked_lm", "seq2seq_lm"))
+    train(session, model, data, watch)
+
+
+def _pipeline(session: Session, config: dict[str, Any], data: Copies, watch: Watch) -> None:
+    _, pipeline_args, run_args = session.arguments
+    model = gptlite_pipeline(config_of(config), seed=session.training.seed)
+    train_pipeline(session, model, pipeline_args, data, run_args.activation_checkpoint_interval or 0, watch)
+
+
+def _write(session: Session, trial: TrialArguments, watch: Watch) -> None:
+    figures = {
+        "between_steps_bytes": watch.between_steps[-1],
+        "step_peaks_bytes": watch.step_peaks[-1],
+        "seconds": watch.seconds,
+        "bounds": watch.bounds,
+        "at_peak": watch.at_peak[:SHOWN_TENSORS],
+        "resident": watch.resident[:SHOWN_TENSORS],
+    }
+    folder = Path(trial.result_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank-{session.launch.rank}.json").write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    run(main)

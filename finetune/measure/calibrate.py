@@ -1,0 +1,274 @@
+"""Measure the machine at hand into a profile that `finetune plan --gpu OUT.json` reads, in about two minutes.
+
+    python -m finetune.measure.calibrate OUT.json         # two ranks at a time, which share the machine as a run's do
+    python -m finetune.measure.calibrate OUT.json --ranks 1
+
+On a CPU each rank has its share of the cores, as the recipes give it. What cannot be measured here, such as a network
+between nodes, stays as the shipped profile assumes it, and `sources` says which is which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RequestError, RunError
+from finetune.hardware import cores_here, gpus_here
+from finetune.measure.processes import run_together
+from finetune.measure.start import attempt
+from finetune.plan.job import Job
+from finetune.plan.machine import Machine, find_machine, read_machine, write_machine
+from finetune.plan.model import model_of
+from finetune.plan.named import find_model_config
+from finetune.plan.search import laid_out, shipped
+from finetune.plan.seconds import plan_seconds
+from finetune.training.launch import free_port, run
+
+LARGE_SHARE = 0.25  # of the shapes, the fastest: what large products reach
+ROUNDS = 2  # some time apart, for a machine is not the same at any time
+QUICK = "--quick"
+MEASURED = "measured by finetune.measure.calibrate"
+CONTEXT_SOURCE = (
+    f"{MEASURED}: mem_get_info's total less free less torch's memory_reserved, of one process, before NCCL and any "
+    "kernel but one; other programs on the GPU count, kernels that are loaded later do not; this code was written "
+    "without a GPU to try it on"
+)
+UNKNOWN_GPU = "A100-40GB"  # what is not measured of one that has no profile is taken from this
+# Of the reference runs. On a CPU operators last longer than their launches even in a small model; on a GPU they must be
+# large, or the host would be measured, whose overhead large models do not have.
+REFERENCE_LAYOUTS = ("none", "zero2")
+REFERENCE_STEPS = 20
+SMALL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "vocab_size": 1000}
+LARGE = {"num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 8000,
+         "max_position_embeddings": 512}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(QUICK, action="store_true", help="a few shapes alone: to see that it works")
+    parser.add_argument("--nvme_path", type=Path, help="a folder on the disk for offloading; without it none is tried")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    if asked.rank is None:
+        calibrate(asked.out, asked.ranks, asked.quick, asked.nvme_path)
+    else:
+        _rank(asked.out, asked.rank, asked.ranks, asked.quick, asked.nvme_path)
+
+
+def calibrate(out: Path, ranks: int = 2, quick: bool = False, nvme_path: Path | None = None) -> None:
+    """Starts the ranks, and writes `out`. Raises RequestError before anything is measured, RunError where one fails."""
+    _check(out, ranks, nvme_path)
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with tempfile.TemporaryDirectory(prefix="finetune-calibrate-") as folder:
+        found = Path(folder) / "machine.json"
+        argv = [sys.executable, "-m", "finetune.measure.calibrate", str(found), "--ranks", str(ranks)]
+        argv += [QUICK] if quick else []
+        argv += ["--nvme_path", str(nvme_path)] if nvme_path else []
+        statuses = run_together(
+            [([*argv, "--rank", str(rank)], environment | {"LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+        )
+        if any(statuses):
+            rank, status = next((rank, status) for rank, status in enumerate(statuses) if status)
+            raise RunError(
+                f"the calibration failed: rank {rank} ended with {status}, and the rest were ended. See above."
+            )
+        machine = read_machine(found)
+    if not quick:
+        sources = machine.sources | {"step_factor": f"{MEASURED}, on {len(REFERENCE_LAYOUTS)} reference runs"}
+        machine = replace(machine, step_factor=_step_factor(machine, ranks), sources=sources)
+    write_machine(machine, out)
+
+
+def _check(out: Path, ranks: int, nvme_path: Path | None) -> None:
+    if ranks < 1:
+        raise RequestError(f"--ranks is {ranks}, but it must be 1 or more.")
+    gpus, cores = gpus_here(), cores_here()
+    if ranks > (gpus or cores):
+        what = f"{gpus} GPU(s)" if gpus else f"{cores} core(s)"
+        raise RequestError(f"--ranks is {ranks}, but this machine has {what}. Give --ranks {gpus or cores}, or less.")
+    if nvme_path is not None and not nvme_path.is_dir():
+        raise RequestError(f"--nvme_path {nvme_path}: there is no such folder. Make it, or leave it out.")
+    is_new = not out.exists()
+    try:
+        with out.open("ab"):
+            pass
+        if is_new:
+            out.unlink()
+    except OSError as error:
+        raise RequestError(f"{out}: cannot be written ({error}). Give another path.") from error
+
+
+def _step_factor(machine: Machine, ranks: int) -> float:
+    """How much longer steps take than the plan says of the operators, each of which was measured alone: caches are
+    shared in a real step, ranks wait for the slower one, and the training loop has work of its own. Raises RunError
+    where a reference does not run."""
+    machine = replace(machine, step_factor=1.0)
+    ratios = []
+    for layout in REFERENCE_LAYOUTS:
+        job = laid_out(reference(machine, ranks), layout)
+        got = attempt(job, None if layout == "none" else shipped(layout), REFERENCE_STEPS)
+        if isinstance(got, str):
+            raise RunError(f"a reference run of the calibration ({layout}) ended: {got}.")
+        ratios.append(got.step_seconds / plan_seconds(job, machine).total)
+    return round(statistics.geometric_mean(ratios), 3)
+
+
+def reference(machine: Machine, ranks: int) -> Job:
+    """What is run to see how far real steps are from the sum of their operators."""
+    is_cpu = machine.device == "cpu"
+    half = "bf16" if "bf16" in machine.peak_flops else "fp16" if "fp16" in machine.peak_flops else "fp32"
+    return Job(
+        model_of(find_model_config("gptlite-tiny") | (SMALL if is_cpu else LARGE)),
+        world_size=ranks,
+        ranks_per_node=ranks,
+        micro_batch=6,
+        tokens=96 if is_cpu else LARGE["max_position_embeddings"],
+        precision="fp32" if is_cpu else half,
+        device="cpu" if is_cpu else "cuda",
+    )
+
+
+def _rank(out: Path, rank: int, ranks: int, quick: bool, nvme_path: Path | None) -> None:
+    import torch
+    from torch import distributed
+
+    is_gpu = torch.cuda.is_available()
+    context = None
+    if is_gpu:
+        torch.cuda.set_device(rank)
+        context = _context_bytes()
+    else:
+        torch.set_num_threads(max(1, cores_here() // ranks))
+    distributed.init_process_group("nccl" if is_gpu else "gloo", rank=rank, world_size=ranks)
+    machine = measure(ranks, quick, nvme_path)
+    if context is not None:
+        sources = machine.sources | {"context_bytes": CONTEXT_SOURCE}
+        machine = replace(machine, context_bytes=context, sources=sources)
+    if rank == 0:
+        write_machine(machine, out)
+    distributed.destroy_process_group()
+
+
+def _context_bytes() -> int:
+    """Of this rank's GPU, on which nothing of ours has run yet."""
+    import torch
+
+    torch.ones(1, device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    return max(0, int(total - free - torch.cuda.memory_reserved()))
+
+
+def measure(ranks: int, quick: bool, nvme_path: Path | None) -> Machine:
+    """Every rank does the same at the same time."""
+    import torch
+    from torch import distributed
+
+    from finetune.measure import links, rates
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    budget = rates.Budget(0.002, (2**14, 2**16), 2e7, (64, 256)) if quick else rates.Budget()
+    meet = distributed.barrier
+    base = _base(device)
+    gemms: list[list[Any]] = []
+    kernels: list[list[Any]] = []
+    for _ in range(1 if quick else ROUNDS):
+        for precision in _precisions(device):
+            gemms += rates.gemm_rows(device, precision, budget, meet)
+            kernels += rates.kernel_rows(device, precision, budget, meet)
+            kernels += rates.attention_rows(device, precision, budget, meet)
+        kernels += links.update_rows(device, budget, meet)
+    gemms, kernels = _typical(gemms), _typical(kernels)
+    found: dict[str, Any] = {
+        "gemm_table": tuple(tuple(row) for row in gemms),
+        "kernel_table": tuple(tuple(row) for row in kernels),
+        "launch_seconds": links.launch_seconds(device, 10 * budget.seconds),
+        "host_link": links.host_link(device, budget.seconds),
+        **_matrices(gemms),
+        **_streaming(kernels),
+        **_sizes(device, ranks),
+    }
+    if ranks > 1:
+        found["collectives"] = links.collective_links(device, meet, 2**19 if quick else links.SIZES[-1])
+        found["intra_node"] = found["collectives"]["all_reduce"]
+    rate = None if quick else links.cpu_adam_rate(max(budget.elements), budget.seconds)
+    if rate:
+        found["cpu_adam_parameters_per_second"] = rate * ranks
+    if nvme_path:
+        disk = links.disk(nvme_path) if distributed.get_rank() == 0 else None  # a node's, not a rank's
+        meet()
+        found |= {"nvme": disk} if disk else {}
+    sources = {key: source for key, source in base.sources.items() if key not in found} | dict.fromkeys(found, MEASURED)
+    return replace(base, **found, sources=sources)
+
+
+def _typical(rows: list[list[Any]]) -> list[list[Any]]:
+    """Rows that differ in their rate alone become one, with the geometric mean."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for *key, rate in rows:
+        found.setdefault(tuple(key), []).append(rate)
+    return [[*key, round(statistics.geometric_mean(rates))] for key, rates in found.items()]
+
+
+def _base(device: str) -> Machine:
+    """The shipped profile of this device: what is not measured stays as it is there."""
+    import torch
+
+    if device == "cpu":
+        return replace(find_machine("cpu"), name="this CPU")
+    return known_gpu(torch.cuda.get_device_name())
+
+
+def known_gpu(name: str) -> Machine:
+    """By its driver's name. What is taken for one that has no profile says so."""
+    try:
+        return replace(find_machine(name), name=name)
+    except RequestError:
+        machine = find_machine(UNKNOWN_GPU)
+        return replace(machine, name=name, sources=dict.fromkeys(machine.sources, f"assumed: as {UNKNOWN_GPU}"))
+
+
+def _precisions(device: str) -> tuple[str, ...]:
+    from finetune.training.runtime import choose_precision
+
+    best = choose_precision(device != "cpu")
+    return ("fp32",) if best == "fp32" else ("fp32", best)
+
+
+def _matrices(rows: list[list[Any]]) -> dict[str, Any]:
+    """The best shape is the peak, for none is known; the fastest quarter of the shapes on average is what large ones
+    reach."""
+    peaks, shares = {}, {}
+    for precision in {row[3] for row in rows}:
+        found = sorted((row[4] for row in rows if row[3] == precision), reverse=True)
+        fast = found[: max(1, int(len(found) * LARGE_SHARE))]
+        peaks[precision] = float(found[0])
+        shares[precision] = sum(fast) / len(fast) / found[0]
+    return {"peak_flops": peaks, "gemm_efficiency": shares}
+
+
+def _streaming(rows: list[list[Any]]) -> dict[str, float]:
+    """Of an addition of the largest tensors."""
+    largest = max((row for row in rows if row[0] == "add"), key=lambda row: row[2])
+    return {"memory_bandwidth": float(largest[3]), "memory_efficiency": 1.0}
+
+
+def _sizes(device: str, ranks: int) -> dict[str, Any]:
+    import torch
+
+    if device == "cpu":
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return {"memory_bytes": total // ranks, "host_memory_bytes": total, "ranks_per_node": ranks}
+    count = torch.cuda.device_count()
+    return {"memory_bytes": torch.cuda.get_device_properties(0).total_memory, "ranks_per_node": count}
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,194 @@
+"""How fast what lies outside of a rank's own arithmetic is: other ranks, host memory, disks, optimizers, launches."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from finetune.measure.rates import WIDTH, Budget, seconds_of, synchronize
+from finetune.plan.machine import Link, Nvme
+from finetune.plan.tape import Tape
+from finetune.plan.update import DOUBLE_NORM_BYTES, RULES
+from finetune.plan.values import Numbers
+
+SIZES = (2**10, 2**16, 2**19, 2**21, 2**23, 2**25)  # bytes of what is sent
+DISK_BYTES, DISK_BLOCK = 128 * 2**20, 2**20
+LAYERS = 12
+
+
+def collective_links(device: str, meet: Callable[[], None], most: int = SIZES[-1]) -> dict[str, Link]:
+    """By collective: the latency of each step of a ring and the bandwidth of its bus, which together come nearest to
+    what was measured. The ranks wait for one another, as they do at a collective of a step."""
+    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    shares = {"all_reduce": 2 * (ranks - 1), "all_gather": ranks - 1, "reduce_scatter": ranks - 1, "p2p": ranks}
+    shares |= {f"{kind}_half": shares[kind] for kind in ("all_reduce", "reduce_scatter")}
+    found: dict[str, Link] = {}
+    for kind, steps in shares.items():
+        points = []
+        for size in [size for size in SIZES if size <= most]:
+            number = torch.bfloat16 if kind.endswith("_half") else torch.float32
+            count = size // number.itemsize
+            whole = torch.ones(count, device=device, dtype=number)
+            piece = torch.ones(count // ranks, device=device, dtype=number)
+
+            def send(_: int, kind: str = kind, whole: Any = whole, piece: Any = piece) -> None:
+                if kind.startswith("all_reduce"):
+                    distributed.all_reduce(whole)
+                elif kind == "all_gather":
+                    distributed.all_gather_into_tensor(whole, piece)
+                elif kind.startswith("reduce_scatter"):
+                    distributed.reduce_scatter_tensor(piece, whole)
+                elif rank < 2:
+                    (distributed.send if rank == 0 else distributed.recv)(whole, 1 - rank)
+
+            points.append((steps / ranks * size, together(send, meet)))
+        latency, bandwidth = fit(points)
+        found[kind] = Link(bandwidth, latency / steps)
+        if kind == "p2p":  # not a ring: all bytes, one latency
+            found[kind] = Link(bandwidth, latency)
+    return found
+
+
+def together(run: Callable[[int], None], meet: Callable[[], None], times: int = 9) -> float:
+    """Seconds of what all ranks must do as often as one another: the median."""
+    found = []
+    for index in range(times):
+        meet()
+        start = time.perf_counter()
+        run(index)
+        synchronize()
+        found.append(time.perf_counter() - start)
+    return sorted(found[1:])[(times - 1) // 2]
+
+
+def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds at no bytes, and bytes a second, of (bytes, seconds): the line of least squared relative errors."""
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    size = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    slope = sum(w * (x - size) * (y - mean) for w, (x, y) in zip(weights, points, strict=True))
+    slope /= sum(w * (x - size) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    slope = max(slope, 1e-15)
+    return max(mean - slope * size, min(y for _, y in points) / 4), 1 / slope
+
+
+def launch_seconds(device: str, least: float = 0.2) -> float:
+    """The host's time for an operator of a tape, forward or backward, modules and autograd included: of a network so
+    small that nothing else takes time."""
+    kind = {"device": device}
+    layers = [nn.LayerNorm(8, **kind), nn.Linear(8, 8, **kind), nn.GELU(), nn.Linear(8, 8, **kind)] * LAYERS
+    network = nn.Sequential(*layers)
+    x = torch.ones(2, 8, device=device)
+
+    def step(_: int) -> None:
+        for parameter in network.parameters():
+            parameter.grad = None
+        (x + network(x)).sum().backward()
+
+    tape = Tape(Numbers(device="cuda" if device != "cpu" else "cpu"))
+    with tape.segment("network"):
+        value = tape.given(16, needs_grad=True)
+        for _ in range(LAYERS):
+            value = tape.linear(tape.layer_norm(value, "norm", 2), "up", 2, 8, 8)
+            value = tape.linear(tape.unary("gelu", value), "down", 2, 8, 8)
+    return seconds_of(step, least) / sum(op.kernels + op.kernels_back for op in tape.ops)
+
+
+def update_rows(device: str, budget: Budget, meet: Callable[[], None]) -> list[list[Any]]:
+    """Rows of a kernel table, for what happens at a step's end: norms, and optimizers by what they move."""
+    from transformers.optimization import Adafactor
+
+    rows = []
+    is_gpu = device != "cpu"
+    makers: dict[str, Callable[[list[Any]], Any]] = {
+        "adam": lambda weights: torch.optim.AdamW(weights, fused=True),
+        "adam_foreach": lambda weights: torch.optim.AdamW(weights, foreach=is_gpu),
+        "sgd": lambda weights: torch.optim.SGD(weights, foreach=is_gpu),
+        "adafactor": lambda weights: Adafactor(weights, lr=1e-4, relative_step=False, scale_parameter=False),
+    }
+    for elements in budget.elements:
+        gradient = torch.randn(elements, device=device)
+        for kind, moved, run in (
+            ("norm", 4, lambda g: g.norm()),
+            ("norm_double", DOUBLE_NORM_BYTES, lambda g: g.to(torch.double).norm()),
+            ("zero", 4, torch.zeros_like),
+            ("cast", 6, lambda g: g.to(torch.bfloat16)),
+        ):
+            meet()
+            seconds = seconds_of(lambda _, run=run, g=gradient: run(g), budget.seconds)  # type: ignore[misc]
+            rows.append([kind, "fp32", moved * elements, round(moved * elements / seconds)])
+        for kind, make in makers.items():
+            weights = [nn.Parameter(torch.randn(elements // WIDTH, WIDTH, device=device)) for _ in range(2)]
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            optimizer = make(weights)
+            meet()
+            seconds = seconds_of(lambda _, step=optimizer.step: step(), budget.seconds) / len(weights)  # type: ignore[misc]
+            moved = RULES[kind].moved * elements
+            rows.append([kind, "fp32", moved, round(moved / seconds)])
+    return rows
+
+
+def cpu_adam_rate(elements: int, least: float) -> float | None:
+    """Parameters a second of DeepSpeed's optimizer for the host, of one rank. None where it cannot be built."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        weight = nn.Parameter(torch.randn(elements))
+        weight.grad = torch.randn(elements)
+        optimizer = DeepSpeedCPUAdam([weight])
+        return elements / seconds_of(lambda _: optimizer.step(), least)
+    except Exception:  # a compiler or a header is missing: DeepSpeed says so in many ways
+        return None
+
+
+def host_link(device: str, least: float) -> Link:
+    """Copies from host memory to the device, and where there is none, within host memory."""
+    seconds = []
+    for size in (2**12, 2**24):
+        here = torch.ones(size // 4, pin_memory=device != "cpu")
+        there = torch.empty(size // 4, device=device)
+
+        def send(_: int, here: Any = here, there: Any = there) -> None:
+            there.copy_(here, non_blocking=True)
+
+        seconds.append(seconds_of(send, least))
+    return Link(2**24 / seconds[1], seconds[0])
+
+
+def disk(folder: Path) -> Nvme | None:
+    """Past the page cache, as DeepSpeed's own op reads and writes (O_DIRECT). None where it cannot be written so; what
+    is there already under the name of our file is left as it is, a link included."""
+    path = folder / f".finetune_calibration_{os.getpid()}"
+    with suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+        try:
+            return Nvme(bandwidth_write=_disk_rate(path, os.O_WRONLY), bandwidth_read=_disk_rate(path, os.O_RDONLY))
+        finally:
+            path.unlink(missing_ok=True)
+    return None
+
+
+def _disk_rate(path: Path, way: int) -> float:
+    """Bytes a second. Raises OSError, also where this file system has no O_DIRECT."""
+    buffer = mmap.mmap(-1, DISK_BLOCK)  # aligned to a page, as O_DIRECT wants
+    buffer.write(os.urandom(DISK_BLOCK))
+    handle = os.open(path, way | getattr(os, "O_DIRECT", 0) | os.O_NOFOLLOW)
+    with open(handle, "wb" if way == os.O_WRONLY else "rb", 0) as file:
+        start = time.perf_counter()
+        for _ in range(DISK_BYTES // DISK_BLOCK):
+            if way == os.O_WRONLY:
+                file.write(buffer)
+            else:
+                file.readinto(buffer)
+        os.fsync(handle)
+        return DISK_BYTES / (time.perf_counter() - start)

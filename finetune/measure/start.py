@@ -1,0 +1,209 @@
+"""Starts trials by the real launcher, each a process of its own that may fail, and reads what they found. No torch."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
+from finetune.errors import RequestError, RunError
+from finetune.hardware import cores_here, gpus_here
+from finetune.measure.outcome import CRASHED, UNSUPPORTED, outcome_of
+from finetune.measure.processes import run, words
+from finetune.plan.job import DEEPSPEED, PIPELINE, Job
+from finetune.plan.machine import Machine
+from finetune.plan.plan import Plan
+from finetune.plan.search import TRAINER_ALONE, Candidate, Found, shipped
+
+PATIENCE_SECONDS = 600.0
+# The Trainer's --optim, by what is counted. The others are DeepSpeed's own.
+OPTIM = {"adam": "adamw_torch_fused", "adam_foreach": "adamw_torch", "sgd": "sgd", "adafactor": "adafactor",
+         "adam8bit": "adamw_bnb_8bit"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of each rank the bytes between steps and at the peak, and of the run a step's median seconds."""
+
+    resident_bytes: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+    step_seconds: float
+
+
+def attempt(job: Job, config: dict[str, Any] | None, steps: int = 5) -> Measured | str:
+    """`measure`, in a folder that goes when it is done. Where it fails it stays, and the reason names its log."""
+    folder = Path(tempfile.mkdtemp(prefix="finetune-trial-"))
+    keeps = False
+    try:
+        got = measure(job, config, folder, steps)
+        keeps = isinstance(got, str)
+    finally:
+        for name in ("nvme", "run"):  # as large as the model
+            shutil.rmtree(folder / name, ignore_errors=True)
+        if not keeps:
+            shutil.rmtree(folder, ignore_errors=True)
+    return f"{got} (its log: {folder / 'log.txt'})" if isinstance(got, str) else got
+
+
+def measure(job: Job, config: dict[str, Any] | None, folder: Path, steps: int = 5) -> Measured | str:
+    """A short real run of `job`; where it fails, the reason. What it wrote stays in `folder`, log.txt among it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = _launched(job.world_size, arguments(job, config, folder, steps))
+    log = folder / "log.txt"
+    with log.open("w") as stream:
+        status = run(command, stream, PATIENCE_SECONDS)
+    if status == 0:
+        return _read(folder, job.world_size)
+    found = outcome_of(status, log.read_text(errors="replace"), PATIENCE_SECONDS)
+    return f"failed: {found.reason}" if found.kind in (CRASHED, UNSUPPORTED) else str(found.reason)
+
+
+def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int) -> list[str]:
+    """The command line of `finetune.measure`; the files that it names are written into `folder`."""
+    (folder / "model.json").write_text(json.dumps(job.model.sizes.config))
+    flags: dict[str, Any] = {
+        "model_config": folder / "model.json",
+        "result_dir": folder,
+        "output_dir": folder / "run",
+        "timed_steps": steps,
+        "planned_device": job.device,
+        "use_cpu": job.device == "cpu",
+        "head": job.model.head,
+        "attention": job.attention,
+        "sequence_tokens": job.tokens,
+        "loss_chunk_tokens": job.loss_chunk_tokens,
+        "per_device_train_batch_size": job.micro_batch,
+        "gradient_accumulation_steps": job.accumulation,
+        "bf16": job.precision == "bf16",
+        "fp16": job.precision == "fp16",
+        "deepspeed": "none",
+    }
+    if job.checkpoint_interval:
+        flags["activation_checkpoint_interval"] = job.checkpoint_interval
+    if job.engine == PIPELINE:
+        flags |= {"pipeline_parallel_size": job.stages, "partition_method": job.partition_method}
+    if config is not None:
+        (folder / "ds.json").write_text(json.dumps(_with_folder_for_states(config), indent=2))
+        flags |= {"deepspeed": folder / "ds.json", "max_grad_norm": job.zero.gradient_clipping}
+        flags |= {"nvme_path": folder / "nvme"} if job.engine == DEEPSPEED else {}
+    if optim := _optim(job, config):
+        flags["optim"] = optim
+    return words(flags)
+
+
+def _optim(job: Job, config: dict[str, Any] | None) -> str | None:
+    """None where DeepSpeed makes the optimizer: by a section of the config, or for states that are offloaded."""
+    section = (config or {}).get("optimizer")
+    has_section = isinstance(section, dict) and not is_left_to_the_trainer(section)
+    return None if has_section or job.zero.offload_optimizer != "none" else OPTIM.get(job.optimizer.kind)
+
+
+def _with_folder_for_states(config: dict[str, Any]) -> dict[str, Any]:
+    """A folder that is there is the user's, on the disk that is meant. Where it is not it would be a run folder's, and
+    this run has another."""
+    config = copy.deepcopy(config)
+    zero = config.get("zero_optimization", {})
+    for section in (zero.get("offload_optimizer"), zero.get("offload_param")):
+        if section and section.get("device") == "nvme" and not Path(section.get("nvme_path") or "auto").is_dir():
+            section["nvme_path"] = "auto"
+    return config
+
+
+def _launched(ranks: int, argv: list[str]) -> list[str]:
+    if ranks == 1:
+        return [sys.executable, "-m", "finetune.measure", *argv]
+    from finetune.training.launch import free_port
+
+    here = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    return [*here, "--master_port", str(free_port()), "-m", "finetune.measure", *argv]
+
+
+def _read(folder: Path, ranks: int) -> Measured:
+    each = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    return Measured(
+        tuple(one["between_steps_bytes"] for one in each),
+        tuple(max(one["step_peaks_bytes"].values()) for one in each),
+        statistics.median(max(times) for times in zip(*(one["seconds"] for one in each), strict=True)),
+    )
+
+
+def verify(found: Plan, config: dict[str, Any] | None) -> int:
+    """Run what was planned, and print both. Raises RunError where it fails."""
+    check_room(found.job, found.machine)
+    peak = max(rank.step_peak.bytes for rank in found.ranks)
+    print("measuring: a real run of a few steps on made-up tokens", flush=True)
+    got = attempt(found.job, config)
+    if isinstance(got, str):
+        raise RunError(f"the run that was planned ended: {got}. The plan's peak is {peak:,} bytes.")
+    rows = [
+        ("between steps, rank 0, MiB", found.ranks[0].resident_bytes / 2**20, got.resident_bytes[0] / 2**20),
+        ("peak, fullest rank, MiB", peak / 2**20, max(got.peak_bytes) / 2**20),
+        ("step, ms", found.seconds.total * 1e3, got.step_seconds * 1e3),
+    ]
+    print(f"{'':32}{'planned':>12}{'measured':>12}{'error':>9}")
+    for name, planned, measured in rows:
+        print(f"{name:32}{planned:12.2f}{measured:12.2f}{planned / measured - 1:+9.1%}")
+    if not found.machine.kernel_table:
+        print(
+            f"The step's time was planned for the shipped profile {found.machine.name}, which is not of this machine: "
+            "the two are not comparable. `finetune plan --calibrate here.json` measures it; then give --gpu here.json."
+        )
+    return 0
+
+
+def autotune(found: Found, many: int) -> Found:
+    """The best `many` by plan, run for real; the fastest that runs comes first."""
+    ran: list[tuple[float, Candidate]] = []
+    for one in found.fitting[:many]:
+        check_room(one.plan.job, one.plan.machine)
+        got = attempt(one.plan.job, None if one.layout == TRAINER_ALONE else shipped(one.layout))
+        if isinstance(got, str):
+            print(f"{one.words}: {got}", flush=True)
+            continue
+        speed = one.plan.job.global_batch / got.step_seconds
+        print(f"{one.words}: planned {one.samples_per_second:.2f}, measured {speed:.2f} samples/s", flush=True)
+        ran.append((speed, one))
+    if not ran:
+        raise RunError("none of them ran. The plan's own order stands; see the reasons above.")
+    ran.sort(key=lambda pair: -pair[0])
+    return Found(tuple(replace(one, measured=speed) for speed, one in ran), found.failing, found.seen)
+
+
+def check_room(job: Job, machine: Machine) -> None:
+    """Raises RequestError for what is not tried, or not here."""
+    if job.lora is not None or job.model.family == "resnet":
+        what = "adapters" if job.lora is not None else "ResNets"
+        raise RequestError(
+            f"--verify and --autotune do not train {what}. Drop them, and the plan is made all the same."
+        )
+    ranks = job.world_size
+    if ranks > job.ranks_per_node:
+        raise RequestError(
+            f"{ranks} ranks are more than this machine has. Give --nodes 1 --gpus_per_node N for a run here."
+        )
+    if machine.device == "cuda" and ranks > (gpus := gpus_here()):
+        mend = f"Give --nodes 1 --gpus_per_node {gpus}" if gpus else "Give --gpu cpu, or a profile of this CPU"
+        raise RequestError(
+            f"--verify and --autotune run on this machine, which has {gpus} GPUs by nvidia-smi, but {ranks} rank(s) of "
+            f"{machine.name} are planned. {mend}; or drop them, and the plan is made all the same."
+        )
+    if machine.device == "cpu" and ranks > (cores := cores_here()):
+        raise RequestError(
+            f"--verify and --autotune run on this machine, where {cores} core(s) may be used, but {ranks} ranks are "
+            f"planned. Give --nodes 1 --gpus_per_node {cores}; or drop them, and the plan is made all the same."
+        )
+
+
+def calibrate(path: Path, ranks: int, nvme_path: str | Path | None = None) -> int:
+    """Measure this machine into a profile. Raises RequestError and RunError."""
+    from finetune.measure.calibrate import calibrate as measured_into
+
+    measured_into(path, ranks, nvme_path=Path(nvme_path) if nvme_path else None)
+    return 0

@@ -1,0 +1,72 @@
+"""The real training code around a model and samples that were made up: the Trainer, or the pipeline's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, default_data_collator
+
+from finetune.measure.watch import Watch
+from finetune.models.pipeline import PipelineModel
+from finetune.training.pipeline.arguments import PipelineArguments
+from finetune.training.pipeline.partition import partition
+from finetune.training.pipeline.trainer import PipelineTrainer
+from finetune.training.start import Session
+from finetune.training.trainer import FinetuneTrainer
+
+# What a trial's recipe says of itself. Nothing is kept of what is trained.
+DEFAULTS: dict[str, Any] = {
+    "do_train": True,
+    "report_to": ["none"],
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "remove_unused_columns": False,
+    "ddp_find_unused_parameters": False,
+    "overwrite_output_dir": True,
+}
+
+
+def train(session: Session, model: Any, data: Any, watch: Watch, *others: TrainerCallback) -> None:
+    """By the Trainer, under whatever engine the session has; `others` follow it beside the watch."""
+    trainer = FinetuneTrainer(
+        model=model,
+        args=session.training,
+        train_dataset=data,
+        data_collator=default_data_collator,
+        callbacks=[watch, *others],
+    )
+    watch.follow(model)
+    trainer.train()
+
+
+def train_pipeline(
+    session: Session,
+    model: PipelineModel,
+    arguments: PipelineArguments,
+    data: Any,
+    interval: int,
+    watch: Watch,
+    *others: TrainerCallback,
+) -> None:
+    """By DeepSpeed's pipeline engine; where the stages are cut is left in `watch.bounds`."""
+    with torch.no_grad():
+        parts = partition(model, arguments, session.training, session.launch, data, default_data_collator, interval)
+    trainer = PipelineTrainer(
+        model,
+        parts,
+        args=session.training,
+        ds_config=session.ds_config or {},
+        launch=session.launch,
+        train_dataset=data,
+        eval_dataset=None,
+        data_collator=default_data_collator,
+        processing_class=None,
+        compute_metrics=None,
+        callbacks=[watch, *others],
+        checkpoint_interval=interval,
+    )
+    watch.follow(trainer.engine.module)
+    with trainer.watched():
+        trainer.train()
+    watch.bounds = list(parts.bounds)

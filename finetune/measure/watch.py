@@ -1,0 +1,87 @@
+"""Follows the steps of a run: bytes in the first ones, seconds in the rest."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from transformers import TrainerCallback
+
+from finetune.measure.memory import Allocations
+
+OBSERVED_STEPS = 3  # under Allocations: optimizers make their states in the first
+WARM_STEPS = 1
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """`memory` is entered by the caller, before anything is built, and left here. `warm_steps` come behind, and are not
+    timed."""
+
+    def __init__(self, memory: Allocations, warm_steps: int = WARM_STEPS) -> None:
+        self.memory, self.warm_steps = memory, warm_steps
+        self.between_steps: list[int] = []
+        self.step_peaks: list[dict[str, int]] = []
+        self.at_peak: list[tuple[int, str]] = []
+        self.resident: list[tuple[int, str]] = []
+        self.seconds: list[float] = []
+        self.begun = 0.0
+        self.bounds: list[int] = []  # of a pipeline's stages
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.prepare(state)
+        self.begin()
+
+    def prepare(self, state: Any) -> None:
+        """Before a step whose bytes are counted."""
+        if state.global_step < OBSERVED_STEPS:
+            if state.global_step == 1:
+                self.memory.count_existing()  # what C++ has made unseen, such as the pinned buffers of NVMe offload
+            self.memory.phase = "forward"
+            self.memory.forget_peaks()
+            if state.global_step == OBSERVED_STEPS - 1:
+                self.memory.catch = max(self.step_peaks[-1].values())
+
+    def begin(self) -> None:
+        """A step's time runs from here, where all ranks are."""
+        if distributed.is_initialized():
+            distributed.barrier()
+        self._synchronize()
+        self.begun = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._synchronize()
+        if state.global_step <= OBSERVED_STEPS:
+            self.step_peaks.append(dict(self.memory.peaks))
+            self.between_steps.append(self.memory.live)
+            if state.global_step == OBSERVED_STEPS:
+                self.at_peak, self.resident = self.memory.at_peak, self.memory.largest()
+                self.memory.__exit__(None, None, None)
+        elif state.global_step > OBSERVED_STEPS + self.warm_steps:
+            self.seconds.append(time.perf_counter() - self.begun)
+
+    def follow(self, model: Any) -> None:
+        """Names the phases of a step."""
+
+        def to(phase: str) -> Any:
+            def enter(*_: Any, **__: Any) -> None:
+                if model.training:
+                    self.memory.phase = phase
+
+            return enter
+
+        model.register_forward_pre_hook(to("forward"))
+        model.register_forward_hook(to("backward"))
+        register_optimizer_step_pre_hook(to("optimizer"))
+        register_optimizer_step_post_hook(to("gather"))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Of the run: a machine may have GPUs that it does not use."""
+        return self.memory.device == "cuda"
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()

@@ -1,0 +1,118 @@
+"""What every engine is told, and what it answers. The plain ones: one process, DDP, and DeepSpeed's at stage 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from finetune.plan.model import Tensor
+from finetune.plan.optimizers import Optimizer
+from finetune.plan.step import TEMPORARY, Engine, Ledger
+from finetune.plan.values import FP32_BYTES
+from finetune.plan.zero import Zero
+
+PARAMETERS, GATHERED, MASTERS = "parameters", "gathered parameters", "master weights"
+GRADIENTS, STATES, BUCKETS = "gradients", "optimizer states", "buckets"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters of one rank's model (of one stage), in the order of `named_parameters`. `bytes_each` as the model
+    computes, 2 in bf16 and fp16; under autocast and in fp32 4."""
+
+    tensors: tuple[Tensor, ...]
+    bytes_each: int
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [tensor for tensor in self.tensors if tensor.trains]
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def trained_elements(self) -> int:
+        return sum(tensor.elements for tensor in self.trained)
+
+    def groups(self) -> list[list[Tensor]]:
+        """The Trainer's: with weight decay and without (transformers 5.23, Trainer.get_decay_parameter_names; by the
+        number of dimensions here, which tells biases and norms from the rest)."""
+        decayed = [tensor for tensor in self.trained if len(tensor.shape) > 1]
+        rest = [tensor for tensor in self.trained if len(tensor.shape) <= 1]
+        return [group for group in (decayed, rest) if group]
+
+
+class Resident(Engine):
+    """One rank's. `device` bytes go to the ledger that is given; `host` bytes to `self.host`, which on a CPU is the
+    same. Calls come in the order: `hold`, then for each micro-batch `begin` and `end`, and `step`."""
+
+    def __init__(self, weights: Weights, zero: Zero, optimizer: Optimizer, ranks: int, rank: int, host: Ledger) -> None:
+        self.weights, self.zero, self.optimizer = weights, zero, optimizer
+        self.ranks, self.rank, self.host = ranks, rank, host
+        self.elements = {tensor.name: tensor.elements for tensor in weights.tensors}
+        self.trains = {tensor.name for tensor in weights.trained}
+        self.is_first, self.is_boundary = True, True
+
+    def gradient_bytes(self, name: str) -> int:
+        """As autograd makes it; 0 for a frozen parameter."""
+        return self.elements[name] * self.weights.bytes_each if name in self.trains else 0
+
+    def hold(self, ledger: Ledger) -> None:
+        """What is there between steps."""
+        raise NotImplementedError
+
+    def begin(self, ledger: Ledger, is_first: bool, is_boundary: bool) -> None:
+        """A micro-batch: the first of its step, the last of its step, or both."""
+        self.is_first, self.is_boundary = is_first, is_boundary
+
+    def end(self, ledger: Ledger) -> None:
+        """Its backward pass is done."""
+
+    def step(self, ledger: Ledger) -> None:
+        """Norm, clipping, optimizer, and what brings the new weights to all ranks."""
+
+    def hold_states(self, ledger: Ledger, shapes: Sequence[tuple[int, ...]]) -> None:
+        ledger.take(STATES, sum(self.optimizer.state_bytes(shape) for shape in shapes))
+
+
+class Plain(Resident):
+    """One process, or DDP with `buckets`; and DeepSpeed's engine at stage 0 (`is_engine`)."""
+
+    def __init__(self, *args: object, buckets: bool, is_engine: bool) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.buckets, self.is_engine = buckets, is_engine
+        self.kept: set[str] = set()
+
+    @property
+    def is_half(self) -> bool:
+        return self.weights.bytes_each < FP32_BYTES
+
+    def hold(self, ledger: Ledger) -> None:
+        ledger.take(PARAMETERS, self.weights.elements * self.weights.bytes_each)
+        if self.is_engine and self.is_half:
+            ledger.take(MASTERS, self.weights.trained_elements * FP32_BYTES)
+        self.hold_states(ledger, [tensor.shape for tensor in self.weights.trained])
+        if self.buckets:  # DDP keeps them beside the gradients (torch/csrc/distributed/c10d/reducer.cpp)
+            ledger.take(BUCKETS, self.weights.trained_elements * self.weights.bytes_each)
+
+    def gradient(self, ledger: Ledger, name: str) -> None:
+        size = self.gradient_bytes(name)
+        ledger.give(TEMPORARY, size)
+        if name not in self.kept:  # else it is added in place
+            self.kept.add(name)
+            ledger.take(GRADIENTS, size, name)
+
+    def end(self, ledger: Ledger) -> None:
+        if self.is_engine and self.is_boundary and self.ranks > 1:
+            # engine.py, buffered_allreduce_fallback: gradients are joined, 500 million elements at a time.
+            flat = min(self.weights.trained_elements, 500_000_000)
+            ledger.passing(BUCKETS, flat * self.weights.bytes_each, "all-reduce of gradients")
+
+    def step(self, ledger: Ledger) -> None:
+        ledger.phase = "optimizer"
+        if self.is_engine and self.is_half:
+            ledger.take(GRADIENTS, self.weights.trained_elements * FP32_BYTES, "fp32 gradients")
+        ledger.passing(TEMPORARY, self.optimizer.step_bytes([t.elements for t in self.weights.trained]), "optimizer")
+        ledger.give(GRADIENTS, ledger.live.get(GRADIENTS, 0))
+        self.kept.clear()

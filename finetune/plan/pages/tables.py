@@ -1,0 +1,156 @@
+"""A plan's tables, as texts: memory, a step's time, layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from finetune.drawing.table import Table
+from finetune.drawing.words import GIB, gib, number, seconds_words, spelled
+from finetune.plan.pages.kinds import fills_host, in_order, on_host, rank_kinds
+from finetune.plan.pages.words import moment_words
+from finetune.plan.search import slower_by
+
+if TYPE_CHECKING:
+    from finetune.plan.memory import RankMemory
+    from finetune.plan.plan import Plan
+    from finetune.plan.search import Candidate, Found
+
+AS_FAST = 1e-3  # a plan is no better than this
+LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES = "layout", "micro", "accum", "ckpt", "stages"
+PEAK, OF_LIMIT, STEP, RATE, RELATIVE = "peak GiB", "of limit", "step s", "samples/s", "relative"
+WHY = "why slower, a sample"
+
+
+def memory_table(plan: Plan, kinds: Sequence[tuple[str, RankMemory]]) -> Table:
+    """Two columns for each kind of rank: at rest, that is between two steps, and at the peak."""
+    columns = ["GiB"]
+    held: list[dict[str, int]] = []
+    for name, rank in kinds:
+        columns += [f"{name}\nat rest", f"{name}\nat peak"]
+        held += [rank.resident, rank.peak.by_kind]
+    kept = in_order({kind for one in held for kind, size in one.items() if size})
+    form = _form(max(sum(one.values()) for one in held))
+    rows = [(spelled(kind), *(form(one.get(kind, 0)) for one in held)) for kind in kept]
+    total = len(rows)
+    rows.append(("total", *(form(sum(one.values())) for one in held)))
+    rows.append(("limit", *([form(plan.limit_bytes)] * len(held))))
+    rows.append(("headroom", *(form(plan.limit_bytes - sum(one.values())) for one in held)))
+    return Table("Memory of each kind of rank, in GiB (2**30 bytes)", tuple(columns), tuple(rows), total=total)
+
+
+def memory_table_that_fits(plan: Plan, width: int) -> tuple[Table, bool]:
+    """Where there are too many stages for the terminal: the fullest, the first, the last and what else has room."""
+    kinds, fullest = rank_kinds(plan), plan.peak_bytes
+    kept, left_out = list(kinds), False
+    while (table := memory_table(plan, kept)).width > width and len(kept) > 1:
+        middle = sorted(range(len(kept)), key=lambda i: (kept[i][1].peak.bytes == fullest, abs(i - len(kept) / 2)))
+        del kept[middle[0]]
+        left_out = True
+    return table, left_out
+
+
+def summary_table(plan: Plan) -> Table:
+    """A row for each kind of rank."""
+    form, limit = _form(plan.peak_bytes), plan.limit_bytes
+    rows = tuple(
+        (name, form(rank.resident_bytes), form(rank.peak.bytes), form(limit - rank.peak.bytes), form(rank.host_bytes),
+         _shortly(moment_words(rank.peak))) for name, rank in rank_kinds(plan)
+    )  # fmt: skip
+    columns = ("", "at rest", "at peak", "headroom", "host", "the peak is in")
+    return Table("All of them, in GiB", columns, rows, texts=columns[-1:])
+
+
+def _shortly(moment: str) -> str:
+    """With the last two of a module's names, so that a row has room in 80 columns."""
+    what, of, module = moment.rpartition(" of ")
+    return what + of + ".".join(module.split(".")[-2:])
+
+
+def host_table(plan: Plan) -> Table | None:
+    """Of the rank that has most there; None where that is too little for a table."""
+    kinds, limit = rank_kinds(plan), plan.host_limit_bytes
+    if not fills_host(plan):
+        return None
+    kept = in_order({kind for _, rank in kinds for kind, size in on_host(rank).items() if size})
+    name, fullest = max(kinds, key=lambda one: one[1].host_bytes)
+    form = _form(fullest.host_bytes)
+    rows = [(spelled(kind), form(on_host(fullest).get(kind, 0))) for kind in kept]
+    total = len(rows)
+    rows += [
+        ("total", form(fullest.host_bytes)),
+        ("limit", form(limit)),
+        ("headroom", form(limit - fullest.host_bytes)),
+    ]
+    title = "Memory of the host for each rank, or of its disks for NVMe, in GiB"
+    return Table(title, ("GiB", name), tuple(rows), total=total)
+
+
+def _form(most: float) -> Callable[[float], str]:
+    """For all figures of a table: two places, or five where the largest is below 1 GiB."""
+    places = 2 if most >= GIB else 5
+    least = 10**-places
+
+    def form(size: float) -> str:
+        if not size:
+            return "-"
+        return f"<{least:.{places}f}" if 0 < size / GIB < least / 2 else f"{size / GIB:,.{places}f}"
+
+    return form
+
+
+def step_table(plan: Plan) -> Table:
+    total = plan.seconds.total
+    parts = [(name, seconds) for name, seconds in plan.seconds.parts.items() if seconds]
+    rows = [(spelled(name), seconds_words(seconds), f"{seconds / total:.1%}") for name, seconds in parts]
+    rows.append(("a step", seconds_words(total), "100.0%"))
+    return Table("Time of a step, by what it does", ("part", "time", "share"), tuple(rows), total=len(parts))
+
+
+def layout_table(plan: Plan, found: Found) -> Table:
+    """What fits, the fastest first. Columns that say the same of all are left out."""
+    best, rows = found.fitting[0], []
+    for place, one in enumerate(found.fitting, 1):
+        job, peak = one.plan.job, one.plan.peak_bytes
+        rows.append((
+            str(place), one.name, str(job.micro_batch), str(job.accumulation),
+            "yes" if job.checkpoint_interval else "no",
+            str(job.stages), gib(peak), f"{peak / plan.limit_bytes:.0%}",
+            f"{job.global_batch / one.samples_per_second:.4g}",
+            number(one.samples_per_second), f"{one.samples_per_second / best.samples_per_second:.2f}x",
+            _why(best, one),
+        ))  # fmt: skip
+    columns = ("#", LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES, PEAK, OF_LIMIT, STEP, RATE, RELATIVE, WHY)
+    title = f"Layouts that fit, of {gib(plan.limit_bytes)} GiB a rank, the fastest first"
+    table = Table(title, columns, tuple(rows), expendable=(OF_LIMIT, WHY, STEP), texts=(LAYOUT, WHY), folding=(WHY,))
+    jobs = [one.plan.job for one in found.fitting]
+    same = [
+        name for name, values in (
+            (ACCUMULATION, {job.accumulation for job in jobs} - {1}),
+            (CHECKPOINTING, {job.checkpoint_interval for job in jobs} - {0}),
+            (STAGES, {job.stages for job in jobs} - {1}),
+        ) if not values
+    ]  # fmt: skip
+    return table.without(same)
+
+
+def _why(best: Candidate, other: Candidate) -> str:
+    if _is_as_fast(best, other):
+        return "" if other is best else "as fast"
+    if other.measured is not None:
+        return "measured"
+    part, seconds = slower_by(best, other)
+    return f"+{seconds_words(seconds)} {spelled(part)}"
+
+
+def slower_words(found: Found) -> list[str]:
+    """Where there is no room for a column: for each part, the places that lose most by it."""
+    places: dict[str, list[str]] = {}
+    for place, one in enumerate(found.fitting[1:], 2):
+        if not _is_as_fast(found.fitting[0], one):
+            places.setdefault(slower_by(found.fitting[0], one)[0], []).append(str(place))
+    return [f"slower than 1 by {spelled(part)}: {', '.join(those)}" for part, those in places.items()]
+
+
+def _is_as_fast(best: Candidate, other: Candidate) -> bool:
+    return other.samples_per_second >= best.samples_per_second * (1 - AS_FAST)

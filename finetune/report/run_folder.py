@@ -1,0 +1,201 @@
+"""What a run folder holds, as far as it can be read: a run may be unfinished, a file torn, and the rest still tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.privacy import HIDDEN, TOKEN, hidden, is_secret, names_a_secret
+from finetune.report.axes import as_number
+
+METRICS, RESULTS, ENVIRONMENT, RECIPE = "metrics.jsonl", "all_results.json", "environment.json", "recipe.yaml"
+MARKS = (METRICS, RESULTS, "train_results.json", "eval_results.json", ENVIRONMENT, RECIPE)  # of a run folder
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other takes seconds for a file of brackets
+DEEPEST = 50  # levels of objects and lists in each other; what recipes and benches write has 6
+LARGEST_INTEGER_BITS = 1024
+HOLDERS = (dict, list, tuple, set)  # the last two by YAML's tags
+LONGEST_TEXT = 20_000  # letters of samples.md or of the card that are shown
+LARGEST_PICTURE_BYTES = 2_000_000
+
+
+@dataclass
+class RunFolder:
+    """`notes` say what could not be read. Everything in it is text and numbers from somewhere else."""
+
+    name: str
+    folder: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    results: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    ds_config: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
+    confusion: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] = field(default_factory=dict)
+    samples: str = ""
+    card: str = ""
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return "train_runtime" in self.results or (bool(self.results) and not self.training_rows)
+
+    @property
+    def training_rows(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if "loss" in row]
+
+    @property
+    def steps(self) -> int:
+        return int(max((as_number(row.get("step")) or 0 for row in self.rows), default=0))
+
+    @property
+    def ranks(self) -> int:
+        """Of which the memory was written down; 1 where it was not."""
+        per_rank = self.results.get("peak_memory_gib_per_rank")
+        return len(per_rank) if isinstance(per_rank, list) and per_rank else 1
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MARKS)
+
+
+def read_run(folder: Path, name: str) -> RunFolder:
+    """Never raises for what is in the folder; it is said in `notes`."""
+    run = RunFolder(name, folder)
+    notes = run.notes
+    run.rows = read_lines(folder / METRICS, notes)
+    run.results = _first(folder, (RESULTS, "train_results.json", "eval_results.json"), notes)
+    run.environment = without_secrets(read_json(folder / ENVIRONMENT, notes))
+    run.recipe = without_secrets(_read_yaml(folder / RECIPE, notes))
+    run.ds_config = without_secrets(read_json(folder / "ds_config.json", notes))
+    run.schedule = read_json(folder / "schedule.json", notes)
+    run.confusion = read_json(folder / "confusion_matrix.json", notes)
+    run.profile = read_json(folder / "profile" / "summary.json", notes)
+    run.samples = TOKEN.sub(HIDDEN, read_text(folder / "samples.md", notes))
+    run.card = TOKEN.sub(HIDDEN, read_text(folder / "README.md", notes))
+    for picture in sorted((*folder.glob("*.png"), *folder.glob("profile/*.png"))):
+        data = _read_picture(picture, notes)
+        if data:
+            run.pictures[picture.relative_to(folder).as_posix()] = data
+    if not run.finished:
+        notes.append(
+            "It has not ended, or ended early: its results are not there." if run.rows else "It has no results."
+        )
+    return run
+
+
+def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """JSON objects, one a line; nothing where there is no file. A kill tears the last line: it is left out and said."""
+    rows, torn = list[dict[str, Any]](), 0
+    for line in read_text(path, notes, None).splitlines():
+        try:
+            row = _parsed(line) if line.strip() else None
+        except (ValueError, RecursionError):
+            torn += 1
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+        elif row is not None:
+            torn += 1
+    if torn:
+        notes.append(f"{path.name}: {torn:,} {'line' if torn == 1 else 'lines'} left out, torn or no JSON object.")
+    return rows
+
+
+def read_json(path: Path, notes: list[str]) -> dict[str, Any]:
+    text = read_text(path, notes, None)
+    if not text:
+        return {}
+    try:
+        found = _parsed(text)
+    except (ValueError, RecursionError):
+        notes.append(f"{path.name}: left out, it is torn, nested too deep, or no JSON.")
+        return {}
+    if not isinstance(found, dict):
+        notes.append(f"{path.name}: left out, it is no JSON object.")
+        return {}
+    return found
+
+
+def _parsed(text: str) -> Any:
+    """JSON. Raises ValueError or RecursionError."""
+    return _shallow(json.loads(text))
+
+
+def _shallow(found: Any) -> Any:
+    """The same, so that whoever walks or writes it needs no limit of their own. Raises ValueError for what is nested
+    deeper than DEEPEST, and for integers beyond all floats, which Python refuses to write from some length on."""
+    level = [found]
+    for _ in range(DEEPEST):
+        if any(isinstance(one, int) and one.bit_length() > LARGEST_INTEGER_BITS for one in level):
+            raise ValueError("an integer that is too large")
+        held = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, HOLDERS))
+        level = [value for values in held for value in values]
+        if not level:
+            return found
+    raise ValueError(f"nested deeper than {DEEPEST}")
+
+
+def without_secrets(found: Mapping[str, Any]) -> dict[str, Any]:
+    """With "***" in place of what must not be shown (`finetune.privacy`), at any depth."""
+    return {str(key): _shown(str(key), value) for key, value in found.items()}
+
+
+def _shown(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return without_secrets(value)
+    if isinstance(value, list | tuple | set):
+        return [_shown(key, one) for one in value]
+    if isinstance(value, str):
+        return HIDDEN if is_secret(key, value) or names_a_secret(key) else hidden(value)
+    return value
+
+
+def _first(folder: Path, names: tuple[str, ...], notes: list[str]) -> dict[str, Any]:
+    return next((found for name in names if (found := read_json(folder / name, notes))), {})
+
+
+def _read_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
+    text = read_text(path, notes, None)
+    try:
+        # No run writes an alias, and ten of ten aliases each are 10**10 values.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=SAFE_LOADER)):
+            notes.append(f"{path.name}: left out, it has YAML aliases.")
+            return {}
+        found = _shallow(yaml.load(text, Loader=SAFE_LOADER))
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        # The last four are what PyYAML's constructors raise for a tag over another value, as `!!int ""`.
+        notes.append(f"{path.name}: left out, it is torn, nested too deep, or no YAML.")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_text(path: Path, notes: list[str], most: int | None = LONGEST_TEXT) -> str:
+    """Of `most` letters the last; "" for what is no file."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except OSError as error:
+        notes.append(f"{path.name}: cannot be read ({error.strerror}).")
+        return ""
+    if most is not None and len(text) > most:
+        notes.append(f"{path.name}: of {len(text):,} letters the last {most:,} are shown.")
+        return text[-most:]
+    return text
+
+
+def _read_picture(path: Path, notes: list[str]) -> bytes:
+    try:
+        if path.stat().st_size > LARGEST_PICTURE_BYTES:
+            notes.append(f"{path.name}: left out, it is larger than {LARGEST_PICTURE_BYTES:,} bytes.")
+            return b""
+        data = path.read_bytes()
+    except OSError as error:
+        notes.append(f"{path.name}: cannot be read ({error.strerror}).")
+        return b""
+    return data if data.startswith(b"\x89PNG\r\n\x1a\n") else b""

@@ -1,0 +1,63 @@
+"""A checkpoint of the Hugging Face Trainer: whole or not at all, with what its manifest says, and what goes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from finetune.training.checkpoints.best import note_place_of_best
+from finetune.training.checkpoints.manifest import Layout
+from finetune.training.checkpoints.rotation import Keeper
+from finetune.training.checkpoints.space import check_space, trainer_bytes
+from finetune.training.checkpoints.writing import About, AtomicFolder
+from finetune.training.run_files import STATE_FILE
+
+
+class TrainerSaves:
+    """Those of one run. All ranks must call every method but `go_on`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.keeper = Keeper(Path(trainer.args.output_dir))
+        self.saved_bytes = 0  # of the last checkpoint, all files
+        self.chosen: Path | None = None  # the checkpoint that the run goes on from
+
+    @property
+    def place(self) -> Path:
+        """Of the checkpoint of this step."""
+        return Path(self.trainer.args.output_dir) / f"checkpoint-{self.trainer.state.global_step}"
+
+    def save(self, write: Callable[[], None]) -> None:
+        """`write` is the Trainer's own saving, which is sent to the unfinished folder; what it says of paths is then
+        made true of the place where they will be."""
+        trainer, state, place, about = self.trainer, self.trainer.state, self.place, self._about()
+        self.check_space(f"step {about.step}")
+        with (whole := AtomicFolder(place, about)) as folder:
+            write()
+            note_place_of_best(state, place)
+            if trainer.args.should_save:
+                state.save_to_json(str(folder / STATE_FILE))
+        self.saved_bytes = whole.bytes
+        if trainer.is_world_process_zero():
+            self.keeper.trust(place)
+            self.keeper.rotate(trainer.args.save_total_limit, place, state.best_model_checkpoint)
+
+    def go_on(self) -> None:
+        """Once the Trainer knows the step after which a resumed run begins. Only rank 0."""
+        if self.chosen is not None:
+            self.keeper.go_on_from(self.chosen, self.trainer.state.global_step)
+
+    def check_space(self, when: str) -> None:
+        """Raises RunError where there is too little for the next."""
+        needed = self.saved_bytes or trainer_bytes(self.trainer, self._about().layout.zero_stage)
+        check_space(Path(self.trainer.args.output_dir), needed, when)
+
+    def _about(self) -> About:
+        trainer, ranks = self.trainer, self.trainer.args.world_size
+        if trainer.is_deepspeed_enabled:
+            config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+            layout = Layout("deepspeed", ranks, zero_stage=int(config.get("zero_optimization", {}).get("stage", 0)))
+        else:
+            layout = Layout("fsdp" if trainer.is_fsdp_enabled else "ddp", ranks)
+        return About(trainer.state.global_step, trainer.state.epoch, trainer.global_batch_size, layout)

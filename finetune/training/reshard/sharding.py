@@ -1,0 +1,76 @@
+"""Which layout wrote a checkpoint, and whether the engine of this run can load it as it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import RequestError
+from finetune.training.checkpoints.tag import newest_tag
+from finetune.training.reshard.portable import load_pickle
+from finetune.training.reshard.zero_shards import model_file, shard_files
+from finetune.training.run_files import PIPELINE_RECORD
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """`engine` is "plain" (the Trainer alone: one process or DDP), "fsdp", "deepspeed" or "pipeline". `offload` and
+    `precision` are of DeepSpeed: it keeps states elsewhere, and names its files otherwise."""
+
+    engine: str
+    ranks: int
+    zero_stage: int | None = None
+    offload: str = "none"  # "cpu" and "nvme" are its other values
+    precision: str = "fp32"
+
+    def __str__(self) -> str:
+        count = f"{self.ranks} rank" + ("s" if self.ranks != 1 else "")
+        if self.engine == "deepspeed":
+            where = f", states on {self.offload}" if self.offload != "none" else ""
+            return f"{count} with ZeRO-{self.zero_stage}{where}"
+        words = {"plain": "without DeepSpeed", "fsdp": "with FSDP", "pipeline": "in a pipeline"}
+        return f"{count} {words[self.engine]}"
+
+
+def sharding_of(checkpoint: Path) -> Sharding:
+    """Of the run that wrote `checkpoint`, by its own files. Raises RequestError."""
+    random_states = len(list(checkpoint.glob("rng_state*.pth")))
+    if (checkpoint / PIPELINE_RECORD).is_file():
+        return Sharding("pipeline", random_states)
+    if folder := newest_tag(checkpoint):
+        record = load_pickle(model_file(folder))
+        zero = record["ds_config"].get("zero_optimization", {})
+        offload = [(zero.get(name) or {}).get("device", "none") for name in ("offload_optimizer", "offload_param")]
+        where = next((device for device in ("nvme", "cpu") if device in (str(o) for o in offload)), "none")
+        precision = next((n for n in ("bf16", "fp16") if record["ds_config"].get(n, {}).get("enabled") is True), "fp32")
+        stage = zero.get("stage", 0)
+        ranks = len(shard_files(folder)) if stage else random_states
+        return Sharding("deepspeed", ranks, stage, where, precision)
+    if (checkpoint / "optimizer.pt").is_file():
+        return Sharding("plain", random_states)
+    if any(checkpoint.glob("optimizer_*")) or any(checkpoint.glob("pytorch_model_fsdp*")):
+        return Sharding("fsdp", random_states)
+    raise RequestError(
+        f"--resume: {checkpoint} holds no optimizer states (--save_only_model): there is nothing to go on with. Start "
+        "anew from its weights by --model_name_or_path."
+    )
+
+
+def can_load_as_it_stands(written: Sharding, here: Sharding) -> bool:
+    """Raises RequestError for what can neither be loaded nor moved."""
+    if written == here or written.engine == here.engine != "deepspeed":
+        return True  # the Trainer, FSDP and the pipeline load theirs on any number of ranks
+    for layout in (written, here):
+        if layout.engine == "fsdp":
+            raise RequestError(
+                f"--resume: the checkpoint was written by {written}, and this run has {here}. FSDP's states are not "
+                "moved to another engine, nor to it. Resume with the engine that wrote it, or start anew from its "
+                "weights by --model_name_or_path."
+            )
+        if layout.offload == "nvme":
+            raise RequestError(
+                f"--resume: the checkpoint was written by {written}, and this run has {here}. States on NVMe are only "
+                "resumed by the same layout (DeepSpeed 0.19.8 copies each rank's files as they are). Resume with it, "
+                "or start anew from the weights by --model_name_or_path."
+            )
+    return written.engine == here.engine and written.zero_stage == here.zero_stage == 0

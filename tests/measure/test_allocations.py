@@ -1,0 +1,79 @@
+"""Bytes counted by hand, and by the counter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from finetune.measure.memory import Allocations
+
+
+def test_storages_count_once_however_many_views_look_at_them() -> None:
+    with Allocations() as memory:
+        a = torch.ones(1000)  # 4,000 bytes
+        b = a.view(10, 100).t()[2:5]
+        assert memory.live == 4000
+        del a
+        assert memory.live == 4000
+        del b
+        assert memory.live == 0
+
+
+def test_what_autograd_keeps_lives_until_the_backward_pass() -> None:
+    with Allocations() as memory:
+        x = torch.ones(1000, requires_grad=True)
+        loss = x.exp().sum()  # exp keeps its result; sum is one number
+        assert memory.live == 4000 + 4000 + 4
+        loss.backward()
+        del loss
+        assert memory.live == 4000 + 4000  # x, and its gradient
+
+
+def test_the_peak_of_each_phase_is_kept_and_what_was_alive_then() -> None:
+    with Allocations() as memory:
+        kept = torch.ones(100)
+        memory.phase = "work"
+        memory.forget_peaks()
+        memory.catch = 400 + 8000
+        torch.ones(2000)
+        torch.ones(500)
+    assert memory.peaks == {"work": 8400}
+    assert [size for size, _ in memory.at_peak] == [8000, 400]
+    assert kept.numel() == 100
+
+
+def test_what_is_freed_later_is_counted_as_freed() -> None:
+    with Allocations() as memory:
+        a = torch.ones(1000)
+    assert memory.live == 4000
+    del a
+    assert memory.live == 0
+
+
+def test_tensors_that_were_there_before_are_counted_on_demand() -> None:
+    before = torch.ones(123_457)
+    with Allocations() as memory:
+        memory.count_existing()
+    assert (before.numel() * 4, "start: before") in memory.largest()
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="this torch has no chunked cross entropy")
+def test_the_logits_of_a_chunked_loss_are_seen_and_its_figures_are_the_same() -> None:
+    """32 rows of 1,000 logits at a time, which an operator of torch's own makes and gives back."""
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=32, chunking_method=None, acc_policy="compact")
+    start, targets = torch.randn(1000, 16), torch.arange(64)
+    rows = torch.randn(64, 16)
+
+    def gradient() -> tuple[torch.Tensor, torch.Tensor]:
+        weight = start.clone().requires_grad_()
+        loss = nn.functional.linear_cross_entropy(rows.clone(), weight, targets, reduction="sum", options=options)
+        return weight, torch.autograd.grad(loss, weight)[0]
+
+    expected = gradient()
+    with Allocations() as memory:
+        found = gradient()
+    assert torch.equal(found[1], expected[1])
+    of_weight, of_chunk = 4 * 1000 * 16, 4 * 32 * 1000
+    assert memory.live == 2 * of_weight  # and its gradient
+    assert of_chunk + 2 * of_weight <= memory.peak < 2 * of_chunk + 2 * of_weight

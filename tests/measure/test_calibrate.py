@@ -1,0 +1,144 @@
+"""A tiny calibration makes a profile that a plan can use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPO
+
+from finetune.errors import RequestError
+from finetune.hardware import cores_here
+from finetune.measure import calibrate as module
+from finetune.measure.calibrate import calibrate, known_gpu, reference
+from finetune.measure.links import disk, fit
+from finetune.measure.start import Measured
+from finetune.plan.job import Job
+from finetune.plan.machine import COLLECTIVES, Machine, find_machine, write_machine
+from finetune.plan.model import model_of
+from finetune.plan.seconds import plan_seconds
+
+LITE = {
+    "model_type": "gptlite",
+    "vocab_size": 65,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def test_a_tiny_calibration_is_a_machine_that_can_be_planned_for(tmp_path: Path) -> None:
+    out = tmp_path / "here.json"
+    argv = [sys.executable, "-W", "ignore", "-m", "finetune.measure.calibrate", str(out), "--quick", "--nvme_path"]
+    done = subprocess.run([*argv, str(tmp_path)], cwd=REPO, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    machine = find_machine(str(out))
+    assert set(machine.collectives) == set(COLLECTIVES)
+    assert machine.gemm_table
+    assert {row[0] for row in machine.kernel_table} >= {"add", "gelu", "gelu_back", "attention", "adam", "norm"}
+    assert machine.sources["launch_seconds"].startswith("measured")
+    assert machine.sources["inter_node"].startswith("assumed")
+    assert machine.sources["nvme"].startswith(("measured", "assumed"))  # a folder in memory takes no O_DIRECT
+    device = "cpu" if machine.device == "cpu" else "cuda"
+    step = plan_seconds(Job(model_of(LITE), world_size=2, tokens=64, device=device), machine)
+    assert 0 < step.total < 10
+
+
+def test_no_ranks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="--ranks is 0"):
+        calibrate(tmp_path / "here.json", ranks=0)
+
+
+def test_more_ranks_than_there_are_cores_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "gpus_here", lambda: 0)
+    with pytest.raises(RequestError, match=rf"this machine has {cores_here()} core\(s\). Give --ranks {cores_here()}"):
+        calibrate(tmp_path / "here.json", ranks=cores_here() + 1)
+    monkeypatch.setattr(module, "gpus_here", lambda: 1)
+    with pytest.raises(RequestError, match=r"this machine has 1 GPU\(s\). Give --ranks 1"):
+        calibrate(tmp_path / "here.json", ranks=2)
+
+
+def test_what_cannot_be_written_or_read_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    old.write_text("kept")
+    for out in (tmp_path, tmp_path / "none" / "here.json"):
+        with pytest.raises(RequestError, match="cannot be written"):
+            calibrate(out, ranks=1)
+    with pytest.raises(RequestError, match=r"--nvme_path .*: there is no such folder"):
+        calibrate(old, ranks=1, nvme_path=tmp_path / "none")
+    assert old.read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [old]
+
+
+def test_the_disk_is_timed_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+    found = disk(tmp_path)
+    if found is None:
+        pytest.skip(f"the file system of {tmp_path} takes no O_DIRECT")
+    assert min(found.bandwidth_read, found.bandwidth_write) > 1e6
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_already_is_neither_followed_nor_written_over(tmp_path: Path) -> None:
+    mine, link = tmp_path / "mine", tmp_path / f".finetune_calibration_{os.getpid()}"
+    mine.write_text("mine")
+    link.symlink_to(mine)
+    assert disk(tmp_path) is None
+    assert mine.read_text() == "mine"
+    assert link.is_symlink()
+
+
+def test_a_gpu_that_is_not_known_says_what_its_figures_are() -> None:
+    found = known_gpu("NVIDIA Quadro RTX 8000")
+    assert found.name == "NVIDIA Quadro RTX 8000"
+    assert found.sources == dict.fromkeys(find_machine("A100-40GB").sources, "assumed: as A100-40GB")
+    assert known_gpu("NVIDIA L4").sources == find_machine("L4").sources
+
+
+@pytest.mark.parametrize(("name", "precision"), [("cpu", "fp32"), ("T4", "fp16"), ("L4", "bf16")])
+def test_the_reference_is_a_job_for_this_machine(name: str, precision: str) -> None:
+    """On a GPU its products take longer than their launches, so that the device is measured and not the host."""
+    machine = find_machine(name)
+    job = reference(machine, 2)
+    step = plan_seconds(job, machine)
+    assert (job.precision, job.world_size, job.device) == (precision, 2, "cpu" if name == "cpu" else "cuda")
+    assert job.tokens <= job.model.sizes("max_position_embeddings")
+    assert step.launch < step.total / 3
+
+
+def test_the_factor_is_the_geometric_mean_of_measured_over_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 and 8 times as long as planned: 4 times. What an older profile said of it does not count."""
+    machine = replace(find_machine("cpu"), step_factor=1.7)
+    ratios = iter((2.0, 8.0))
+    tried: list[str] = []
+
+    def attempt(job: Job, config: dict[str, Any] | None, steps: int) -> Measured:
+        tried.append(job.engine)
+        planned = plan_seconds(job, replace(machine, step_factor=1.0)).total
+        return Measured((0, 0), (0, 0), next(ratios) * planned)
+
+    def ranks(commands: list[tuple[list[str], Any]]) -> list[int]:
+        write_machine(machine, Path(commands[0][0][3]))
+        return [0, 0]
+
+    monkeypatch.setattr(module, "attempt", attempt)
+    monkeypatch.setattr(module, "run_together", ranks)
+    calibrate(tmp_path / "here.json", ranks=2)
+    found: Machine = find_machine(str(tmp_path / "here.json"))
+    assert tried == ["trainer", "deepspeed"]
+    assert found.step_factor == pytest.approx(4.0)
+    assert found.sources["step_factor"].startswith("measured")
+
+
+def test_a_line_is_found_again() -> None:
+    """1e-3 s and 1 MB/s."""
+    latency, bandwidth = fit([(size, 1e-3 + size / 1e6) for size in (10.0, 1e3, 1e5, 1e7)])
+    assert latency == pytest.approx(1e-3)
+    assert bandwidth == pytest.approx(1e6)

@@ -1,0 +1,81 @@
+"""What is started for a trial is ended, whatever session its processes are in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import REPO
+
+from finetune.measure import processes
+
+# A launcher whose worker has a session of its own, writes its number, and does not listen to SIGTERM.
+WORKER = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+WORKER += "open(sys.argv[1] + '.new', 'w').write(str(os.getpid())); os.rename(sys.argv[1] + '.new', sys.argv[1]); "
+WORKER += "time.sleep(300)"
+LAUNCHER = "import subprocess, sys; "
+LAUNCHER += "worker = subprocess.Popen([sys.executable, '-c', sys.argv[2], sys.argv[1]], start_new_session=True); "
+WAITING = LAUNCHER + "worker.wait()"
+LEAVING = LAUNCHER + "import os, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)\nos.kill(os.getpid(), 9)"
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 1.0)
+
+
+def command(launcher: str, number: Path) -> list[str]:
+    return [sys.executable, "-c", launcher, str(number), WORKER]
+
+
+def is_running(number: Path) -> bool:
+    try:
+        return bool(psutil.Process(int(number.read_text())).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_run_that_is_not_done_in_time_leaves_no_worker_behind(tmp_path: Path) -> None:
+    with (tmp_path / "log.txt").open("w") as log:
+        assert processes.run(command(WAITING, tmp_path / "worker"), log, patience=3.0) is None
+    assert not is_running(tmp_path / "worker")
+
+
+def test_a_launcher_that_was_killed_leaves_no_worker_behind(tmp_path: Path) -> None:
+    with (tmp_path / "log.txt").open("w") as log:
+        assert processes.run(command(LEAVING, tmp_path / "worker"), log, patience=30.0) == -signal.SIGKILL
+    assert not is_running(tmp_path / "worker")
+
+
+def test_sigterm_to_whoever_waits_ends_all(tmp_path: Path) -> None:
+    number = tmp_path / "worker"
+    code = "import sys; from finetune.measure import processes; processes.GRACE_SECONDS = 1.0\n"
+    code += f"processes.run({command(WAITING, number)!r}, sys.stdout, 300)"
+    waiting = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 30
+    while not number.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.wait(30) == 128 + signal.SIGTERM
+    assert not is_running(number)
+
+
+def test_one_of_several_that_fails_ends_the_others(tmp_path: Path) -> None:
+    number = tmp_path / "worker"
+    failing = f"import os, time\nwhile not os.path.exists({str(number)!r}): time.sleep(0.05)\nraise SystemExit(3)"
+    commands = [command(WAITING, number), [sys.executable, "-c", failing]]
+    begun = time.monotonic()
+    assert processes.run_together([(words, os.environ) for words in commands]) == [None, 3]
+    assert time.monotonic() - begun < 60
+    assert not is_running(number)
+
+
+def test_all_that_are_done_have_their_statuses() -> None:
+    assert processes.run_together([([sys.executable, "-c", "pass"], os.environ)] * 2) == [0, 0]
