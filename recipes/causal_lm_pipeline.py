@@ -117,15 +117,15 @@ def main() -> None:
         if launch.speaks:
             open_output_dir(session.request)
             write_records(folder, session.request.values, sys.argv[1:], launch)
-        with trainer.watched():
-            trained = trainer.train(resume_from_checkpoint=session.checkpoint)
-            trainer.save_metrics("train", trained)
-            trainer.save_model(folder)
-            trainer.save_state()
+        trained = trainer.train(resume_from_checkpoint=session.checkpoint)
+        peaks = trainer.peak_memory_gib_per_rank()
+        trainer.save_metrics("train", {**trained.metrics, "peak_memory_gib_per_rank": peaks})
+        trainer.save_model()
+        trainer.save_state()
 
-            # Evaluate: the whole held-out text, each token once, through the pipeline.
-            if training.do_eval:
-                trainer.save_metrics("eval", trainer.evaluate())
+        # Evaluate: the whole held-out text, each token once, through the pipeline.
+        if training.do_eval:
+            trainer.save_metrics("eval", trainer.evaluate())
 
         # Report
         if launch.speaks:

@@ -67,6 +67,5 @@ def train_pipeline(
         checkpoint_interval=interval,
     )
     watch.follow(trainer.engine.module)
-    with trainer.watched():
-        trainer.train()
+    trainer.train()
     watch.bounds = list(parts.bounds)

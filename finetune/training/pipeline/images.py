@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import TrainOutput
-
 from finetune.models.images import image_pipeline
 from finetune.training.pipeline.partition import describe, partition
 from finetune.training.pipeline.trainer import PipelineTrainer
@@ -18,8 +16,6 @@ from finetune.training.trainer import early_stopping
 class ImagePipelineTrainer(PipelineTrainer):
     """The model is a list of layers, of which each rank builds those of its stage. `session` has the recipe's
     arguments, `data` what `prepare_images` made, `source` and `config` say which model."""
-
-    is_deepspeed_enabled = True
 
     def __init__(self, session: Any, source: Any, data: Any, config: Any, metrics: Any) -> None:
         model_args, _, _, _, pipeline_args, profile_args, run_args, guards = session.arguments
@@ -47,17 +43,3 @@ class ImagePipelineTrainer(PipelineTrainer):
             schedule_step=pipeline_args.schedule_step,
             guards=guards,
         )
-        self.ds_config = session.ds_config
-
-    def train(self, resume_from_checkpoint: str | None = None) -> Any:
-        """As the Trainer's, also in what it returns. A stage whose process is killed ends the run in words."""
-        with self.watched():
-            metrics = super().train(resume_from_checkpoint)
-        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
-
-    def evaluate(self) -> dict[str, float]:
-        with self.watched():
-            return super().evaluate()
-
-    def save_model(self, folder: Path | str) -> None:
-        super().save_model(Path(folder))
