@@ -21,11 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.errors import FinetuneError
-from finetune.training.arguments import Request, RunArguments
+from finetune.run.launch import Launch
+from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
+from finetune.run.recipes.seq_cls import SEQ_CLS
+from finetune.run.resolve import resolve
 from finetune.training.checkpoints.choice import checkpoint_to_resume, settle
 from finetune.training.checkpoints.manifest import checkpoints_in
-from finetune.training.launch import Launch
-from finetune.training.pipeline.arguments import PipelineArguments
 
 REPO = Path(__file__).resolve().parents[1]
 STEPS = "--max_steps 2 --save_strategy steps --save_steps 1 --eval_strategy no --do_eval False --bf16 False"
@@ -89,10 +90,10 @@ def kind_of(name: str) -> str:
 
 def chosen(run_folder: Path, stages: bool) -> tuple[str | None, str]:
     """What `--resume auto` takes, and what it says."""
-    groups = (RunArguments, PipelineArguments) if stages else (RunArguments,)
-    request = Request(groups, {}, ["--output_dir", str(run_folder), "--resume", "auto"], Launch(), {})
+    recipe = CAUSAL_LM_PIPELINE if stages else SEQ_CLS
+    run = resolve(recipe, ["--output_dir", str(run_folder), "--resume", "auto"], Launch())
     try:
-        found = settle(request, checkpoint_to_resume(request))
+        found = settle(run, checkpoint_to_resume(run))
     except FinetuneError as error:
         return None, str(error)
     return found.checkpoint, " ".join(found.notes)

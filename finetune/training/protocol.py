@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers.trainer_utils import PredictionOutput, TrainOutput
@@ -13,6 +14,9 @@ class Closing(Protocol):
 
     args: Any
     state: Any
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """Around a whole run: a rank whose process is killed ends it in words."""
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainOutput:
         """Train to the end; the closing figures are its `metrics`."""

@@ -10,13 +10,13 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
 from finetune.errors import RequestError
+from finetune.run.files import STATE_FILE
 from finetune.training.checkpoints.best import best_to_load
 from finetune.training.checkpoints.final import save_final
 from finetune.training.checkpoints.writing import outer_of
 from finetune.training.hub import open_repo
 from finetune.training.reshard.for_trainer import load_best
 from finetune.training.resuming import ended_early, restore_callbacks
-from finetune.training.run_files import STATE_FILE
 from finetune.training.saved_arguments import write_arguments
 
 if TYPE_CHECKING:

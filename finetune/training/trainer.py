@@ -9,6 +9,7 @@ What is overridden here stands in finetune/upstream/, each with its reason; a te
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +29,13 @@ from finetune.data.streaming import TextStream
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
 from finetune.errors import InterruptedRunError, RequestError
 from finetune.models.chunked_loss import row_figures
+from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.launch import accelerate_uses_fsdp
 from finetune.training.checkpoints.choice import newest_verified
 from finetune.training.checkpoints.trainer_adapter import TrainerSaves
-from finetune.training.comm_hooks.arguments import CompressionArguments
 from finetune.training.comm_hooks.callback import CommHook
-from finetune.training.engine import accelerate_uses_fsdp
 from finetune.training.epochs import Epochs
-from finetune.training.guards.arguments import GuardArguments
 from finetune.training.guards.nan_guard import NanGuard, poisoned
 from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.interruption import DeafToSigterm, StopOnSignal, close_trackers
@@ -101,6 +102,10 @@ class FinetuneMixin(SavingMixin):
         own = (self.speed, self.running_loss, GoOn(self), SavesLast(), self.stop, self.nan_guard, self.comm_hook)
         for callback in filter(None, own):
             self.add_callback(callback)
+
+    def watched(self) -> contextlib.AbstractContextManager[Any]:
+        """Around a whole run. Training watches over its own ranks."""
+        return contextlib.nullcontext()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; True for a checkpoint is the newest that verifies. A rank that is killed is named, and a

@@ -120,16 +120,15 @@ MEMORY = (
     ),
 )
 
-COMMAND_LINE = tuple(
+COMMAND_LINE = (
     Row(
-        where,
+        "cli.py",
         "argparse:ArgumentParser._actions",
         "read",
         "all flags, to name the nearest",
         "argparse.py: no public list of arguments",
         "a public list",
-    )
-    for where in ("cli.py", "training/arguments.py")
+    ),
 )
 
 ROWS = (*MODELS, *MEMORY, *COMMAND_LINE)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from transformers import TrainingArguments
 
-from finetune.data.causal_lm import CorpusArguments
 from finetune.errors import RequestError
+from finetune.run.flags.language import CorpusArguments
 from finetune.training.metrics import (
     CountedMetrics,
     classification_metrics,

@@ -26,7 +26,7 @@ from transformers import (
     set_seed,
 )
 
-from finetune.training.guards.arguments import GuardArguments
+from finetune.run.flags.guards import GuardArguments
 from finetune.training.loss import token_loss
 from finetune.training.trainer import FinetuneMixin
 

@@ -28,12 +28,12 @@ from finetune.data.image_samples import Pictures
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.errors import InterruptedRunError
 from finetune.models.pipeline import PipelineModel
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.launch import Launch
 from finetune.training.checkpoints.rotation import Keeper
-from finetune.training.guards.arguments import GuardArguments
 from finetune.training.guards.nan_guard import NanGuard
 from finetune.training.guards.pipeline_adapter import PipelineSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers
-from finetune.training.launch import Launch
 from finetune.training.pipeline.batches import TrainingShard, loader
 from finetune.training.pipeline.checkpoint import Checkpoints
 from finetune.training.pipeline.engine import build_engine
@@ -81,8 +81,8 @@ class PipelineTrainer:
         schedule_step: int = 0,
         guards: GuardArguments | None = None,
     ) -> None:
-        self.ds_config = ds_config
         self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0)
+        self.ds_config = ds_config
         self.model, self.parts, self.args, self.launch = model, parts, args, launch
         self.train_dataset, self.eval_dataset, self.collator = train_dataset, eval_dataset, data_collator
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
@@ -145,17 +145,12 @@ class PipelineTrainer:
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainOutput:
         """Train to the end."""
-        with self.watched():
-            metrics = self._train(resume_from_checkpoint)
-        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
-
-    def _train(self, checkpoint: str | None) -> dict[str, Any]:
         args, state, handler = self.args, self.state, self.handler
         epochs = math.ceil(self.max_steps / self.steps_per_epoch)
-        if checkpoint:
-            state = self.state = resume(self, Path(checkpoint))
+        if resume_from_checkpoint:
+            state = self.state = resume(self, Path(resume_from_checkpoint))
             if self.launch.speaks:
-                print(f"going on from {checkpoint}, after step {state.global_step}", flush=True)
+                print(f"going on from {resume_from_checkpoint}, after step {state.global_step}", flush=True)
         state.max_steps, state.num_train_epochs = self.max_steps, epochs
         state.is_world_process_zero = self.launch.rank == 0
         state.is_local_process_zero = self.launch.local_rank == 0
@@ -170,7 +165,7 @@ class PipelineTrainer:
         if first_step and ended_early(handler.callbacks):
             self.control.should_training_stop = True
         if args.eval_on_start:
-            self._evaluate()
+            self.evaluate()
         for epoch in range(first_step // self.steps_per_epoch, epochs):
             if self.control.should_training_stop or state.global_step >= self.max_steps:
                 break
@@ -189,7 +184,7 @@ class PipelineTrainer:
         if args.load_best_model_at_end and state.best_model_checkpoint:
             load_best(self)
         self.control = handler.on_train_end(args, state, self.control)
-        return metrics
+        return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
     def _epoch(self, epoch: int, skipped: int) -> None:
         args, state, handler = self.args, self.state, self.handler
@@ -258,7 +253,7 @@ class PipelineTrainer:
             logs |= self.nan_guard.window(state.global_step, logs["loss"]) if self.nan_guard else {}
             self.log(logs)
         if self.control.should_evaluate:
-            is_best = note_best(self.args, self.state, self._evaluate())
+            is_best = note_best(self.args, self.state, self.evaluate())
             if args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = is_best
         if self.control.should_save:
@@ -273,10 +268,6 @@ class PipelineTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """The whole evaluation set, each sample once, through the pipeline; the same figures on every rank."""
-        with self.watched():
-            return self._evaluate()
-
-    def _evaluate(self) -> dict[str, float]:
         metrics = evaluated(self)
         self.log(metrics)
         self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -284,8 +275,7 @@ class PipelineTrainer:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The weights as the final model into the run folder: in fp32, one part a stage, with config and tokenizer."""
-        with self.watched():
-            self.checkpoints.save_model(Path(output_dir or self.args.output_dir))
+        self.checkpoints.save_model(Path(output_dir or self.args.output_dir))
 
     def peak_memory_gib_per_rank(self) -> list[float]:
         """In GiB."""
