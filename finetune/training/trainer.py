@@ -180,8 +180,10 @@ class FinetuneMixin(SavingMixin):
             self.suspect.begin(samples, items)
         return samples, items
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        given = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        given = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return poisoned(given) if self.suspect and not return_outputs and torch.is_grad_enabled() else given
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:

@@ -69,7 +69,7 @@ def settle(run: Run, chosen: Chosen) -> Chosen:
 
 
 def newest_verified(run_folder: Path) -> Path:
-    """For who has no request: the newest of which every byte is as it was saved. All ranks must call it."""
+    """For who has no run to describe: the newest of which every byte is as it was saved. All ranks must call it."""
     for path in of_first(together(lambda: checkpoints_in(run_folder) if leads() else [])):
         if not verify_together(path):
             return path
