@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO
+from finetune.plan.flags import RECIPE_FLAGS
 
 from finetune.cli import main, parser
-from finetune.plan.flags import RECIPE_FLAGS
 
 ZERO2 = '"zero_optimization": {"stage": 2}'
 ZERO3PP = {
