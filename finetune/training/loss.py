@@ -77,6 +77,23 @@ def settle_loss_scaling(model: Any, label_is_float: bool = False, label_per_toke
     return honours
 
 
+def settle_trainer(trainer: Any) -> None:
+    """The same once a Trainer is built, of a model that nobody has settled."""
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    is_settled = hasattr(model, "accepts_loss_kwargs") or trainer.compute_loss_func is not None
+    if not is_settled and hasattr(model, "config") and trainer.model_accepts_loss_kwargs:
+        found = (honours_num_items_in_batch(model, label_per_token=per_token) for per_token in (True, False))
+        trainer.model_accepts_loss_kwargs = any(found)
+
+
+def token_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A `compute_loss_func` for sequence-to-sequence models, whose own loss is a mean over each micro-batch: logits
+    (B, T, V), labels (B, T) with -100 where none is. Let the collator make `decoder_input_ids`."""
+    logits = outputs["logits"].float().flatten(0, 1)
+    total = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
 def loss_for(kind: str, label_smoothing: float, task: str, counts: Sequence[int]) -> Any:
     """The Trainer's `compute_loss_func`; None where the model's own loss serves.
 
