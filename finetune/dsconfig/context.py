@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+NVME_FOLDER = "nvme_offload"  # in the run folder, where --nvme_path gives no other
 ENGINES = ("recipe", "trainer", "accelerate", "deepspeed")
 # Compute capability by GPU (developer.nvidia.com/cuda-gpus).
 GPU_CAPABILITY = {

@@ -24,6 +24,7 @@ from finetune.run.sizes import GPTLITE_SIZES
 TABLE = Path(__file__).resolve().parent / "models.json"
 MOST_HINTS = 4
 GPTLITE = "gptlite-"  # begins the names of those from scratch, of which finetune.run.sizes says the shape
+VOCABULARIES = {"small": 50_304}  # as recipes/configs/gpt2_124m.yaml trains it
 CHARACTERS = 65  # of Tiny Shakespeare, which the study of GPT-lite was trained on
 
 
@@ -52,7 +53,7 @@ def model_names() -> list[str]:
 def _table() -> dict[str, dict[str, Any]]:
     found = dict(json.loads(TABLE.read_text(encoding="utf-8")))
     for size, shape in GPTLITE_SIZES.items():
-        found[f"{GPTLITE}{size}"] = {"config": gptlite_config(shape, CHARACTERS)}
+        found[f"{GPTLITE}{size}"] = {"config": gptlite_config(shape, VOCABULARIES.get(size, CHARACTERS))}
     return found
 
 
