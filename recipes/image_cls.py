@@ -24,7 +24,7 @@ from finetune.training.guards.arguments import GuardArguments
 from finetune.training.hub import push
 from finetune.training.launch import run
 from finetune.training.loss import ClassArguments, loss_for, settle_loss_scaling
-from finetune.training.metrics import CountedMetrics, check_metric
+from finetune.training.metrics import CountedMetrics, settle_best_metric
 from finetune.training.output_dir import check_same_model, open_output_dir
 from finetune.training.pipeline.arguments import PipelineArguments, asks_for_pipeline
 from finetune.training.pipeline.images import ImagePipelineTrainer
@@ -76,13 +76,13 @@ def main() -> None:
         trained=source.labels,
     )
     data.require_all(training)
-    check_metric(training.metric_for_best_model, data.labels)
+    metrics = CountedMetrics(len(data.labels.names), session.request.values.get("metrics"))
+    settle_best_metric(training, metrics, session.request.given)
     session.say(data.headline(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model and Trainer, either of which holds the same data, losses and run folder.
     config = settled_image_config(model_args, source, data, training.do_train)
     check_same_model(session.checkpoint, config)
-    metrics = CountedMetrics(len(data.labels.names))
     of_engine = image_trainer if session.request.stages is None else ImagePipelineTrainer
     trainer = of_engine(session, source, data, config, metrics)
 

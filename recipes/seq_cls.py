@@ -20,7 +20,7 @@ from finetune.training.guards.arguments import GuardArguments
 from finetune.training.hub import push
 from finetune.training.launch import run
 from finetune.training.loss import ClassArguments, loss_for, settle_loss_scaling
-from finetune.training.metrics import check_metric, metrics_for
+from finetune.training.metrics import metrics_for, settle_best_metric
 from finetune.training.output_dir import check_same_model, open_output_dir
 from finetune.training.profiling.arguments import ProfileArguments
 from finetune.training.profiling.callback import profiling
@@ -70,7 +70,8 @@ def main() -> None:
     for split, flag in (("train", "do_train"), ("validation", "do_eval"), ("test", "do_predict")):
         if getattr(training, flag):
             data.require(split, flag)
-    check_metric(training.metric_for_best_model, data.labels)
+    metrics = metrics_for(data.labels, class_args.metrics)
+    settle_best_metric(training, metrics, session.request.given)
     session.say(data.headline(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model: built after TrainingArguments, for ZeRO-3 shards it while it is built.
@@ -90,7 +91,7 @@ def main() -> None:
         eval_dataset=data.splits.get("validation"),
         processing_class=data.tokenizer,
         data_collator=data.collator,
-        compute_metrics=metrics_for(data.labels),
+        compute_metrics=metrics,
         compute_loss_func=loss,
         callbacks=callbacks,
         lengths=data.lengths if run_args.group_by_length else None,

@@ -25,6 +25,7 @@ PAIR_NAMES = (
     ("query", "passage"),
 )
 MAX_SHOWN = 5
+MULTI_LABEL = "multi_label_classification"  # transformers' word for it
 
 
 @dataclass(frozen=True)
