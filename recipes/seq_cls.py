@@ -1,4 +1,4 @@
-"""Fine-tune a text classifier (or regressor), on one CPU core or on many GPUs.
+"""Fine-tune a text classifier (or regressor, or one of several labels a text), on one CPU core or on many GPUs.
 
     deepspeed --num_gpus 2 recipes/seq_cls.py           # small, offline, on built-in text
     deepspeed --num_gpus 8 recipes/seq_cls.py --deepspeed zero3 --train_file reviews.csv --model_name_or_path FOLDER
@@ -20,7 +20,7 @@ from finetune.training.guards.arguments import GuardArguments
 from finetune.training.hub import push
 from finetune.training.launch import run
 from finetune.training.loss import ClassArguments, loss_for, settle_loss_scaling
-from finetune.training.metrics import metrics_for, settle_best_metric
+from finetune.training.metrics import metrics_for, settle_best_metric, settle_thresholds
 from finetune.training.output_dir import check_same_model, open_output_dir
 from finetune.training.profiling.arguments import ProfileArguments
 from finetune.training.profiling.callback import profiling
@@ -70,16 +70,17 @@ def main() -> None:
     for split, flag in (("train", "do_train"), ("validation", "do_eval"), ("test", "do_predict")):
         if getattr(training, flag):
             data.require(split, flag)
-    metrics = metrics_for(data.labels, class_args.metrics)
+    metrics = metrics_for(data.labels, class_args.metrics, None if training.do_train else source.config)
     settle_best_metric(training, metrics, session.request.given)
     session.say(data.headline(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model: built after TrainingArguments, for ZeRO-3 shards it while it is built.
     counts = [data.account.label_counts.get(name, 0) for name in data.labels.names]
     weights = class_args.class_weights if training.do_train else "none"
-    loss = loss_for(weights, training.label_smoothing_factor, data.labels.task, counts)
+    rows = data.account.rows.get("train", 0)
+    loss = loss_for(weights, training.label_smoothing_factor, data.labels.task, counts, rows)
     model = build_classifier(model_args, source, data.labels, data.tokenizer, will_train=training.do_train)
-    settle_loss_scaling(model, label_is_float=data.labels.task == "regression")
+    settle_loss_scaling(model, label_is_float=data.labels.task != "classification")
     check_same_model(session.checkpoint, model.config)
 
     # Trainer
@@ -117,6 +118,8 @@ def main() -> None:
             evaluated = trainer.predict(data.splits["validation"], metric_key_prefix="eval")
             trainer.log(evaluated.metrics)
             trainer.save_metrics("eval", {**evaluated.metrics, "eval_samples": data.account.rows["validation"]})
+            if training.do_train:
+                settle_thresholds(metrics, evaluated, folder if session.launch.speaks else None)
         if training.do_predict:
             predicted = trainer.predict_in_input_order(data.splits["test"])
             trainer.save_metrics("predict", {**predicted.metrics, "predict_samples": data.account.rows["test"]})
@@ -131,8 +134,9 @@ def main() -> None:
                     data.labels,
                     predicted.label_ids,
                     data.splits["test"]["row"],
+                    thresholds=metrics.thresholds,
                 )
-            write_report(folder, data, evaluated, source)
+            write_report(folder, data, evaluated, source, metrics.thresholds)
             session.say(headline(folder))
         if training.push_to_hub:
             session.say(push(trainer))

@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorWithPadding
 
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
-from finetune.data.columns import Columns, Labels
+from finetune.data.columns import MULTI_LABEL, Columns, Labels
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
 from finetune.data.tables import (
     ROW,
@@ -71,6 +71,7 @@ class ClassificationData:
         account, names = self.account, self.labels.names
         rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
         kind = f"{len(names)} labels" if names else "regression"
+        kind += ", any number of them a row" if self.labels.task == MULTI_LABEL else ""
         left_out = sum(account.skipped.values())
         cut = f", {left_out:,} bad rows left out" if left_out else ""
         more = "; --train_file takes your own" if account.source.startswith("built-in") else ""
@@ -182,7 +183,10 @@ def _texts(clean: CleanTables) -> Iterator[str]:
 def _label_counts(tables: Table, labels: Labels) -> dict[str, int]:
     if labels.task == "regression" or "train" not in tables:
         return {}
-    return dict(Counter(labels.names[i] for i in tables["train"]["labels"]))
+    ids = tables["train"]["labels"]
+    if labels.task == MULTI_LABEL:
+        return dict(zip(labels.names, np.sum(ids, axis=0, dtype=int).tolist(), strict=True))
+    return dict(Counter(labels.names[i] for i in ids))
 
 
 def tokenize_tables(

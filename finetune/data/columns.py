@@ -40,7 +40,7 @@ class Columns:
 class Labels:
     """`names` are the classes in the order of their ids; empty for regression."""
 
-    task: str  # "classification" or "regression"
+    task: str  # "classification", "regression" or MULTI_LABEL
     names: tuple[str, ...]
 
     def encode(self, value: Any) -> int | float:

@@ -15,7 +15,7 @@ from transformers import (
     DistilBertForSequenceClassification,
 )
 
-from finetune.data.columns import Labels
+from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError
 from finetune.models.source import from_pretrained, positions_of, refuse_without_weights
@@ -73,11 +73,13 @@ class Source:
 
 def trained_labels(config: Any | None) -> Labels | None:
     """What the model of a config tells apart; None without a config, or where it was never told."""
-    if getattr(config, "problem_type", None) == "regression":
+    problem = getattr(config, "problem_type", None)
+    if problem == "regression":
         return Labels("regression", ())
+    task = MULTI_LABEL if problem == MULTI_LABEL else "classification"
     names = dict(getattr(config, "id2label", None) or {})
     ordered = tuple(str(names[i]) for i in sorted(names))
-    return None if not ordered or ordered[0] == "LABEL_0" else Labels("classification", ordered)
+    return None if not ordered or ordered[0] == "LABEL_0" else Labels(task, ordered)
 
 
 def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source:
@@ -133,7 +135,7 @@ def build_classifier(
         )
     label_config: dict[str, Any] = {
         "num_labels": len(labels.names) or 1,
-        "problem_type": "regression" if labels.task == "regression" else "single_label_classification",
+        "problem_type": "single_label_classification" if labels.task == "classification" else labels.task,
     }
     if labels.names:
         label_config["id2label"] = dict(enumerate(labels.names))
@@ -142,6 +144,8 @@ def build_classifier(
         # Not by `from_config`: under ZeRO-3 it draws the weights in another order, and the run would start elsewhere.
         return DistilBertForSequenceClassification(_scratch_config(arguments, tokenizer, label_config))
     config = source.config
+    if will_train and hasattr(config, "thresholds"):
+        del config.thresholds  # of the weights that were
     for key, value in label_config.items():
         setattr(config, key, value)
     if config.pad_token_id is None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from finetune.data.columns import MULTI_LABEL
 from finetune.errors import RequestError
 
 PROBE_ROWS, PROBE_TOKENS = 2, 4
@@ -89,11 +90,16 @@ def settle_loss_scaling(model: Any, label_is_float: bool = False, label_per_toke
     return honours
 
 
-def loss_for(kind: str, label_smoothing: float, task: str, counts: Sequence[int]) -> Any:
+def loss_for(kind: str, label_smoothing: float, task: str, counts: Sequence[int], rows: int = 0) -> Any:
     """The Trainer's `compute_loss_func`; None where the model's own loss serves.
 
-    `counts` are the training rows of each class. Raises RequestError for what a regression cannot have.
+    `counts` are the training rows of each class, of `rows` in all. Raises RequestError for what a regression, or rows
+    with several labels, cannot have.
     """
+    if task == MULTI_LABEL:
+        if label_smoothing:
+            raise RequestError("--label_smoothing_factor is for rows with one label, but these have several. Drop it.")
+        return many_labels_loss(None if kind == "none" else positive_weights(counts, rows))
     if task == "regression" and (kind != "none" or label_smoothing):
         flag = "class_weights" if kind != "none" else "label_smoothing_factor"
         raise RequestError(f"--{flag} is for classes, but the labels are numbers to predict. Drop it.")
@@ -106,6 +112,23 @@ def regression_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any 
     """Mean squared error in fp32 whatever the model's precision: predictions (B, 1), labels (B,)."""
     errors = (outputs["logits"].float().reshape(-1) - labels.float().reshape(-1)) ** 2
     return errors.sum() / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+
+def many_labels_loss(weights: list[float] | None) -> Any:
+    """A `compute_loss_func`: binary cross entropy in fp32 over logits and labels of 0 and 1 (B, labels), its positives
+    weighted by label, as a mean over all cells of the global batch: the Trainer counts each as an item."""
+
+    def compute(
+        outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        logits = outputs["logits"].float()
+        positive = None if weights is None else torch.tensor(weights, device=logits.device)
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, labels.float(), pos_weight=positive, reduction="sum"
+        )
+        return losses / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+    return compute
 
 
 def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
@@ -131,3 +154,8 @@ def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
 def class_weights(counts: Sequence[int]) -> list[float]:
     """Weights that let every class count alike: rows / (classes x rows of the class), as scikit-learn's "balanced"."""
     return [sum(counts) / (len(counts) * count) if count else 0.0 for count in counts]
+
+
+def positive_weights(counts: Sequence[int], rows: int) -> list[float]:
+    """Weights that let the rows with a label count as much as those without: absent / present, of each label."""
+    return [(rows - count) / count if count else 1.0 for count in counts]

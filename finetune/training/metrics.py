@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ from sklearn.metrics import confusion_matrix
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.errors import RequestError
 from finetune.training.metric_modules import load_metrics
+from finetune.training.thresholds import choose_thresholds, given_labels, save_thresholds, sigmoid, thresholds_of
 
 Metrics = Callable[[Any], dict[str, float]]
 
-UNSETTLED_THRESHOLD = 0.5  # the probability from which a label is given, until one is chosen on held-out rows
 MOST_SAMPLED = 8  # classes among the rows that a metric is tried on
 LOSS = "loss"
 
@@ -57,9 +58,20 @@ class TaskMetrics:
         return {LOSS: False, **found}
 
 
-def metrics_for(labels: Labels, names: Sequence[str] | None = None) -> TaskMetrics:
-    """The metrics called `names`, or the task's own."""
-    return TaskMetrics(labels, names)
+def metrics_for(labels: Labels, names: Sequence[str] | None = None, trained: Any | None = None) -> TaskMetrics:
+    """The metrics called `names`, or the task's own. `trained` is the config of a model that is not trained any more,
+    and gives its labels at the thresholds that it carries."""
+    return TaskMetrics(labels, names, thresholds_of(trained, labels))
+
+
+def settle_thresholds(metrics: TaskMetrics, evaluated: Any | None, folder: Path | None) -> None:
+    """From here on give labels at the thresholds that suit the held-out rows best, and write them into `folder`, which
+    one rank gives. Nothing where rows have one label each."""
+    if metrics.labels.task != MULTI_LABEL or evaluated is None:
+        return
+    metrics.thresholds = choose_thresholds(first_output(evaluated.predictions), np.asarray(evaluated.label_ids))
+    if folder is not None:
+        save_thresholds(folder, metrics.labels, metrics.thresholds)
 
 
 def settle_best_metric(training: Any, metrics: TaskMetrics, given: Mapping[str, Any]) -> None:
@@ -209,19 +221,6 @@ TASKS = {
     "regression": _Task(("mse", "pearson"), None, _number_inputs, _number_sample),
     MULTI_LABEL: _Task(("f1", "accuracy"), "multilabel", _many_inputs, _many_sample),
 }
-
-
-def given_labels(logits: npt.NDArray[Any], thresholds: Sequence[float] | None = None) -> npt.NDArray[Any]:
-    """Rows of 0 and 1 (N, labels): which labels are given at those probabilities."""
-    least = UNSETTLED_THRESHOLD if thresholds is None else np.asarray(thresholds)
-    given: npt.NDArray[Any] = (sigmoid(logits) >= least).astype(np.int64)
-    return given
-
-
-def sigmoid(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Probabilities, in float64, without overflow."""
-    chances: npt.NDArray[Any] = np.exp(-np.logaddexp(0, -np.asarray(logits, dtype=np.float64)))
-    return chances
 
 
 def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -16,13 +16,13 @@ from finetune.errors import RequestError
 from finetune.training.metrics import (
     CountedMetrics,
     confusion,
-    given_labels,
     language_metrics,
     log_softmax,
     metrics_for,
     settle_best_metric,
     settle_language_arguments,
 )
+from finetune.training.thresholds import given_labels
 
 CLASSES = Labels("classification", ("bad", "good"))
 NUMBERS = Labels("regression", ())
