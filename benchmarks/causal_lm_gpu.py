@@ -31,8 +31,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainerCallb
 
 from finetune.data.tokenizer import train_text_tokenizer
 from finetune.models.chunked_loss import LossHead, use_chunked_loss
-from finetune.models.gptlite import SIZES, GPTLiteConfig, GPTLiteForCausalLM
+from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.plan.forward.losses import CHUNK_TOKENS
+from finetune.run.sizes import GPTLITE_SIZES
 from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, multiplied_parameters, peak_flops, peak_memory_bytes
 
 REPO = Path(__file__).resolve().parents[1]
@@ -78,7 +79,7 @@ def gpt_lite(scale: Scale):
     torch.manual_seed(0)
     shape = {"num_hidden_layers": scale.layers, "hidden_size": scale.width, "num_attention_heads": scale.heads}
     shape |= {"max_position_embeddings": scale.block, "vocab_size": scale.vocab}
-    return GPTLiteForCausalLM(GPTLiteConfig(**{**SIZES["small"], **shape}))
+    return GPTLiteForCausalLM(GPTLiteConfig(**{**GPTLITE_SIZES["small"], **shape}))
 
 
 def recipe(scale: Scale, folder: Path, whole_logits: bool) -> dict:

@@ -117,7 +117,8 @@ def deep(interval: int) -> dict:
 
 def packing(sst2: str | None) -> dict:
     """Padding in the training blocks, for texts of real lengths."""
-    from finetune.data.causal_lm import BlockArguments, CorpusArguments, prepare_corpus
+    from finetune.data.causal_lm import prepare_corpus
+    from finetune.run.flags.language import BlockArguments, CorpusArguments
 
     found: dict = {}
     sources = {"Python's manual, BPE": (None, 1024)}

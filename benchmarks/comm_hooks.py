@@ -26,7 +26,7 @@ from pathlib import Path
 
 from comm_hooks_page import draw, page
 
-from finetune.training.comm_hooks.arguments import HOOKS, CompressionArguments
+from finetune.run.flags.compression import HOOKS, CompressionArguments
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path += [str(REPO / "tests"), str(REPO / "tests" / "launch")]

@@ -18,7 +18,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
-from finetune.training.comm_hooks.arguments import HOOKS, CompressionArguments
+from finetune.run.flags.compression import HOOKS, CompressionArguments
 from finetune.training.comm_hooks.compression import Compression
 from finetune.training.comm_hooks.onebit_adam import OneBitAdam
 

@@ -7,7 +7,7 @@ import statistics
 from itertools import pairwise
 from pathlib import Path
 
-from finetune.training.comm_hooks.arguments import HOOKS
+from finetune.run.flags.compression import HOOKS
 
 QUIET = 0.5  # a load below which nothing else is said to run
 

@@ -20,12 +20,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from finetune.training.arguments import Request
+
 from finetune.errors import FinetuneError
-from finetune.training.arguments import Request, RunArguments
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.launch import Launch
 from finetune.training.checkpoints.choice import checkpoint_to_resume, settle
 from finetune.training.checkpoints.manifest import checkpoints_in
-from finetune.training.launch import Launch
-from finetune.training.pipeline.arguments import PipelineArguments
 
 REPO = Path(__file__).resolve().parents[1]
 STEPS = "--max_steps 2 --save_strategy steps --save_steps 1 --eval_strategy no --do_eval False --bf16 False"

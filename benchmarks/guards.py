@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from finetune.bench.data import MadeUp, build
 from finetune.bench.models import find_model
-from finetune.training.guards.arguments import GuardArguments
+from finetune.run.flags.guards import GuardArguments
 from finetune.training.guards.pulse import Pulse
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.trainer import FinetuneTrainer

@@ -56,8 +56,8 @@ class Bench:
 
         from finetune.models.gptlite import GPTLiteConfig
         from finetune.models.gptlite_pipeline import gptlite_pipeline
-        from finetune.training.arguments import RunArguments
-        from finetune.training.pipeline.arguments import PipelineArguments
+        from finetune.run.flags.common import RunArguments
+        from finetune.run.flags.pipeline import PipelineArguments
         from finetune.training.pipeline.partition import partition
         from finetune.training.pipeline.trainer import PipelineTrainer
         from finetune.training.start import start

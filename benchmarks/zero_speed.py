@@ -131,7 +131,7 @@ def rank(pipe, env: dict, log: Path, steps: int, config: dict, head: str, argv: 
 
     from finetune.measure.__main__ import Copies
     from finetune.measure.models import build, samples
-    from finetune.training.arguments import RunArguments
+    from finetune.run.flags.common import RunArguments
     from finetune.training.loss import settle_loss_scaling
     from finetune.training.start import start
     from finetune.training.trainer import FinetuneTrainer

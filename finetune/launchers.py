@@ -202,7 +202,7 @@ def config_of(flags: list[str]) -> str | None:
 
 
 def default_config(recipe: str, launcher: str) -> str | None:
-    """As finetune.training.engine chooses it."""
+    """As finetune.run.engine chooses it."""
     if Path(recipe).stem.endswith("_pipeline"):
         return "pipeline"
     return "zero2" if launcher == "deepspeed" else None

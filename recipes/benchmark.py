@@ -10,64 +10,40 @@ are drawn by seeds of their own, so that losses are the same in every layout of 
 """
 
 import json
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import set_seed
-
-from finetune.bench.data import MadeUp, build, build_stages
-from finetune.bench.meter import Meter
-from finetune.bench.models import PRESETS, TEXT, find_model
+from finetune.bench.recipe import BENCHMARK, BenchmarkArguments
 from finetune.errors import RequestError
-from finetune.measure.memory import Allocations
-from finetune.measure.train import DEFAULTS, train, train_pipeline
-from finetune.measure.watch import OBSERVED_STEPS
-from finetune.training.arguments import RunArguments
-from finetune.training.launch import run
-from finetune.training.loss import settle_loss_scaling
-from finetune.training.pipeline.arguments import PipelineArguments
-from finetune.training.profiling.arguments import ProfileArguments
-from finetune.training.profiling.callback import profiling
-from finetune.training.start import start
-
-OWN = {
-    "output_dir": "runs/benchmark",
-    "logging_strategy": "steps",  # every step, for its loss
-    "logging_steps": 1,
-    "learning_rate": 1e-4,
-    "per_device_train_batch_size": 8,
-    "seed": 42,
-    "schedule_step": 0,  # recording a pipeline's step takes time of its own
-}
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.flags.profiling import ProfileArguments
+from finetune.run.main import run_recipe
 
 
-@dataclass
-class BenchmarkArguments:
-    """What is trained, and for how long."""
-
-    model: str = field(default="wide", metadata={"help": ", ".join(PRESETS)})
-    scale: float = field(default=1.0, metadata={"help": "of the model's sizes; 1: as published"})
-    model_changes: str = field(default="{}", metadata={"help": 'sizes that no scale touches, such as {"layers": 4}'})
-    measured_steps: int = field(default=5, metadata={"help": "steps that are timed"})
-    unmeasured_steps: int = field(default=1, metadata={"help": f"before them, behind {OBSERVED_STEPS} watched ones"})
-    result_dir: str | None = field(default=None, metadata={"help": "where each rank writes its figures"})
-
-
-def main() -> None:
-    # Start: parse, check the layout, settle the machine.
-    is_pipeline = any(word.startswith("--pipeline_parallel_size") for word in sys.argv)
-    groups = (BenchmarkArguments, *((PipelineArguments,) if is_pipeline else ()), ProfileArguments, RunArguments)
-    defaults = {name: value for name, value in OWN.items() if is_pipeline or name != "schedule_step"}
-    session = start(groups, {**DEFAULTS, **defaults}, sys.argv[1:], scratch_defaults={})
-    asked, (profile_args, run_args), training = session.arguments[0], session.arguments[-2:], session.training
+def main(run):
+    asked, is_pipeline = run[BenchmarkArguments], run.stages is not None
     if asked.measured_steps < 1 or asked.unmeasured_steps < 0:
         raise RequestError("--measured_steps must be 1 or more, and --unmeasured_steps 0 or more.")
+    from transformers import set_seed
+
+    from finetune.bench.data import MadeUp, build, build_stages
+    from finetune.bench.meter import Meter
+    from finetune.bench.models import TEXT, find_model
+    from finetune.measure.memory import Allocations
+    from finetune.measure.train import train, train_pipeline
+    from finetune.measure.watch import OBSERVED_STEPS
+    from finetune.training.loss import settle_loss_scaling
+    from finetune.training.profiling.callback import profiling
+    from finetune.training.start import start
+
+    # Start: the machine is settled, the ranks meet, the layout is checked.
+    session = start(run)
+    training = session.training
 
     # Data: as many samples as the steps take, made up where they are read.
     what = find_model(asked.model, asked.scale, changes_of(asked.model_changes))
     training.max_steps = OBSERVED_STEPS + asked.unmeasured_steps + asked.measured_steps
-    ranks = session.launch.world_size // (session.request.stages or 1)  # that read different samples
+    ranks = session.launch.world_size // (run.stages or 1)  # that read different samples
     global_batch = training.train_batch_size * training.gradient_accumulation_steps * ranks
     data = MadeUp(what, training.max_steps * global_batch, training.seed, is_pipeline)
 
@@ -77,12 +53,13 @@ def main() -> None:
     memory.__enter__()
     set_seed(training.seed)
     if is_pipeline:
-        stages, interval = build_stages(what, training.seed), run_args.activation_checkpoint_interval or 0
-        train_pipeline(session, stages, session.arguments[1], data, interval, meter, *profiling(profile_args))
+        stages, interval = build_stages(what, training.seed), session[RunArguments].activation_checkpoint_interval or 0
+        watched = profiling(session[ProfileArguments])
+        train_pipeline(session, stages, session[PipelineArguments], data, interval, meter, *watched)
     else:
         model = build(what, training.seed)
         settle_loss_scaling(model, label_per_token=what.name in TEXT and what.name != "distilbert")
-        train(session, model, data, meter, *profiling(profile_args))
+        train(session, model, data, meter, *profiling(session[ProfileArguments]))
 
     # Report
     figures = meter.figures()
@@ -99,7 +76,7 @@ def main() -> None:
     )
 
 
-def changes_of(text: str) -> dict[str, object]:
+def changes_of(text):
     try:
         changes = json.loads(text)
     except ValueError as error:
@@ -110,4 +87,4 @@ def changes_of(text: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_recipe(BENCHMARK, main)

@@ -8,136 +8,60 @@ The same model, data, losses, logs and run folder as recipes/causal_lm.py; more 
 docs/pipeline.md says what moves between stages, and how to choose their number.
 """
 
-import sys
 from pathlib import Path
 
-from finetune.data.causal_lm import BlockArguments, CorpusArguments, prepare_corpus
-from finetune.models.causal import CausalModelArguments, find_causal_source, settled_config
-from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
-from finetune.models.source import positions_of
-from finetune.training.arguments import RunArguments
-from finetune.training.guards.arguments import GuardArguments
-from finetune.training.launch import run
-from finetune.training.metrics import language_metrics, settle_language_arguments
-from finetune.training.output_dir import check_same_model, open_output_dir
-from finetune.training.pipeline.arguments import PipelineArguments
-from finetune.training.pipeline.partition import describe, partition
-from finetune.training.pipeline.stages import check_cut
-from finetune.training.pipeline.trainer import PipelineTrainer
-from finetune.training.profiling.arguments import ProfileArguments
-from finetune.training.profiling.callback import profiling
-from finetune.training.results import headline, write_language_report
-from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_json, write_records
-from finetune.training.samples import SampleArguments, Samples, check_sample
-from finetune.training.start import start
-from finetune.training.trainer import early_stopping
-
-DEFAULTS = {
-    "output_dir": "runs/causal_lm_pipeline",
-    "do_train": True,
-    "do_eval": True,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 8,  # micro-batches that fill the pipeline; with one pipeline 32 blocks a step
-    "per_device_eval_batch_size": 32,
-    "num_train_epochs": 1,
-    "eval_strategy": "epoch",
-    "save_strategy": "epoch",
-    "save_total_limit": 2,
-    "logging_steps": 10,
-    "report_to": ["none"],
-}
-# Those of recipes/causal_lm.py: the same model learns the same.
-SCRATCH = {
-    "learning_rate": 4e-3,
-    "num_train_epochs": 8,
-    "adam_beta2": 0.99,
-    "warmup_steps": 0.05,
-    "lr_scheduler_type": "cosine",
-}
+from finetune.run.flags.language import BlockArguments, CorpusArguments, SampleArguments
+from finetune.run.main import run_recipe
+from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 
 
-def main() -> None:
-    # Start: parse, check the layout, settle the machine.
-    text = (CorpusArguments, BlockArguments, SampleArguments)
-    groups = (CausalModelArguments, PipelineArguments, *text, ProfileArguments, RunArguments, GuardArguments)
-    session = start(groups, DEFAULTS, sys.argv[1:], scratch_defaults=SCRATCH)
-    model_args, pipeline_args, corpus_args, block_args, sample_args, profile_args, run_args, guards = session.arguments
-    training, folder, launch = session.training, Path(session.training.output_dir), session.launch
-    settle_language_arguments(training, corpus_args, session.request.given)
+def main(run):
+    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    from finetune.data.causal_lm import prepare_corpus
+    from finetune.training.chapters import finish, pipeline_of
+    from finetune.training.language import language_pipeline, language_source
+    from finetune.training.metrics import language_metrics
+    from finetune.training.results import write_language_report
+    from finetune.training.samples import Samples
+    from finetune.training.start import start
+
+    # Start: the machine is settled, the ranks meet, the layout is checked.
+    session = start(run)
 
     # Data: as in causal_lm.py. The first and the last stage of each pipeline read the same samples of it.
-    source = find_causal_source(model_args, block_args.block_size)
-    check_gptlite(source, model_args)
-    check_cut(pipeline_layers(source.config, seed=None), pipeline_args.partition_method, session.request.stages)
+    source = language_source(session)
+    blocks = session[BlockArguments]
     data = prepare_corpus(
-        corpus_args,
-        block_args,
+        session[CorpusArguments],
+        blocks,
         source.tokenizer,
         block_size=source.block_size,
-        seed=training.seed,
-        leads=launch.leads_its_node,
-        reports=launch.leads_its_node or launch.local_rank == 1,
+        seed=session.training.seed,
+        launch=session.launch,
     )
-    check_sample(data.tokenizer, sample_args, positions_of(source.config))
-    session.say(data.account.headline(), f"model: {source.description}")
-    collator = data.collator if block_args.packing == "none" else data.same_length_collator()
 
     # Model: a list of layers, of which each rank builds those of its stage.
-    config = settled_config(model_args, source, data.tokenizer)
-    check_same_model(session.checkpoint, config)
-    model = gptlite_pipeline(config, seed=None if source.pretrained else training.seed)
-    interval = run_args.activation_checkpoint_interval or 0
-    rows = data.splits["train"]
-    parts = partition(model, pipeline_args, training, launch, rows, collator, interval, session.checkpoint)
-    session.say(*describe(parts))
-
-    # Trainer
-    trainer = PipelineTrainer(
-        model,
-        parts,
-        args=training,
-        ds_config=session.ds_config,
-        launch=launch,
-        train_dataset=rows,
-        eval_dataset=data.splits["validation"],
-        data_collator=collator,
-        processing_class=data.tokenizer,
+    is_dynamic = blocks.packing == "none"
+    trainer = pipeline_of(
+        session,
+        language_pipeline(session, source, data),
+        data,
         compute_metrics=language_metrics(data.account.tokens_per_byte, data.account.tokens_per_character),
-        callbacks=[MetricsFile(), *profiling(profile_args), *early_stopping(run_args)],
-        lengths=data.lengths if run_args.group_by_length else None,
-        dynamic=block_args.packing == "none",
-        checkpoint_interval=interval,
         weights=Path(source.pretrained) if source.pretrained else None,
-        schedule_step=pipeline_args.schedule_step,
-        guards=guards,
+        collator=data.collator if is_dynamic else data.same_length_collator(),
+        dynamic=is_dynamic,
     )
 
-    with explained_disk_errors(folder):
-        # Train, then save the model where `from_pretrained` looks for it.
-        if launch.speaks:
-            open_output_dir(session.request)
-            write_records(folder, session.request.values, sys.argv[1:], launch)
-        with trainer.watched():
-            trained = trainer.train(resume_from_checkpoint=session.checkpoint)
-            trainer.save_metrics("train", trained)
-            trainer.save_model(folder)
-            trainer.save_state()
+    # Train and evaluate, each token once, through the pipeline; no rank has the whole model, so a sample comes last.
+    samples = Samples(session[SampleArguments], session.folder, session.training.seed)
 
-            # Evaluate: the whole held-out text, each token once, through the pipeline.
-            if training.do_eval:
-                trainer.save_metrics("eval", trainer.evaluate())
+    def report(done):
+        samples.write_from_folder(trainer.state.global_step)
+        note = f"Pipeline of {trainer.parts.stages} stage(s), cut by {run.value('partition_method')}."
+        return write_language_report(session, data, source, samples, note)
 
-        # Report
-        if launch.speaks:
-            write_json(folder / "ds_config.json", session.ds_config)
-            samples = Samples(sample_args, folder, training.seed)
-            samples.write_from_folder(trainer.state.global_step)
-            note = f"Pipeline of {parts.stages} stage(s), cut by {pipeline_args.partition_method}."
-            write_language_report(folder, data, source, samples.last, "recipes/causal_lm_pipeline.py", note)
-            if samples.last:
-                session.say("sample:", samples.last)
-            session.say(headline(folder))
+    finish(session, trainer, samples={}, report=report)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_recipe(CAUSAL_LM_PIPELINE, main)

@@ -39,7 +39,7 @@ HEAVY = {"torch", "transformers", "deepspeed", "datasets", "numpy"}
         "finetune.plan.write",
         "finetune.report.write",
         "finetune.measure.start",
-        "finetune.training.launch",
+        "finetune.run.launch",
     ],
 )
 def test_a_light_module_imports_nothing_heavy(module: str) -> None:

@@ -13,7 +13,7 @@ from finetune.bench.models import IN_STAGES
 from finetune.dsconfig.load import find_config
 from finetune.hardware import cores_here, gpus_here
 from finetune.measure.processes import words
-from finetune.training.launch import free_port
+from finetune.run.launch import free_port
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "benchmark.py"
 

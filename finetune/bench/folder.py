@@ -11,7 +11,7 @@ from typing import Any
 from finetune.bench.result import Row
 from finetune.bench.runner import RECORD
 from finetune.errors import RequestError
-from finetune.training.flat_yaml import read_flat_yaml
+from finetune.run.flat_yaml import read_flat_yaml
 
 GRID = "grid.yaml"
 

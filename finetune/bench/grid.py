@@ -27,7 +27,7 @@ from finetune.dsconfig.config import Config
 from finetune.dsconfig.load import find_config
 from finetune.dsconfig.parse import NotJsonError, parse
 from finetune.errors import RequestError
-from finetune.training.flat_yaml import read_flat_yaml
+from finetune.run.flat_yaml import read_flat_yaml
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 MOST_CELLS = 10_000

@@ -110,7 +110,7 @@ def _versions(text: str) -> dict[str, str]:
 
 
 def _recipe(file: str) -> dict[str, Any]:
-    from finetune.training.flat_yaml import read_flat_yaml
+    from finetune.run.flat_yaml import read_flat_yaml
 
     return read_flat_yaml(file)
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune.errors import RequestError
+from finetune.run.files import DELETING, REPLACED, STATE_FILE, SUPERSEDED, UNFINISHED
 from finetune.training.checkpoints.manifest import (
     MANIFEST,
     Manifest,
@@ -22,7 +23,6 @@ from finetune.training.checkpoints.manifest import (
     read_json,
     read_manifest,
 )
-from finetune.training.run_files import DELETING, REPLACED, STATE_FILE, SUPERSEDED, UNFINISHED
 
 VERIFIED, UNVERIFIED, BROKEN = "verified", "unverified", "broken"
 COLOURS = {VERIFIED: "green", UNVERIFIED: "yellow", BROKEN: "red"}

@@ -19,8 +19,9 @@ from finetune.plan.model import read_config
 from finetune.plan.notes import notes as notes_of
 from finetune.plan.plan import Plan, plan
 from finetune.plan.request import Asked, job_of
-from finetune.plan.run_model import RUN_RECORD, SHAPING, with_kept_model
+from finetune.plan.run_model import SHAPING, with_kept_model
 from finetune.plan.search import LAYOUTS, Found, Limits, mends, scaling, search
+from finetune.run.files import RUN_RECORD
 
 MOST_RANKS = 65_536  # beyond, somebody has mistyped
 
@@ -90,7 +91,7 @@ def _asked(asked: argparse.Namespace, machine: Machine) -> Asked:
     values: dict[str, Any] = {}
     target = asked.target
     if target and target.endswith((".yaml", ".yml")):
-        from finetune.training.flat_yaml import read_flat_yaml
+        from finetune.run.flat_yaml import read_flat_yaml
 
         values |= {name: flag_value(value) for name, value in read_flat_yaml(target).items()}
         is_other = any(getattr(asked, name) for name in ("model_name_or_path", *SHAPING))

@@ -21,6 +21,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from finetune.errors import RunError, disk_is_full
+from finetune.run.launch import Launch
 
 OF_NO_EFFECT = ("preprocessing_num_workers", "data_timeout_seconds")  # flags that change nothing of what is prepared
 POLL_SECONDS = 0.2
@@ -61,19 +62,19 @@ def file_states(dataset_name: str | None, *files: str | None) -> list[tuple[str,
 
 
 def prepare_once(
-    folder: Path, prepare: Callable[[Path], None], *, what: str, leads: bool, reports: bool, timeout_seconds: float
+    folder: Path, prepare: Callable[[Path], None], *, what: str, launch: Launch, timeout_seconds: float
 ) -> bool:
     """Make sure that `folder` is there, whole. Returns True if this call made it.
 
     `prepare` fills the temporary folder that it is given, which is renamed when it returns: a folder that is there is
-    complete. Ranks with `leads` (one a node) may prepare; the others wait. `reports` says who tells of the waiting.
+    complete. The rank that leads a node may prepare; the others wait.
     Raises RunError when `timeout_seconds` have passed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    waiting = _Waiting(what, folder, reports, timeout_seconds)
+    waiting = _Waiting(what, folder, launch.tells_of_waiting, timeout_seconds)
     lock = FileLock(f"{folder}.lock", timeout=0)
     while not folder.is_dir():
-        if leads:
+        if launch.leads_its_node:
             with suppress(Timeout):  # another node, or another run, is preparing the same data
                 lock.acquire()
         if lock.is_locked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -21,41 +21,13 @@ from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_
 from finetune.data.token_stream import TokenStream
 from finetune.data.tokenizer import TEXT_TOKENIZERS, identity, train_text_tokenizer
 from finetune.errors import RequestError
+from finetune.run.flags.language import BlockArguments, CorpusArguments
+from finetune.run.launch import Launch
 
 FORMAT = 2  # raise it when what is cached changes
 PACKINGS = ("wrapped", "bfd", "none")
 LEAST_BPE_VOCABULARY = 257  # the bytes and the end of text
 TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary on
-
-
-@dataclass
-class CorpusArguments:
-    """What to train on. With none of these, Python's reference manual is used."""
-
-    dataset_name: str | None = field(default=None, metadata={"help": "hub data set, or a local folder in its layout"})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "configuration of the hub data set"})
-    train_file: str | None = field(default=None, metadata={"help": "txt, csv, tsv, json(l) or parquet file"})
-    validation_file: str | None = field(default=None, metadata={"help": "likewise; default: a part of train"})
-    text_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
-    validation_split_percentage: float = field(default=10.0, metadata={"help": "of train, held out"})
-    streaming: bool = field(default=False, metadata={"help": "read training text on the way, and keep nothing of it"})
-    max_train_samples: int | None = field(default=None, metadata={"help": "the first so many documents"})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "likewise for validation"})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "processes that tokenize"})
-    data_timeout_seconds: float = field(
-        default=7200.0, metadata={"help": "how long to wait for the rank that prepares"}
-    )
-
-
-@dataclass
-class BlockArguments:
-    """How text becomes tokens, and tokens become blocks."""
-
-    tokenizer: str = field(default="char", metadata={"help": "from scratch: char, byte, or bpe (trained on the text)"})
-    bpe_vocab_size: int = field(default=8192, metadata={"help": "tokens of a bpe tokenizer from scratch"})
-    block_size: int | None = field(default=None, metadata={"help": "tokens; default: the model's positions, <= 1024"})
-    packing: str = field(default="wrapped", metadata={"help": "wrapped, bfd (whole documents) or none (one each)"})
-    document_mask: bool = field(default=False, metadata={"help": "documents in a block do not see one another"})
 
 
 @dataclass(frozen=True)
@@ -85,7 +57,7 @@ class CorpusAccount:
         """Of the held-out text, likewise."""
         return self.learnt["validation"] / max(self.characters["validation"], 1)
 
-    def headline(self) -> str:
+    def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
         more = "; --train_file takes your own" if self.source.startswith("built-in") else ""
         counts = ", ".join(f"{count:,} {split}" for split, count in self.tokens.items())
@@ -101,6 +73,11 @@ class CorpusData:
     splits: dict[str, PackedDataset | TokenStream]
     account: CorpusAccount
     tokenizer: Any
+
+    @property
+    def processor(self) -> Any:
+        """What is saved beside the weights."""
+        return self.tokenizer
 
     @property
     def collator(self) -> Collator:
@@ -126,10 +103,9 @@ def prepare_corpus(
     *,
     block_size: int,
     seed: int,
-    leads: bool,
-    reports: bool,
+    launch: Launch,
 ) -> CorpusData:
-    """The blocks of one run, from the cache or made on the rank that `leads`. `block_size` is in tokens.
+    """The blocks of one run, from the cache or made on the rank that leads its node. `block_size` is in tokens.
 
     Without `tokenizer`, one of the kind `blocks.tokenizer` is made from the training text. Raises RequestError for bad
     data and RunError when the rank that prepares takes longer than --data_timeout_seconds.
@@ -153,7 +129,7 @@ def prepare_corpus(
     job = _Job(arguments, blocks, tokenizer, block_size, seed)
     folder = cache_home() / "causal_lm" / job.key()
     timeout = arguments.data_timeout_seconds
-    prepare_once(folder, job.make, what="to tokenize", leads=leads, reports=reports, timeout_seconds=timeout)
+    prepare_once(folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
     return job.load(folder)
 
 

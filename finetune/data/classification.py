@@ -17,19 +17,12 @@ from transformers import AutoTokenizer, DataCollatorWithPadding
 
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.columns import MULTI_LABEL, Columns, Labels
+from finetune.data.splits import require_splits
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
-from finetune.data.tables import (
-    ROW,
-    SPLITS,
-    CleanTables,
-    DataArguments,
-    PreparationArguments,
-    Table,
-    clean_tables,
-    load_tables,
-)
+from finetune.data.tables import ROW, SPLITS, CleanTables, Table, clean_tables, load_tables
 from finetune.data.tokenizer import identity, train_wordpiece
-from finetune.errors import RequestError
+from finetune.run.flags.text import DataArguments, PreparationArguments
+from finetune.run.launch import Launch
 
 MANY_NUMBERS = 20  # more labels than these, all of them integers, may be amounts
 FORMAT = 5  # raise it when what is cached changes
@@ -58,15 +51,16 @@ class ClassificationData:
     account: Account
     tokenizer: Any
 
-    def require(self, name: str, flag: str) -> None:
-        """Raises RequestError where the data lacks a split that `flag` asks for."""
-        if name not in self.splits:
-            there = ", ".join(self.splits)
-            raise RequestError(
-                f"--{flag} needs a {name} split, but the data has: {there}. Give --{name}_file, or --{flag} False."
-            )
+    @property
+    def processor(self) -> Any:
+        """What is saved beside the weights."""
+        return self.tokenizer
 
-    def headline(self) -> str:
+    def require_all(self, training: Any) -> None:
+        """Raises RequestError where the data lacks a split that a flag of `training` asks for."""
+        require_splits(self.splits, training, "file")
+
+    def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
         account, names = self.account, self.labels.names
         rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
@@ -100,11 +94,10 @@ def prepare(
     max_seq_length: int,
     vocab_size: int,
     seed: int,
-    leads: bool,
-    reports: bool,
+    launch: Launch,
     trained: Labels | None = None,
 ) -> ClassificationData:
-    """The data of one run, from the cache or made on the rank that `leads`. `max_seq_length` is in tokens.
+    """The data of one run, from the cache or made on the rank that leads its node. `max_seq_length` is in tokens.
 
     Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text. `trained` are the labels of
     a trained model, whose order of ids is kept where it has the data's classes. Raises RequestError for bad data
@@ -113,7 +106,7 @@ def prepare(
     job = _Preparation(arguments, preparation, tokenizer, max_seq_length, vocab_size, seed, trained)
     folder = cache_home() / "classification" / job.key()
     timeout = preparation.data_timeout_seconds
-    prepare_once(folder, job.make, what="to tokenize", leads=leads, reports=reports, timeout_seconds=timeout)
+    prepare_once(folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
     data = load(folder)
     if tokenizer is not None:
         data = replace(data, tokenizer=tokenizer)

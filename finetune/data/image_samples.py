@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
+from finetune.run.flags.images import AugmentationArguments
+
 CROP_SHARE = 8  # of a side, that a crop moves by: CIFAR's 4 of 32 pixels (arXiv 1512.03385, section 4.2)
-
-
-@dataclass
-class AugmentationArguments:
-    """How training pictures are changed, anew in each epoch. The built-in digits are left as they are by default."""
-
-    crop_padding: int | None = field(
-        default=None, metadata={"help": "pixels that a random crop moves by at most; default: an eighth of the side"}
-    )
-    horizontal_flip: bool | None = field(default=None, metadata={"help": "mirror every other picture; default: True"})
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import io
 import os
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from finetune.data.columns import label_text
 from finetune.data.files import open_hub
 from finetune.data.tables import HIDDEN_LABEL, SPLITS
 from finetune.errors import RequestError, first_line
+from finetune.run.flags.images import ImageArguments
 
 # Readers of Pillow that are asked. Others start programs (EPS: Ghostscript) or are seldom meant.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
@@ -28,25 +29,6 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 DEEP_MODES = ("I", "F")  # how the names of modes with more than 8 bits begin (Pillow's documentation, Modes)
 NAMES_OF_SPLITS = {"train", "training", "validation", "valid", "val", "test", "dev"}
 OFFLINE = "Offline? Give a folder by --train_dir, CIFAR-10 by --cifar_dir, or leave all out for handwritten digits."
-
-
-@dataclass
-class ImageArguments:
-    """What to train on. With none of these, scikit-learn's handwritten digits are used."""
-
-    train_dir: str | None = field(
-        default=None, metadata={"help": "folder with a sub-folder of pictures for each class"}
-    )
-    validation_dir: str | None = field(default=None, metadata={"help": "likewise; default: a part of train"})
-    test_dir: str | None = field(default=None, metadata={"help": "likewise, or pictures without classes"})
-    cifar_dir: str | None = field(default=None, metadata={"help": "cifar-10-batches-py or cifar-10-batches-bin"})
-    dataset_name: str | None = field(default=None, metadata={"help": "hub data set, or a local folder in its layout"})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "configuration of the hub data set"})
-    image_column_name: str | None = field(default=None, metadata={"help": "hub data; default: found by its type"})
-    label_column_name: str | None = field(default=None, metadata={"help": "likewise"})
-    image_size: int | None = field(
-        default=None, metadata={"help": "side in pixels that pictures get; default: the model's, or by the data"}
-    )
 
 
 class BadImageError(RequestError):

@@ -23,11 +23,15 @@ import PIL
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.columns import Labels
 from finetune.data.image_decoding import CHANNELS, SHOWN, Resizer, moments, refuse_bad, square_processor
-from finetune.data.image_samples import AugmentationArguments, ImageCollator, Pictures, augmentation_of
-from finetune.data.image_sources import BadImageError, ImageArguments, RawImages, RawSplit, load_images
-from finetune.data.tables import SPLITS, PreparationArguments, at_most, hold_out
+from finetune.data.image_samples import ImageCollator, Pictures, augmentation_of
+from finetune.data.image_sources import BadImageError, RawImages, RawSplit, load_images
+from finetune.data.splits import require_splits
+from finetune.data.tables import SPLITS, at_most, hold_out
 from finetune.drawing.words import plain
 from finetune.errors import RequestError
+from finetune.run.flags.images import AugmentationArguments, ImageArguments
+from finetune.run.flags.text import PreparationArguments
+from finetune.run.launch import Launch
 
 FORMAT = 2  # raise it when what is cached changes
 LEAST_SIDE, MOST_SIDE = 32, 224  # of a model from scratch, unless --image_size says otherwise
@@ -74,14 +78,14 @@ class ImageData:
 
     def require_all(self, training: Any) -> None:
         """Raises RequestError where the data lacks a split that a flag of `training` asks for."""
-        for name, flag in (("train", "do_train"), ("validation", "do_eval"), ("test", "do_predict")):
-            if getattr(training, flag) and name not in self.splits:
-                there = ", ".join(self.splits)
-                raise RequestError(
-                    f"--{flag} needs a {name} split, but the data has: {there}. Give --{name}_dir, or --{flag} False."
-                )
+        require_splits(self.splits, training, "dir")
 
-    def headline(self) -> str:
+    @property
+    def lengths(self) -> None:
+        """Pictures have one size."""
+        return None
+
+    def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
         account = self.account
         rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
@@ -102,11 +106,10 @@ def prepare_images(
     processor: Any | None,
     *,
     seed: int,
-    leads: bool,
-    reports: bool,
+    launch: Launch,
     trained: Labels | None = None,
 ) -> ImageData:
-    """The data of one run, from the cache or made on the rank that `leads`.
+    """The data of one run, from the cache or made on the rank that leads its node.
 
     `processor` is a trained model's; without it pictures become squares, and are normalised by their own mean and
     spread. `trained` are the classes of a trained model, whose order of ids is kept where the data has the same.
@@ -117,7 +120,7 @@ def prepare_images(
     job = _Preparation(arguments, preparation, processor, seed, trained)
     folder = cache_home() / "images" / job.key()
     timeout = preparation.data_timeout_seconds
-    prepare_once(folder, job.make, what="to read pictures", leads=leads, reports=reports, timeout_seconds=timeout)
+    prepare_once(folder, job.make, what="to read pictures", launch=launch, timeout_seconds=timeout)
     stored = json.loads((folder / "data.json").read_text(encoding="utf-8"))
     account = ImageAccount(**stored["account"])
     _check_crop(augmentation, stored["shape"][1:])

@@ -18,8 +18,9 @@ from transformers import DataCollatorWithPadding
 from finetune.data.changes import UnchangedFiles, unchanged_rows
 from finetune.data.columns import MULTI_LABEL, Columns, Labels, find_columns, find_labels, is_empty, label_text
 from finetune.data.files import open_file, open_hub
-from finetune.data.tables import HEAD_ROWS, ROW, DataArguments, PreparationArguments
+from finetune.data.tables import HEAD_ROWS, ROW
 from finetune.errors import RequestError, RunError
+from finetune.run.flags.text import DataArguments, PreparationArguments
 
 SHUFFLE_BUFFER_ROWS = 10_000
 HELD_OUT_ROWS = 1_000  # at most, where there is no validation split and no --max_eval_samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from finetune.data.columns import MULTI_LABEL, Columns, Labels, find_columns, fi
 from finetune.data.files import open_file, open_hub
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
 from finetune.errors import RequestError
+from finetune.run.flags.text import DataArguments, PreparationArguments
 
 SPLITS = ("train", "validation", "test")
 HEAD_ROWS = 200
@@ -25,49 +26,6 @@ ROW = "row"  # the number of a test row in its file, from 0
 HIDDEN_LABEL = -1  # GLUE's test sets on the hub
 
 Table = dict[str, Dataset]
-
-
-@dataclass
-class DataArguments:
-    """What to train on. With none of these, the built-in docstrings are used."""
-
-    dataset_name: str | None = field(default=None, metadata={"help": "hub data set, or a local folder in its layout"})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "configuration of the hub data set"})
-    train_file: str | None = field(default=None, metadata={"help": "csv, tsv, json(l) or parquet file"})
-    validation_file: str | None = field(default=None, metadata={"help": "likewise; default: a part of train"})
-    test_file: str | None = field(default=None, metadata={"help": "likewise; labels are not needed"})
-    text_column_names: list[str] | None = field(default=None, metadata={"help": "one column, or two for pairs"})
-    label_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
-    label_column_names: list[str] | None = field(
-        default=None, metadata={"help": "several labels a row: a column of 0 and 1 for each"}
-    )
-    task: str | None = field(
-        default=None,
-        metadata={"help": "classification, multi_label_classification or regression; default: by the labels"},
-    )
-    max_seq_length: int | None = field(default=None, metadata={"help": "tokens; default: the model's, at most 512"})
-    streaming: bool = field(default=False, metadata={"help": "read and tokenize on the way to the model"})
-
-
-@dataclass
-class PreparationArguments:
-    """How the data is cut, cleaned and cached."""
-
-    validation_fraction: float = field(default=0.1, metadata={"help": "part of train to hold out, without a split"})
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "a seeded random choice of this many; of a stream, the first"}
-    )
-    max_eval_samples: int | None = field(default=None, metadata={"help": "likewise for validation"})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "the first so many of the test rows"})
-    skip_bad_rows: bool = field(
-        default=False, metadata={"help": "leave out rows with empty text or label, and pictures that cannot be read"}
-    )
-    preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "processes that tokenize, threads that read pictures"}
-    )
-    data_timeout_seconds: float = field(
-        default=7200.0, metadata={"help": "how long to wait for the rank that prepares"}
-    )
 
 
 def load_tables(arguments: DataArguments) -> tuple[Table, str]:

@@ -17,7 +17,7 @@ from typing import Any
 from finetune.doctor.result import ABSENT, FAILED, OK, Result
 from finetune.dsconfig.rules.precision import AMPERE
 from finetune.dsconfig.toolchain import compiler, has_libaio
-from finetune.training.launch import free_port
+from finetune.run.launch import free_port
 
 RANKS = 2
 LIMIT_SECONDS = 120

@@ -14,8 +14,8 @@ from finetune.dsconfig.context import Context
 from finetune.dsconfig.formats import line
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 from finetune.errors import RequestError
+from finetune.run.files import NVME_FOLDER
 
-NVME_FOLDER = "nvme_offload"  # in the run folder, where --nvme_path gives no other
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 
 

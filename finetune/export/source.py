@@ -13,6 +13,7 @@ from finetune.errors import RequestError, first_line
 from finetune.export.sharded import read_sharded
 from finetune.export.weight import Weight
 from finetune.export.zero_shards import SWAPPED, ZeroShards, has_zero_shards, of_tensor, read_zero_shards
+from finetune.run.files import PIPELINE_RECORD, RUN_RECORD, STATE_FILE
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import (
     CHECKPOINT,
@@ -24,7 +25,6 @@ from finetune.training.checkpoints.manifest import (
 )
 from finetune.training.checkpoints.pickles import load_checked
 from finetune.training.checkpoints.tag import named_tag, newest_tag
-from finetune.training.run_files import PIPELINE_RECORD, RUN_RECORD, STATE_FILE
 
 ADAPTER_CONFIG = "adapter_config.json"
 SHARDED = "pytorch_model_fsdp_0"  # the folder of accelerate's sharded form

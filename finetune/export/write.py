@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from finetune.errors import RequestError, RunError
 from finetune.export.weight import Weight, cast_of
+from finetune.run.files import UNFINISHED
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import MANIFEST
 from finetune.training.checkpoints.writing import flush
-from finetune.training.run_files import UNFINISHED
 
 SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?([KMGT])(i?)B", re.IGNORECASE)
 POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}

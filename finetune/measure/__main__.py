@@ -11,8 +11,6 @@ Flags and defaults are those of the recipes: `start`, the Trainer, DeepSpeed's c
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +21,19 @@ from transformers import set_seed
 from finetune.errors import RequestError
 from finetune.measure.memory import Allocations
 from finetune.measure.models import build, config_of, samples
-from finetune.measure.train import DEFAULTS, train, train_pipeline
+from finetune.measure.recipe import TRIAL, TrialArguments
+from finetune.measure.train import train, train_pipeline
 from finetune.measure.watch import OBSERVED_STEPS, WARM_STEPS, Watch
 from finetune.models.chunked_loss import use_chunked_loss
 from finetune.models.gptlite_pipeline import gptlite_pipeline
-from finetune.training.arguments import RunArguments
-from finetune.training.launch import run
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.main import run_recipe
+from finetune.run.run import Run
 from finetune.training.loss import settle_loss_scaling
-from finetune.training.pipeline.arguments import PipelineArguments
 from finetune.training.start import Session, start
 
 SHOWN_TENSORS = 40
-
-
-@dataclass
-class TrialArguments:
-    """What is tried."""
-
-    model_config: str = field(default="", metadata={"help": "the config.json of a Hugging Face model"})
-    head: str = field(default="causal_lm", metadata={"help": "causal_lm, masked_lm, sequence_classification, ..."})
-    attention: str = field(default="sdpa", metadata={"help": "attn_implementation"})
-    sequence_tokens: int = field(default=128, metadata={"help": "tokens of each sample"})
-    loss_chunk_tokens: int = field(default=0, metadata={"help": "rows of logits at a time; 0: all"})
-    planned_device: str = field(default="", metadata={"help": "cpu or cuda: another is refused; empty: any"})
-    timed_steps: int = field(default=5, metadata={"help": "steps whose time counts"})
-    result_dir: str = field(default="", metadata={"help": "where each rank writes its figures"})
 
 
 class Copies(Dataset):  # type: ignore[misc]
@@ -63,11 +49,9 @@ class Copies(Dataset):  # type: ignore[misc]
         return self.one
 
 
-def main() -> None:
-    is_pipeline = any(word.startswith("--pipeline_parallel_size") for word in sys.argv)
-    groups = (TrialArguments, *((PipelineArguments,) if is_pipeline else ()), RunArguments)
-    session = start(groups, {**DEFAULTS, "output_dir": "runs/trial"}, sys.argv[1:], scratch_defaults={})
-    trial, training = session.arguments[0], session.training
+def main(run: Run) -> None:
+    session = start(run)
+    trial, training, is_pipeline = session[TrialArguments], session.training, run.stages is not None
     if trial.planned_device not in ("", training.device.type):
         raise RequestError(
             f"this was planned for {trial.planned_device}, but torch {torch.__version__} runs on "
@@ -87,7 +71,7 @@ def main() -> None:
 
 
 def _trainer(session: Session, config: dict[str, Any], data: Copies, watch: Watch) -> None:
-    trial = session.arguments[0]
+    trial = session[TrialArguments]
     model = build(config, trial.head, trial.attention)
     if trial.loss_chunk_tokens:
         model.accepts_loss_kwargs = True  # see use_chunked_loss
@@ -98,9 +82,9 @@ def _trainer(session: Session, config: dict[str, Any], data: Copies, watch: Watc
 
 
 def _pipeline(session: Session, config: dict[str, Any], data: Copies, watch: Watch) -> None:
-    _, pipeline_args, run_args = session.arguments
+    interval = session[RunArguments].activation_checkpoint_interval or 0
     model = gptlite_pipeline(config_of(config), seed=session.training.seed)
-    train_pipeline(session, model, pipeline_args, data, run_args.activation_checkpoint_interval or 0, watch)
+    train_pipeline(session, model, session[PipelineArguments], data, interval, watch)
 
 
 def _write(session: Session, trial: TrialArguments, watch: Watch) -> None:
@@ -118,4 +102,4 @@ def _write(session: Session, trial: TrialArguments, watch: Watch) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_recipe(TRIAL, main)

@@ -28,7 +28,8 @@ from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
 from finetune.plan.search import laid_out, shipped
 from finetune.plan.seconds import plan_seconds
-from finetune.training.launch import free_port, run
+from finetune.run.launch import free_port
+from finetune.run.main import run_main
 
 LARGE_SHARE = 0.25  # of the shapes, the fastest: what large products reach
 ROUNDS = 2  # some time apart, for a machine is not the same at any time
@@ -271,4 +272,4 @@ def _sizes(device: str, ranks: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

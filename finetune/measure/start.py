@@ -119,7 +119,7 @@ def _with_folder_for_states(config: dict[str, Any]) -> dict[str, Any]:
 def _launched(ranks: int, argv: list[str]) -> list[str]:
     if ranks == 1:
         return [sys.executable, "-m", "finetune.measure", *argv]
-    from finetune.training.launch import free_port
+    from finetune.run.launch import free_port
 
     here = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
     return [*here, "--master_port", str(free_port()), "-m", "finetune.measure", *argv]

@@ -9,22 +9,11 @@ from transformers import TrainerCallback, default_data_collator
 
 from finetune.measure.watch import Watch
 from finetune.models.pipeline import PipelineModel
-from finetune.training.pipeline.arguments import PipelineArguments
+from finetune.run.flags.pipeline import PipelineArguments
 from finetune.training.pipeline.partition import partition
 from finetune.training.pipeline.trainer import PipelineTrainer
 from finetune.training.start import Session
 from finetune.training.trainer import FinetuneTrainer
-
-# What a trial's recipe says of itself. Nothing is kept of what is trained.
-DEFAULTS: dict[str, Any] = {
-    "do_train": True,
-    "report_to": ["none"],
-    "save_strategy": "no",
-    "logging_strategy": "no",
-    "remove_unused_columns": False,
-    "ddp_find_unused_parameters": False,
-    "overwrite_output_dir": True,
-}
 
 
 def train(session: Session, model: Any, data: Any, watch: Watch, *others: TrainerCallback) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,10 @@ from torch import nn
 
 from finetune.errors import RequestError
 from finetune.models.causal import build_causal_lm
+from finetune.run.flags.language import AdapterArguments
 
 MERGED_FOLDER = "merged"  # in the run folder
 MAX_SHOWN = 20
-
-
-@dataclass
-class AdapterArguments:
-    """Train an adapter in place of the whole model."""
-
-    use_peft: bool = field(default=False, metadata={"help": "train LoRA adapters; the model's own weights stay"})
-    lora_r: int = field(default=16, metadata={"help": "rank of the adapters"})
-    lora_alpha: int = field(default=32, metadata={"help": "their scale is lora_alpha / lora_r"})
-    lora_dropout: float = field(default=0.0, metadata={"help": "on their input"})
-    lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "names of linear layers; default: all but the head"}
-    )
-    merge_adapter: bool = field(default=False, metadata={"help": f"also write the full model, to {MERGED_FOLDER}/"})
-    load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: frozen weights in 4 bits (bitsandbytes)"})
 
 
 def check_adapter(arguments: AdapterArguments, pretrained: str | None, resizes: bool, shards: bool) -> None:

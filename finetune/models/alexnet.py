@@ -1,6 +1,6 @@
 """AlexNet (Krizhevsky et al. 2012, as one column: arXiv 1404.5997), as a Hugging Face model and as a pipeline.
 
-    config = AlexNetConfig(**ALEXNET_SIZES["small"], num_labels=10)
+    config = AlexNetConfig(num_labels=10)
     model = AlexNetForImageClassification(config)
     layers = alexnet_pipeline(config, seed=42)     # the same layers, of which a stage builds its own alone
 
@@ -25,14 +25,6 @@ from finetune.models.pipeline import PipelineLayer, PipelineModel, layer_seed, l
 CONVOLUTIONS, POOLED = 5, (0, 1, 4)  # how many, and those with a max-pool behind them
 LAYERS = CONVOLUTIONS + 3
 HEAD_STD = 0.01  # that of all weights in Krizhevsky et al. 2012, section 5
-
-# What a size names. `tiny` suits two CPU cores, `small` pictures of 32 x 32 (CIFAR-10); `original` is the paper's, for
-# 224 x 224. `pooled_size` is the side of what the last convolution's maps are averaged to before the linear layers.
-ALEXNET_SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_sizes": [16, 48, 96, 64, 64], "classifier_size": 256, "pooled_size": 1},
-    "small": {"stem_stride": 2, "pooled_size": 2, "classifier_size": 1024},
-    "original": {"image_size": 224, "stem_kernel_size": 11, "stem_stride": 4, "pool_kernel_size": 3, "pooled_size": 6},
-}
 
 
 class AlexNetConfig(PreTrainedConfig):

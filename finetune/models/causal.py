@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +12,13 @@ from transformers.activations import ACT2FN
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError
-from finetune.models.gptlite import SIZES, GPTLiteConfig, GPTLiteForCausalLM
+from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
 from finetune.models.source import from_pretrained, positions_of, refuse_without_weights
+from finetune.run.flags.language import CausalModelArguments
+from finetune.run.sizes import GPTLITE_SIZES
 
 MOST_DEFAULT_TOKENS = 1024  # of a block; a model that could read more is asked for it by --block_size
-
-
-@dataclass
-class CausalModelArguments:
-    """Which model. Without a name, a GPT-lite of `model_size` is trained from scratch."""
-
-    model_name_or_path: str | None = field(default=None, metadata={"help": "hub id or folder of any causal LM"})
-    model_revision: str = field(default="main", metadata={"help": "branch, tag or commit on the hub"})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "hub id or folder; default: the model's"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "run Python code that comes with the model"})
-    model_size: str = field(default="tiny", metadata={"help": f"from scratch: {', '.join(SIZES)}"})
-    config_overrides: str | None = field(
-        default=None, metadata={"help": "from scratch: e.g. num_hidden_layers=4,hidden_size=128,dropout=0.1"}
-    )
-    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2, ..."})
-    resize_embeddings: bool = field(
-        default=False, metadata={"help": "make room for a tokenizer that has more tokens than the model embeds"}
-    )
-    loss_chunk_tokens: int | None = field(
-        default=None, metadata={"help": "logits of so many tokens at once; 0 for all; default: by the vocabulary"}
-    )
 
 
 @dataclass(frozen=True)
@@ -86,9 +67,9 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
 
 def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig:
     """The config of a size, with what --config_overrides says. Raises RequestError for what a GPT-lite has not."""
-    if arguments.model_size not in SIZES:
-        raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(SIZES)}.")
-    config = GPTLiteConfig(**SIZES[arguments.model_size])
+    if arguments.model_size not in GPTLITE_SIZES:
+        raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(GPTLITE_SIZES)}.")
+    config = GPTLiteConfig(**GPTLITE_SIZES[arguments.model_size])
     for part in filter(None, (arguments.config_overrides or "").split(",")):
         name, _, value = (word.strip() for word in part.partition("="))
         known = [n for n in GPTLiteConfig.__annotations__ if n not in ("vocab_size", "keys_to_ignore_at_inference")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +19,9 @@ from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError
 from finetune.models.source import from_pretrained, positions_of, refuse_without_weights
+from finetune.run.flags.text import ModelArguments
+from finetune.run.sizes import DISTILBERT_SIZES
 
-
-@dataclass
-class ModelArguments:
-    """Which model. Without a name, a DistilBERT of `model_size` is trained from scratch."""
-
-    model_name_or_path: str | None = field(default=None, metadata={"help": "hub id or folder of any classifier"})
-    model_revision: str = field(default="main", metadata={"help": "branch, tag or commit on the hub"})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "hub id or folder; default: the model's"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "run Python code that comes with the model"})
-    model_size: str = field(default="tiny", metadata={"help": "from scratch: tiny, small or base"})
-    dropout: float | None = field(
-        default=None, metadata={"help": "from scratch: in embeddings and layers; default 0.1"}
-    )
-
-
-@dataclass(frozen=True)
-class Size:
-    """The shape of a DistilBERT. `base` is that of distilbert-base-uncased (arXiv 1910.01108)."""
-
-    layers: int
-    width: int
-    heads: int
-    vocab_size: int
-
-
-SIZES = {
-    "tiny": Size(layers=2, width=128, heads=2, vocab_size=8_000),
-    "small": Size(layers=4, width=256, heads=4, vocab_size=16_000),
-    "base": Size(layers=6, width=768, heads=12, vocab_size=30_522),
-}
 DEFAULT_POSITIONS = 512
 LARGEST_DEFAULT_LENGTH = 512  # tokens; a model that could read more is asked for it by --max_seq_length
 
@@ -84,9 +56,9 @@ def trained_labels(config: Any | None) -> Labels | None:
 
 def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source:
     """Look at the model's config and tokenizer, not its weights. Raises RequestError where one cannot be had."""
-    size = SIZES.get(arguments.model_size)
+    size = DISTILBERT_SIZES.get(arguments.model_size)
     if size is None:
-        raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(SIZES)}.")
+        raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(DISTILBERT_SIZES)}.")
     config = tokenizer = None
     if arguments.model_name_or_path:
         config = from_pretrained(AutoConfig, "model_name_or_path", arguments.model_name_or_path, arguments)
@@ -167,7 +139,7 @@ def build_classifier(
 
 
 def _scratch_config(arguments: ModelArguments, tokenizer: Any, label_config: dict[str, Any]) -> DistilBertConfig:
-    size = SIZES[arguments.model_size]
+    size = DISTILBERT_SIZES[arguments.model_size]
     dropout = 0.1 if arguments.dropout is None else arguments.dropout
     return DistilBertConfig(
         vocab_size=len(tokenizer),

@@ -1,6 +1,6 @@
 """GPT-lite: a decoder-only transformer (pre-norm, learned positions, GELU) as a Hugging Face model.
 
-    config = GPTLiteConfig(**SIZES["char"], vocab_size=65)
+    config = GPTLiteConfig(num_hidden_layers=6, hidden_size=384, vocab_size=65)
     model = GPTLiteForCausalLM(config)
 
 It saves, loads, generates with a key-value cache, checkpoints activations and takes any `attn_implementation` as other
@@ -23,30 +23,6 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-# What a size names, without the vocabulary, which is the tokenizer's. `tiny` suits two CPU cores; `char` is nanoGPT's
-# character model (config/train_shakespeare_char.py there), `small` the shape of GPT-2's smallest, `post` that of the
-# GPT-lite study.
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 128},
-    "char": {
-        "num_hidden_layers": 6,
-        "hidden_size": 384,
-        "num_attention_heads": 6,
-        "max_position_embeddings": 256,
-        "dropout": 0.2,
-        "bias": False,
-    },
-    "small": {
-        "num_hidden_layers": 12,
-        "hidden_size": 768,
-        "num_attention_heads": 12,
-        "max_position_embeddings": 1024,
-        "hidden_act": "gelu_new",
-        "tie_word_embeddings": True,
-    },
-    "post": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "max_position_embeddings": 2048},
-}
 
 
 class GPTLiteConfig(PreTrainedConfig):

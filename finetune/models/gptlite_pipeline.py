@@ -20,11 +20,12 @@ from transformers.masking_utils import create_causal_mask
 
 from finetune.data.packing import IGNORED
 from finetune.errors import RequestError
-from finetune.models.causal import CausalModelArguments, CausalSource
+from finetune.models.causal import CausalSource
 from finetune.models.chunked_loss import row_figures
 from finetune.models.gptlite import GPTLiteBlock, GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_layer
 from finetune.models.pipeline import PipelineLayer, PipelineModel
+from finetune.run.flags.language import CausalModelArguments
 
 Packet: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # what layers hand on: x, or x and position_ids
 TIED = "tokens"  # DeepSpeed's key for the embedding that is the head's weight, too

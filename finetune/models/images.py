@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from finetune.data.hub import hub_is_reachable
 from finetune.data.image_decoding import CHANNELS
 from finetune.errors import RequestError, first_line
 from finetune.models.alexnet import (
-    ALEXNET_SIZES,
     AlexNetConfig,
     AlexNetForImageClassification,
     alexnet_pipeline,
@@ -36,31 +35,8 @@ from finetune.models.classifier import trained_labels
 from finetune.models.pipeline import PipelineModel
 from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification
 from finetune.models.source import from_pretrained, refuse_without_weights
-
-# The width of the first stage; each later one doubles it. All have the layout of ResNet-18: four stages of two basic
-# blocks (arXiv 1512.03385, table 1). `resnet18` is that network, 11.7M parameters with 1,000 classes.
-RESNET_WIDTHS = {"tiny": 16, "small": 32, "resnet18": 64}
-SIZES = {"resnet": tuple(RESNET_WIDTHS), "alexnet": tuple(ALEXNET_SIZES)}
-
-
-@dataclass
-class ImageModelArguments:
-    """Which model. Without a name, one of `model_type` and `model_size` is trained from scratch."""
-
-    model_name_or_path: str | None = field(default=None, metadata={"help": "hub id or folder of any image classifier"})
-    model_revision: str = field(default="main", metadata={"help": "branch, tag or commit on the hub"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "run Python code that comes with the model"})
-    model_type: str = field(default="resnet", metadata={"help": "from scratch: resnet or alexnet"})
-    model_size: str = field(
-        default="tiny",
-        metadata={"help": "; ".join(f"{kind}: {', '.join(sizes)}" for kind, sizes in SIZES.items())},
-    )
-    norm: str = field(default="batch", metadata={"help": "from scratch, of a resnet: batch or group"})
-    dropout: float | None = field(default=None, metadata={"help": "from scratch, of an alexnet; default 0.5"})
-    sync_batch_norm: bool = field(default=False, metadata={"help": "batch norm over the pictures of all ranks"})
-    freeze_batch_norm: bool = field(
-        default=False, metadata={"help": "keep a pretrained model's statistics of batch norm"}
-    )
+from finetune.run.flags.images import ImageModelArguments
+from finetune.run.sizes import ALEXNET_SIZES, IMAGE_SIZES, RESNET_WIDTHS
 
 
 @dataclass(frozen=True)
@@ -108,10 +84,10 @@ def find_image_source(arguments: ImageModelArguments, image_size: int | None, wi
 
 def _check_flags(arguments: ImageModelArguments) -> None:
     kind, size, scratch = arguments.model_type, arguments.model_size, arguments.model_name_or_path is None
-    if kind not in SIZES:
-        raise RequestError(f"--model_type {kind}: give {' or '.join(SIZES)}.")
-    if size not in SIZES[kind]:
-        raise RequestError(f"--model_size {size}: a {kind} has {', '.join(SIZES[kind])}. Give one.")
+    if kind not in IMAGE_SIZES:
+        raise RequestError(f"--model_type {kind}: give {' or '.join(IMAGE_SIZES)}.")
+    if size not in IMAGE_SIZES[kind]:
+        raise RequestError(f"--model_size {size}: a {kind} has {', '.join(IMAGE_SIZES[kind])}. Give one.")
     if arguments.norm not in ("batch", "group"):
         raise RequestError(f"--norm {arguments.norm}: give batch or group.")
     if arguments.norm == "group" and not (scratch and kind == "resnet"):

@@ -8,7 +8,6 @@ from typing import Any
 
 from finetune.errors import RequestError
 
-RUN_RECORD = "recipe.yaml"
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
 # What only recipes/image_cls.py takes. Its model from scratch hangs on the data.
 IMAGE_FLAGS = ("train_dir", "validation_dir", "test_dir", "cifar_dir", "image_column_name", "image_size", "model_type",

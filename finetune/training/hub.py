@@ -9,28 +9,19 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token
 
-from finetune.dsconfig.load import NVME_FOLDER
 from finetune.errors import RequestError, RunError, first_line
-from finetune.training.arguments import Request
-
-# What of a run folder is no model: the lock and the batches that the NaN guard has kept (`_*`), which are data,
-# checkpoints under any of their names, what a kill has left, and swapped parameters. As `fnmatch` has it.
-LEFT_OUT = ("_*", "*checkpoint-*", "unfinished-*", "final/*", f"{NVME_FOLDER}/*")
+from finetune.run.files import LEFT_OUT, by_hand
+from finetune.run.run import Run
 
 
-def by_hand(name: str = "NAME", folder: str = "FOLDER") -> str:
-    """The command that pushes what `push` does; `hf upload` makes a public repository unless told, of all there is."""
-    return f"hf upload {name} {folder} --private " + " ".join(f'--exclude "{pattern}"' for pattern in LEFT_OUT)
-
-
-def check_hub(request: Request) -> None:
+def check_hub(run: Run) -> None:
     """Before a run that is to be pushed: is somebody logged in who may write? Only rank 0 asks.
 
     The token comes from HF_TOKEN or the hub's login alone. Raises RequestError.
     """
-    if not request.values.get("push_to_hub"):
+    if not run.value("push_to_hub"):
         return
-    if (strategy := request.values.get("hub_strategy")) not in (None, "end"):
+    if (strategy := run.value("hub_strategy")) not in (None, "end"):
         # At each save the Trainer would copy a checkpoint's weights file by file over those of the run folder, and its
         # arguments with all that they hold (transformers 5.23, Trainer._push_from_checkpoint).
         raise RequestError(

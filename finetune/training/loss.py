@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,17 +21,6 @@ from finetune.errors import RequestError
 
 PROBE_ROWS, PROBE_TOKENS = 2, 4
 PROBE_PIXELS = 64  # the side of a picture, for models that read pictures: what a config names may be smaller
-
-
-@dataclass
-class ClassArguments:
-    """How classes count, and what is measured."""
-
-    class_weights: str = field(default="none", metadata={"help": "'balanced': every class counts alike in the loss"})
-    metrics: list[str] | None = field(
-        default=None,
-        metadata={"help": "names in finetune/metrics/, or files with an evaluate.Metric; default: the task's"},
-    )
 
 
 def honours_num_items_in_batch(model: Any, label_is_float: bool = False, label_per_token: bool = False) -> bool | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,14 +63,14 @@ def metrics_for(labels: Labels, names: Sequence[str] | None = None, trained: Any
     return TaskMetrics(labels, names, thresholds_of(trained, labels))
 
 
-def settle_thresholds(metrics: TaskMetrics, evaluated: Any | None, folder: Path | None) -> None:
-    """From here on give labels at the thresholds that suit the held-out rows best, and write them into `folder`, which
-    one rank gives. Nothing where rows have one label each."""
-    if metrics.labels.task != MULTI_LABEL or evaluated is None:
+def settle_thresholds(session: Any, metrics: TaskMetrics, evaluated: Any) -> None:
+    """From here on give labels at the thresholds that suit the held-out rows best, and write them into the run folder.
+    Nothing where rows have one label each, or where a trained model has brought its own."""
+    if metrics.labels.task != MULTI_LABEL or not session.training.do_train:
         return
     metrics.thresholds = choose_thresholds(first_output(evaluated.predictions), np.asarray(evaluated.label_ids))
-    if folder is not None:
-        save_thresholds(folder, metrics.labels, metrics.thresholds)
+    if session.launch.speaks:
+        save_thresholds(session.folder, metrics.labels, metrics.thresholds)
 
 
 def settle_best_metric(training: Any, metrics: TaskMetrics, given: Mapping[str, Any]) -> None:

@@ -13,10 +13,15 @@ import numpy as np
 
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.errors import RunError
-from finetune.training.metrics import confusion, first_output, log_softmax
+from finetune.models.adapters import write_merged
+from finetune.run.flags.language import CausalModelArguments
+from finetune.safe_read import read_json_object
+from finetune.training.metrics import TaskMetrics, confusion, first_output, log_softmax
 from finetune.training.model_card import Card, results_of, write_card
 from finetune.training.plots import plot_confusion, plot_shares, plot_training
 from finetune.training.run_folder import read_metrics, write_json
+from finetune.training.samples import Samples
+from finetune.training.start import Session
 from finetune.training.thresholds import given_labels, label_table, sigmoid
 
 SHOWN_AT_THE_END = (
@@ -102,10 +107,16 @@ CURVES = {"regression": "eval_pearson", MULTI_LABEL: "eval_f1_macro"}
 
 
 def write_report(
-    folder: Path, data: Any, evaluated: Any | None, source: Any, thresholds: Sequence[float] | None = None
-) -> None:
-    """`training_curve.png`, `confusion_matrix.png` and README.md, from what the run wrote and its last evaluation. Rows
-    with several labels have `per_label.png` and `per_label.json` in place of the confusion matrix."""
+    session: Session, data: Any, source: Any, metrics: TaskMetrics, evaluated: Any | None, predicted: Any | None
+) -> list[str]:
+    """`predictions.csv`, `training_curve.png`, `confusion_matrix.png` and README.md, from what the run wrote and its
+    last evaluation. Rows with several labels have `per_label.png` and `per_label.json` in place of the matrix."""
+    folder, thresholds = session.folder, metrics.thresholds
+    if predicted is not None:
+        rows, path = data.splits["test"]["row"], folder / "predictions.csv"
+        write_predictions(
+            path, predicted.predictions, data.labels, predicted.label_ids, rows, thresholds=metrics.thresholds
+        )
     pictures = _pictures(folder, CURVES.get(data.labels.task, "eval_accuracy"))
     tables: list[Any] = []
     if evaluated is not None and data.labels.task == MULTI_LABEL:
@@ -122,7 +133,7 @@ def write_report(
         pipeline_tag="text-classification",
         model=source.description,
         base_model=source.hub_id,
-        recipe="recipes/seq_cls.py",
+        recipe=session.run.recipe.script,
         source=account.source,
         table=[
             ("split", "rows", "left out", f"cut to {account.max_seq_length} tokens"),
@@ -137,25 +148,31 @@ def write_report(
         tables=tables,
     )
     write_card(folder, card)
+    return []
 
 
-def write_image_report(folder: Path, data: Any, counts: Any | None, source: Any, kind: str, stages: int | None) -> None:
-    """`training_curve.png`, `confusion_matrix.png` and README.md of an image classifier. `counts` (classes, classes)
-    are those of its last evaluation, `kind` is the model's type, `stages` are those of a pipeline."""
-    account = data.account
+def write_image_report(
+    session: Session, data: Any, source: Any, counts: Any | None, predicted: Any | None
+) -> list[str]:
+    """As `write_report`, of an image classifier. `counts` (classes, classes) are those of its last evaluation,
+    None without one."""
+    folder, account, stages = session.folder, data.account, session.run.stages
+    if predicted is not None:
+        rows, path = data.names["test"], folder / "predictions.csv"
+        write_predictions(path, predicted.predictions, data.labels, predicted.label_ids, rows, row_name="picture")
     pictures = _pictures(folder, "eval_accuracy")
     if counts is not None:
         pictures += _confusion_matrix(folder, counts, data.labels)
     if (folder / "schedule.png").is_file():
         pictures.append(SCHEDULE)
-    own = OWN_IMAGE_MODELS.get(kind)
+    own = OWN_IMAGE_MODELS.get(read_json_object(folder / "config.json")["model_type"])
     known = f"import finetune.models.{own}  # makes the model known to transformers\n" if own else ""
     card = Card(
         task="image classification",
         pipeline_tag="image-classification",
         model=source.description,
         base_model=source.hub_id,
-        recipe="recipes/image_cls.py",
+        recipe=session.run.recipe.script,
         source=account.source,
         table=[
             ("split", "pictures", "left out"),
@@ -170,14 +187,16 @@ def write_image_report(folder: Path, data: Any, counts: Any | None, source: Any,
         use=USE_IMAGES.format(known=known),
     )
     write_card(folder, card)
+    return []
 
 
-def write_language_report(
-    folder: Path, data: Any, source: Any, sample: str, recipe: str = "recipes/causal_lm.py", note: str = ""
-) -> None:
+def write_language_report(session: Session, data: Any, source: Any, samples: Samples, note: str = "") -> list[str]:
     """`training_curve.png` and README.md of a language model, with what it wrote last and a `note` on how it was
-    trained."""
-    account = data.account
+    trained; and the merged model where --merge_adapter asks for it."""
+    folder, account, sample = session.folder, data.account, samples.last
+    said = ["sample:", sample] if sample else []
+    if session.run.value("merge_adapter") and session.training.do_train:
+        said.insert(0, f"merged: {write_merged(folder, session[CausalModelArguments], source, data.tokenizer)}")
     facts = [
         f"Blocks of {account.block_size} tokens, packing {account.packing}"
         + ("" if account.padding_share is None else f", {account.padding_share:.1%} padding")
@@ -193,7 +212,7 @@ def write_language_report(
         pipeline_tag="text-generation",
         model=source.description,
         base_model=source.hub_id,
-        recipe=recipe,
+        recipe=session.run.recipe.script,
         source=account.source,
         table=[
             ("split", "documents", "tokens", "characters", "blocks"),
@@ -208,6 +227,7 @@ def write_language_report(
         sample=sample,
     )
     write_card(folder, card)
+    return said
 
 
 def _confusion_matrix(folder: Path, counts: Any, labels: Labels) -> list[tuple[str, str]]:
@@ -249,8 +269,8 @@ def _pictures(folder: Path, metric: str) -> list[tuple[str, str]]:
     return pictures
 
 
-def headline(folder: Path) -> str:
-    """The last line of a run: where it is, and how well it did. Raises RunError where training has diverged."""
+def refuse_divergence(folder: Path) -> None:
+    """Raises RunError where training has ended in a loss or gradients that are no numbers."""
     results = results_of(folder)
     steps = [row for row in read_metrics(folder) if "grad_norm" in row] if "train_loss" in results else []
     # A norm that is not finite is null in metrics.jsonl.
@@ -258,5 +278,10 @@ def headline(folder: Path) -> str:
         raise RunError(
             f"{folder}: loss or gradients are no longer numbers: training has diverged. Lower --learning_rate."
         )
+
+
+def closing_line(folder: Path) -> str:
+    """The last line of a run: where it is, and how well it did."""
+    results = results_of(folder)
     shown = ", ".join(f"{name} {results[name]:.4g}" for name in SHOWN_AT_THE_END if name in results)
     return f"done: {folder} ({shown})"

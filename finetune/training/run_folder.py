@@ -21,13 +21,14 @@ import torch
 import yaml
 from transformers import TrainerCallback
 
-from finetune.dsconfig.load import NVME_FOLDER
 from finetune.errors import RunError, disk_is_full, first_line
 from finetune.privacy import names_a_secret, without_home
+from finetune.run.files import NVME_FOLDER, RUN_RECORD
+from finetune.run.launch import Launch
+from finetune.run.parse import RECIPE_KEY
+from finetune.run.run import Run
 from finetune.training.checkpoints.writing import flush, write_durably
 from finetune.training.guards.memory import is_out_of_memory, out_of_memory
-from finetune.training.launch import Launch
-from finetune.training.run_files import RUN_RECORD
 
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "tokenizers", "scikit-learn", "numpy")
 ONCE = ("config", "resume", "overwrite_output_dir")  # flags that a second run must not repeat
@@ -71,12 +72,14 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_records(folder: Path, values: dict[str, Any], argv: Sequence[str], launch: Launch) -> None:
+def write_records(folder: Path, run: Run) -> None:
     """`recipe.yaml`, which `--config` takes to run again, and `environment.json`."""
-    kept = {k: v for k, v in sorted(values.items()) if v is not None and not names_a_secret(k) and k not in ONCE}
-    write_text(folder / RUN_RECORD, yaml.safe_dump(without_home(_plain(kept)), sort_keys=True))
+    kept = {k: v for k, v in sorted(run.values.items()) if v is not None and not names_a_secret(k) and k not in ONCE}
+    write_text(
+        folder / RUN_RECORD, yaml.safe_dump(without_home(_plain({RECIPE_KEY: run.recipe.name, **kept})), sort_keys=True)
+    )
     record = {
-        "command": command_line(argv, launch),
+        "command": command_line(run.argv, run.launch),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from finetune.errors import RequestError, RunError, first_line
-from finetune.training.launch import Launch, join_as_single_process
+from finetune.run.launch import Launch, join_as_single_process
 
 # The widths at which bf16 beats fp32 on a CPU. Without either it is about four times slower (docs/results/seq_cls.md);
 # torch.backends.cpu.get_cpu_capability() says AVX512 for both kinds, so the flags are read instead.

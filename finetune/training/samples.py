@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,9 @@ from finetune.data.tokenizer import letters_of
 from finetune.drawing.markdown import fenced
 from finetune.errors import RequestError
 from finetune.models.source import positions_of
+from finetune.run.flags.language import SampleArguments
 
 SAMPLES_FILE = "samples.md"
-
-
-@dataclass
-class SampleArguments:
-    """What to have the model write at each evaluation."""
-
-    sample_prompt: str = field(default="The ", metadata={"help": "how the sample begins"})
-    sample_tokens: int = field(default=200, metadata={"help": "its length; 0 for none"})
-    sample_temperature: float = field(default=0.8, metadata={"help": "0 for the likeliest token each time"})
 
 
 def check_sample(tokenizer: Any, arguments: SampleArguments, positions: int) -> None:

@@ -4,6 +4,7 @@ pushed. Everything else is the Trainer's own."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +22,15 @@ from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.streaming import TextStream
 from finetune.dsconfig.load import wants_cpu_adam
 from finetune.errors import InterruptedRunError
+from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.launch import accelerate_uses_fsdp
 from finetune.training.checkpoints.best import best_to_load
 from finetune.training.checkpoints.final import save_final
 from finetune.training.checkpoints.trainer_adapter import TrainerSaves
 from finetune.training.checkpoints.writing import outer_of
-from finetune.training.comm_hooks.arguments import CompressionArguments
 from finetune.training.comm_hooks.callback import CommHook
-from finetune.training.engine import accelerate_uses_fsdp
 from finetune.training.epochs import Epochs
-from finetune.training.guards.arguments import GuardArguments
 from finetune.training.guards.nan_guard import NanGuard, poisoned
 from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.hub import open_repo
@@ -94,6 +95,10 @@ class FinetuneTrainer(Trainer):
         if self.comm_hook:
             self.add_callback(self.comm_hook)
             self.optimizer_cls_and_kwargs = self.comm_hook.optimizer or self.optimizer_cls_and_kwargs
+
+    def watched(self) -> contextlib.AbstractContextManager[Any]:
+        """Around a whole run. Training watches over its own ranks."""
+        return contextlib.nullcontext()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. A rank that is killed is named, and a signal stops all ranks after a checkpoint."""

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.data import documents, token_stream
-from finetune.data.causal_lm import BlockArguments, CorpusArguments, prepare_corpus
+from finetune.data.causal_lm import prepare_corpus
 from finetune.data.packing import IGNORED
 from finetune.data.tokenizer import train_text_tokenizer
 from finetune.errors import RequestError, RunError
+from finetune.run.flags.language import BlockArguments, CorpusArguments
 
 
 def prepared(tokenizer: Any = None, block_size: int = 16, blocks: dict[str, Any] | None = None, **flags: Any) -> Any:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from finetune.data.files import open_file
-from finetune.data.tables import DataArguments, load_tables
+from finetune.data.tables import load_tables
 from finetune.errors import RequestError
+from finetune.run.flags.text import DataArguments
 
 
 def write(folder: Path, name: str, text: str) -> str:

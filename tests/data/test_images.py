@@ -14,11 +14,12 @@ from PIL import Image
 
 from finetune.data.cifar import NAMES, load_plain_pickle, read_cifar
 from finetune.data.columns import Labels
-from finetune.data.image_samples import Augmentation, AugmentationArguments, Pictures
-from finetune.data.image_sources import BadImageError, ImageArguments, load_images, open_picture
+from finetune.data.image_samples import Augmentation, Pictures
+from finetune.data.image_sources import BadImageError, load_images, open_picture
 from finetune.data.images import ImageData, prepare_images
-from finetune.data.tables import PreparationArguments
 from finetune.errors import RequestError
+from finetune.run.flags.images import AugmentationArguments, ImageArguments
+from finetune.run.flags.text import PreparationArguments
 
 
 def picture(path: Path, colour: tuple[int, ...] | int, size: tuple[int, int] = (20, 20), mode: str = "RGB") -> None:

@@ -10,8 +10,9 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.data.label_lists import strata
-from finetune.data.tables import CleanTables, DataArguments, PreparationArguments, clean_tables
+from finetune.data.tables import CleanTables, clean_tables
 from finetune.errors import RequestError
+from finetune.run.flags.text import DataArguments, PreparationArguments
 
 NAMES = ("art", "law", "war")
 GIVEN = [["art"], ["law", "art"], [], ["war"]] * 5

@@ -9,9 +9,10 @@ from datasets import ClassLabel, Dataset, Features, Value
 
 from finetune.data.builtin import docstring_rows
 from finetune.data.columns import Labels
-from finetune.data.tables import DataArguments, PreparationArguments, clean_tables
+from finetune.data.tables import clean_tables
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
+from finetune.run.flags.text import DataArguments, PreparationArguments
 
 ROWS = {"text": [f"words {i}" for i in range(40)], "label": ["a", "b"] * 20}
 

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForImageClassification
 
 from finetune.models.alexnet import (
-    ALEXNET_SIZES,
     LAYERS,
     AlexNetConfig,
     AlexNetForImageClassification,
     alexnet_pipeline,
     draw_weights,
 )
+from finetune.run.sizes import ALEXNET_SIZES
 from finetune.training.loss import honours_num_items_in_batch
 from finetune.training.pipeline.loss import StageLoss
 

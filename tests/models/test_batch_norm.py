@@ -12,7 +12,7 @@ from transformers import AutoModelForImageClassification, ResNetConfig, ResNetFo
 from finetune.data.columns import Labels
 from finetune.data.images import ImageAccount, ImageData
 from finetune.errors import RequestError
-from finetune.models.alexnet import ALEXNET_SIZES, AlexNetConfig
+from finetune.models.alexnet import AlexNetConfig
 from finetune.models.batch_norm import (
     AllRanksBatchNorm,
     batch_norms,
@@ -21,7 +21,6 @@ from finetune.models.batch_norm import (
     synchronise_batch_norm,
 )
 from finetune.models.images import (
-    ImageModelArguments,
     ImageSource,
     build_image_classifier,
     find_image_source,
@@ -29,6 +28,8 @@ from finetune.models.images import (
     settled_image_config,
 )
 from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification
+from finetune.run.flags.images import ImageModelArguments
+from finetune.run.sizes import ALEXNET_SIZES
 from finetune.training.loss import honours_num_items_in_batch
 from finetune.training.statistics import SharedStatistics
 

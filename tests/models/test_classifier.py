@@ -12,7 +12,8 @@ from transformers import AutoModelForSequenceClassification, DistilBertConfig, G
 from finetune.data.columns import Labels
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
-from finetune.models.classifier import ModelArguments, build_classifier, find_source
+from finetune.models.classifier import build_classifier, find_source
+from finetune.run.flags.text import ModelArguments
 
 DISTILBERT = DistilBertConfig(vocab_size=60, n_layers=1, dim=16, n_heads=2, hidden_dim=32, max_position_embeddings=40)
 GPT2 = GPT2Config(vocab_size=60, n_layer=1, n_embd=16, n_head=2, n_positions=24)

@@ -13,10 +13,10 @@ from transformers import CONFIG_MAPPING
 
 import finetune.models.mlp  # noqa: F401 - it registers the MLP
 from finetune.errors import RequestError
-from finetune.models.gptlite import SIZES
 from finetune.plan.families import FAMILIES
 from finetune.plan.model import model_of
 from finetune.plan.named import TABLE, find_model_config, model_names
+from finetune.run.sizes import GPTLITE_SIZES as SIZES
 
 # In the hub's files, but no fields of the classes of transformers 5.23: T5's positions are relative, and
 # modeling_qwen3_moe.py asks for head_dim with getattr.

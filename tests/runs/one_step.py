@@ -11,7 +11,7 @@ from transformers import TrainerCallback, default_data_collator
 
 from finetune.measure.__main__ import Copies
 from finetune.models.mlp import MLPConfig, MLPForClassification
-from finetune.training.arguments import RunArguments
+from finetune.run.flags.common import RunArguments
 from finetune.training.start import start
 from finetune.training.trainer import FinetuneTrainer
 

@@ -18,10 +18,11 @@ from conftest import LAUNCHERS, REPO, Finished, flags, free_port, launch, run_to
 from living import living
 from safetensors.torch import load_file
 
-from finetune.models.causal import CausalModelArguments, scratch_config
+from finetune.models.causal import scratch_config
 from finetune.models.gptlite import GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
 from finetune.plan.schedule import BACKWARD, FORWARD, order_of
+from finetune.run.flags.language import CausalModelArguments
 
 pytestmark = pytest.mark.usefixtures("built_ops")
 

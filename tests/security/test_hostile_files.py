@@ -30,9 +30,9 @@ from finetune.plan.machine import read_machine
 from finetune.plan.model import read_model
 from finetune.plan.weights import weights_of
 from finetune.report.run_folder import read_run
+from finetune.run.flat_yaml import read_flat_yaml
 from finetune.safe_read import parse_json, read_json_object, read_yaml
 from finetune.training.checkpoints.manifest import problems
-from finetune.training.flat_yaml import read_flat_yaml
 from finetune.training.model_card import Card, model_card
 
 DEEP = "[" * 100_000

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from transformers import TrainingArguments
 
-from finetune.data.causal_lm import CorpusArguments
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.errors import RequestError
+from finetune.run.flags.language import CorpusArguments
 from finetune.training.metrics import (
     CountedMetrics,
     confusion,

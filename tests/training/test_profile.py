@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from finetune.training.arguments import Request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.errors import RequestError
-from finetune.training.arguments import Request, RunArguments
-from finetune.training.launch import Launch
-from finetune.training.pipeline.arguments import PipelineArguments
-from finetune.training.profiling.arguments import ProfileArguments, check_length, check_profile
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.flags.profiling import ProfileArguments, check_length, check_profile
+from finetune.run.launch import Launch
 from finetune.training.profiling.callback import StepProfile
 from finetune.training.profiling.deepspeed import with_profilers
 from finetune.training.profiling.intervals import intersect, length, subtract, union

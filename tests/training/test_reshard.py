@@ -11,14 +11,15 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
+from finetune.training.arguments import Request
 
 from finetune.errors import RequestError, RunError
-from finetune.training.arguments import Request, RunArguments
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.launch import Launch
 from finetune.training.checkpoints.manifest import Layout as WrittenLayout
 from finetune.training.checkpoints.manifest import Manifest, files_of, write_manifest
 from finetune.training.checkpoints.tag import newest_tag
-from finetune.training.launch import Launch
-from finetune.training.pipeline.arguments import PipelineArguments
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
 from finetune.training.reshard.for_trainer import mend_optimizer
 from finetune.training.reshard.move import PREFIX, Mover

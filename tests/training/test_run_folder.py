@@ -13,7 +13,7 @@ import yaml
 
 from finetune.data.columns import Labels
 from finetune.errors import RunError
-from finetune.training.launch import Launch
+from finetune.run.launch import Launch
 from finetune.training.model_card import Card, model_card
 from finetune.training.plots import plot_confusion, plot_training
 from finetune.training.results import write_predictions

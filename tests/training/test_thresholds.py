@@ -41,7 +41,9 @@ def test_thresholds_go_into_the_config_and_come_back_with_the_model(tmp_path: Pa
     (tmp_path / "config.json").write_text('{"model_type": "distilbert"}')
     truth = np.array([[1, 0]] * 10 + [[0, 1]] * 10)
     metrics = metrics_for(LABELS)
-    settle_thresholds(metrics, SimpleNamespace(predictions=4.0 * truth - 5, label_ids=truth), tmp_path)
+    speaks, trains = SimpleNamespace(speaks=True), SimpleNamespace(do_train=True)
+    session = SimpleNamespace(launch=speaks, training=trains, folder=tmp_path)
+    settle_thresholds(session, metrics, SimpleNamespace(predictions=4.0 * truth - 5, label_ids=truth))
     assert metrics.thresholds == pytest.approx([sigmoid(np.array([-1.0, -5])).mean()] * 2, abs=1e-6)
     config = SimpleNamespace(**json.loads((tmp_path / "config.json").read_text()))
     assert config.model_type == "distilbert"

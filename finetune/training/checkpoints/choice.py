@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.errors import FinetuneError, NothingToDoError, RequestError
+from finetune.run.files import LAST_WRITTEN, REPLACED, STATE_FILE
+from finetune.run.run import Run
 from finetune.safe_read import read_json_object
-from finetune.training.arguments import Request
 from finetune.training.checkpoints.manifest import (
     MANIFEST,
     altered,
@@ -29,7 +30,6 @@ from finetune.training.checkpoints.writing import (
     restore_replaced,
     together,
 )
-from finetune.training.run_files import LAST_WRITTEN, REPLACED, STATE_FILE
 
 ALWAYS = ("auto", "allow")  # values of --resume that are no path
 
@@ -42,44 +42,44 @@ class Chosen:
     notes: tuple[str, ...] = ()
 
 
-def checkpoint_to_resume(request: Request) -> Chosen:
+def checkpoint_to_resume(run: Run) -> Chosen:
     """What --resume means, by names and sizes alone. Raises RequestError where there is none, unless it is `allow`: a
     job that a cluster starts again may have been cut off before its first checkpoint."""
-    resume = request.values.get("resume")
+    resume = run.value("resume")
     if not resume:
         return Chosen(None)
-    return _newest(request, {}) if resume in ALWAYS else _named(request, Path(resume).expanduser())
+    return _newest(run, {}) if resume in ALWAYS else _named(run, Path(resume).expanduser())
 
 
-def settle(request: Request, chosen: Chosen) -> Chosen:
+def settle(run: Run, chosen: Chosen) -> Chosen:
     """All ranks agree on the checkpoint, and have read all of it: one that does not verify gives way to the next. Call
     it once they have met and rank 0 has the lock. Raises RequestError on all of them alike."""
-    if request.values.get("resume") not in ALWAYS:
+    if run.value("resume") not in ALWAYS:
         _refuse_other_sight(chosen.checkpoint)
         if chosen.checkpoint is not None and (found := verify_together(Path(chosen.checkpoint))):
             raise RequestError(_refused(Path(chosen.checkpoint), found))
         return chosen
     seen_early, broken = chosen.checkpoint, dict[str, str]()
     while True:
-        chosen = of_first(together(lambda: _newest_restored(request, broken) if leads() else Chosen(None)))
+        chosen = of_first(together(lambda: _newest_restored(run, broken) if leads() else Chosen(None)))
         _refuse_other_disk(chosen.checkpoint, seen_early)
         if chosen.checkpoint is None or not (found := verify_together(Path(chosen.checkpoint))):
             return chosen
         broken[Path(chosen.checkpoint).name] = in_short(found)
 
 
-def _newest_restored(request: Request, broken: dict[str, str]) -> Chosen:
-    restore_replaced(Path(request.values["output_dir"]).expanduser())
-    return _newest(request, broken)
+def _newest_restored(run: Run, broken: dict[str, str]) -> Chosen:
+    restore_replaced(Path(run.values["output_dir"]).expanduser())
+    return _newest(run, broken)
 
 
-def _newest(request: Request, broken: dict[str, str]) -> Chosen:
+def _newest(run: Run, broken: dict[str, str]) -> Chosen:
     """The newest of the run folder that looks right and is not among those that were read and found `broken`."""
-    folder, resume = Path(request.values["output_dir"]).expanduser(), request.values["resume"]
+    folder, resume = Path(run.values["output_dir"]).expanduser(), run.values["resume"]
     skipped: list[str] = []
     for path, why in _looked_at(folder, broken):
         if why is None:
-            _refuse_if_finished(request, path, RequestError if resume == "auto" else NothingToDoError)
+            _refuse_if_finished(run, path, RequestError if resume == "auto" else NothingToDoError)
             return Chosen(str(path), tuple(f"warning: skipped {line}" for line in skipped))
         skipped.append(why)
     if not skipped and resume == "allow":
@@ -105,7 +105,7 @@ def _looked_at(folder: Path, broken: dict[str, str]) -> Iterator[tuple[Path, str
         yield path, found or None
 
 
-def _named(request: Request, path: Path) -> Chosen:
+def _named(run: Run, path: Path) -> Chosen:
     """The user's own choice, which may be older than manifests."""
     if not (path / STATE_FILE).is_file():
         raise RequestError(
@@ -157,17 +157,17 @@ def _refuse_other_disk(checkpoint: str | None, seen_early: str | None) -> None:
         )
 
 
-def _refuse_if_finished(request: Request, checkpoint: Path, kind: type[FinetuneError]) -> None:
+def _refuse_if_finished(run: Run, checkpoint: Path, kind: type[FinetuneError]) -> None:
     """A run that has had all its steps is not trained further, and its results are kept. For a cluster that starts it
     again that is no error."""
     state = read_json_object(checkpoint / STATE_FILE)
-    asked = request.value("max_steps")
+    asked = run.value("max_steps")
     by_steps = asked > 0 and state["global_step"] >= asked
     by_epochs = asked <= 0 and state["global_step"] >= state["max_steps"]
     card = checkpoint.parent / LAST_WRITTEN
     if not card.is_file() or card.stat().st_mtime < (checkpoint / STATE_FILE).stat().st_mtime:
         return  # cut off after its last step: what comes after training is still to do
-    if by_steps or (by_epochs and request.value("num_train_epochs") <= state["num_train_epochs"]):
+    if by_steps or (by_epochs and run.value("num_train_epochs") <= state["num_train_epochs"]):
         raise kind(
             f"--resume: the run ended at step {state['global_step']}, and nothing is left to do. To go on, ask "
             "for more by --num_train_epochs or --max_steps."

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from finetune.errors import BusyError, RequestError
+from finetune.run.files import LOCK
 
-LOCK = "_lock"  # the Trainer pushes no name that begins with "_" to the hub (transformers 5.23, push_to_hub)
 # For a predecessor whose ranks are still ending, or whose host has failed: an NFS server keeps a dead client's lock for
 # about 90 s, its lease (Linux, Documentation/filesystems/nfs/nfsd-admin-interfaces.rst).
 RESUMED_WAITS_SECONDS = 120.0

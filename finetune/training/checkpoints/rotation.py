@@ -6,10 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
+from finetune.run.files import SUPERSEDED
 from finetune.training.checkpoints.best import best_in
 from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST, checkpoints_in, files_of, problems
 from finetune.training.checkpoints.writing import delete, flush, point_to
-from finetune.training.run_files import SUPERSEDED
 
 Marks = dict[str, tuple[int, int]]  # of each file its size and the nanosecond at which it was last written
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from finetune.run.files import STATE_FILE
 from finetune.training.checkpoints.best import note_place_of_best
 from finetune.training.checkpoints.manifest import Layout
 from finetune.training.checkpoints.rotation import Keeper
 from finetune.training.checkpoints.space import check_space, trainer_bytes
 from finetune.training.checkpoints.writing import About, AtomicFolder
-from finetune.training.run_files import STATE_FILE
 
 
 class TrainerSaves:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torch import distributed
 
 from finetune.errors import FinetuneError, RunError, first_line
+from finetune.run.files import DELETING, REPLACED, UNFINISHED
 from finetune.training.checkpoints.manifest import (
     FileRecord,
     Layout,
@@ -26,7 +27,6 @@ from finetune.training.checkpoints.manifest import (
     shares,
     write_manifest,
 )
-from finetune.training.run_files import DELETING, REPLACED, UNFINISHED
 
 LATEST = "latest"  # in a run folder: the newest checkpoint, for people and tools; --resume looks for itself
 PACKAGES = ("finetune", "torch", "transformers", "accelerate", "deepspeed")

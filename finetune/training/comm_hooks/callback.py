@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
-from finetune.training.comm_hooks.arguments import CompressionArguments, check_freeze
+from finetune.run.flags.compression import CompressionArguments, check_freeze
 from finetune.training.comm_hooks.compression import Compression
 from finetune.training.comm_hooks.onebit_adam import OneBitAdam
 

@@ -11,7 +11,7 @@ from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.training.comm_hooks.arguments import CompressionArguments
+from finetune.run.flags.compression import CompressionArguments
 from finetune.training.comm_hooks.hook import exchange_gradients
 from finetune.training.comm_hooks.onebit_adam import Exchange, Lengths, OneBitAdam
 from finetune.training.comm_hooks.power_sgd import PowerSGD

@@ -15,10 +15,10 @@ from finetune.errors import FinetuneError, RunError
 from finetune.plan.machine import find_machine
 from finetune.plan.plan import Plan, plan
 from finetune.plan.request import Asked, job_of
-from finetune.plan.run_model import RUN_RECORD
 from finetune.plan.search import cheaper
-from finetune.training.flat_yaml import read_flat_yaml
-from finetune.training.launch import read_launch
+from finetune.run.files import RUN_RECORD
+from finetune.run.flat_yaml import read_flat_yaml
+from finetune.run.launch import read_launch
 from finetune.training.speed import peak_rss_bytes
 
 GIB = 2**30

@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from finetune.errors import RequestError, RunError, first_line
+from finetune.run.flags.guards import GuardArguments
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 from finetune.training.checkpoints.writing import every, leads, together
-from finetune.training.guards.arguments import GuardArguments
 from finetune.training.guards.finder import Found
 from finetune.training.guards.replay import FOLDER, write_batch, write_report
 

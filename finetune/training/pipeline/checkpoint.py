@@ -20,6 +20,7 @@ from torch import distributed
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from finetune.errors import RequestError
+from finetune.run.files import PIPELINE_RECORD, STATE_FILE
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.final import save_final
 from finetune.training.checkpoints.manifest import Layout
@@ -29,7 +30,6 @@ from finetune.training.pipeline.engine import Built, Named
 from finetune.training.pipeline.files import file_name, find_tensors, read_tensor
 from finetune.training.pipeline.flat_states import FlatStates
 from finetune.training.pipeline.stages import Cut, owned
-from finetune.training.run_files import PIPELINE_RECORD, STATE_FILE
 from finetune.training.run_folder import write_json
 
 SCHEDULER, RNG = "scheduler.pt", "rng_state_{rank}.pth"

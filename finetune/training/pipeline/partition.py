@@ -11,12 +11,12 @@ from torch import distributed
 from finetune.errors import RequestError
 from finetune.models.pipeline import PipelineModel
 from finetune.plan.schedule import bubble_share
-from finetune.training.launch import Launch
-from finetune.training.pipeline.arguments import PipelineArguments
+from finetune.run.files import PIPELINE_RECORD
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.launch import Launch
 from finetune.training.pipeline.checkpoint import read_record
 from finetune.training.pipeline.costs import agreed, measure_layers, measure_transfer
 from finetune.training.pipeline.stages import Cut, MemoryRule, check_cut, cut
-from finetune.training.run_files import PIPELINE_RECORD
 
 USABLE_SHARE = 0.9  # of a GPU's memory: the rest is the CUDA context's and what fragments
 # Bytes a parameter in DeepSpeed's engine. On every rank the weight, its gradient, and the sum of gradients over
@@ -39,7 +39,7 @@ def partition(
     `checkpoint` in its layout keeps the stages of it: what is measured differs from launch to launch, and a norm that
     is added up over other stages is rounded otherwise. Raises RequestError.
     """
-    stages, method = arguments.pipeline_parallel_size, arguments.partition_method
+    stages, method = arguments.pipeline_parallel_size or 1, arguments.partition_method
     micro_batches, device = training.gradient_accumulation_steps, training.device
     check_cut(model.layers, method, stages)
     dtype = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32

@@ -21,20 +21,21 @@ from transformers.trainer_callback import (
     PrinterCallback,
     ProgressCallback,
 )
-from transformers.trainer_utils import SaveStrategy, speed_metrics
+from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from finetune.data.changes import mapped_files
 from finetune.data.image_samples import Pictures
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.errors import InterruptedRunError, RequestError
 from finetune.models.pipeline import PipelineModel
+from finetune.run.files import STATE_FILE
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.launch import Launch
 from finetune.training.checkpoints.best import best_to_load, note_place_of_best
 from finetune.training.checkpoints.rotation import Keeper
-from finetune.training.guards.arguments import GuardArguments
 from finetune.training.guards.nan_guard import NanGuard, rng_state, set_rng_state
 from finetune.training.guards.pipeline_adapter import PipelineSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers
-from finetune.training.launch import Launch
 from finetune.training.model_card import results_of
 from finetune.training.pipeline.batches import TrainingShard, loader
 from finetune.training.pipeline.checkpoint import Checkpoints, read_record
@@ -46,7 +47,6 @@ from finetune.training.pipeline.stages import Cut, build_module
 from finetune.training.pipeline.trace import Recorder, intervals_of, measured, plan_from
 from finetune.training.reshard.for_pipeline import loadable
 from finetune.training.resuming import RunningLoss, SavesLast, ended_early, restore_callbacks
-from finetune.training.run_files import STATE_FILE
 from finetune.training.run_folder import write_json
 from finetune.training.speed import SpeedMeter, peak_memory_bytes, wall_clock
 from finetune.training.watch import watching
@@ -82,6 +82,7 @@ class PipelineTrainer:
         guards: GuardArguments | None = None,
     ) -> None:
         self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0)
+        self.ds_config = ds_config
         self.model, self.parts, self.args, self.launch = model, parts, args, launch
         self.train_dataset, self.eval_dataset, self.collator = train_dataset, eval_dataset, data_collator
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
@@ -121,6 +122,8 @@ class PipelineTrainer:
         self.handler = CallbackHandler(every, self.engine.module, processing_class, self.optimizer, self.scheduler)
         self.control = self.handler.on_init_end(args, self.state, self.control)
 
+    is_deepspeed_enabled = True
+
     @property
     def is_first(self) -> bool:
         return bool(self.stage == 0)
@@ -139,7 +142,7 @@ class PipelineTrainer:
 
         return watching(name_of, self.stop, Path(self.args.output_dir), self.guards.hang_timeout)
 
-    def train(self, resume_from_checkpoint: str | None = None) -> dict[str, Any]:
+    def train(self, resume_from_checkpoint: str | None = None) -> TrainOutput:
         """Train to the end, and return the closing figures."""
         args, state, handler = self.args, self.state, self.handler
         epochs = math.ceil(self.max_steps / self.steps_per_epoch)
@@ -181,13 +184,12 @@ class PipelineTrainer:
         metrics = speed_metrics("train", wall_clock(start), num_samples=steps * self.global_batch_size, num_steps=steps)
         metrics["train_loss"] = total / max(state.global_step - steps_before, 1)
         metrics |= self.speed.summary(self._sum_over_ranks)
-        peaks = self.peak_memory_gib_per_rank()
-        metrics["peak_memory_gib"] = max(peaks)
+        metrics["peak_memory_gib"] = max(self.peak_memory_gib_per_rank())
         self.log(metrics)
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load_best()
         self.control = handler.on_train_end(args, state, self.control)
-        return {**metrics, "peak_memory_gib_per_rank": peaks}
+        return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
     def _epoch(self, epoch: int, skipped: int) -> None:
         args, state, handler = self.args, self.state, self.handler
@@ -346,9 +348,9 @@ class PipelineTrainer:
         if best is not None:
             self.checkpoints.load_weights(best)
 
-    def save_model(self, folder: Path) -> None:
+    def save_model(self, output_dir: str | None = None) -> None:
         """The weights as the final model into the run folder: in fp32, one part a stage, with config and tokenizer."""
-        self.checkpoints.save_model(folder)
+        self.checkpoints.save_model(Path(output_dir or self.args.output_dir))
 
     def save_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """`train_results.json` or `eval_results.json`, and both in all_results.json, as the Trainer does."""

@@ -14,7 +14,7 @@ from torch import distributed
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from transformers import TrainerCallback
 
-from finetune.training.profiling.arguments import ProfileArguments, check_length
+from finetune.run.flags.profiling import ProfileArguments, check_length
 from finetune.training.profiling.deepspeed import CommsSummary
 from finetune.training.profiling.parts import FORWARD_RANGE, NEW_START, spans_of, steps_of
 from finetune.training.profiling.picture import plot_parts

@@ -12,24 +12,25 @@ from typing import Any
 from torch import distributed
 from transformers import TrainerCallback
 
-from finetune.training.profiling.arguments import MONITORS, ProfileArguments, steps_done
+from finetune.run.flags.profiling import MONITORS, steps_done
+from finetune.run.run import Run
 from finetune.training.run_folder import write_json, write_text
 
 FLOPS_FILE, MONITOR_FOLDER = "flops.txt", "monitor"
 
 
-def with_profilers(config: dict[str, Any], request: Any, checkpoint: str | None) -> dict[str, Any]:
+def with_profilers(config: dict[str, Any], run: Run, checkpoint: str | None) -> dict[str, Any]:
     """The config with the sections that the flags ask for; what else such a section says is kept."""
-    values, folder = request.values, Path(request.values["output_dir"]).expanduser()
+    folder = Path(run.value("output_dir")).expanduser()
     sections: dict[str, dict[str, Any]] = {}
-    if values.get("flops_profiler"):
-        first = values.get("profile_first_step", ProfileArguments.profile_first_step)
+    if run.value("flops_profiler"):
+        first = run.value("profile_first_step")
         # deepspeed 0.19.8, runtime/engine.py, forward: `global_steps` counts those that are done, also before a resume.
         step = steps_done(checkpoint) + first - 1
         sections["flops_profiler"] = {"profile_step": step, "output_file": str(folder / FLOPS_FILE)}
-    if values.get("comms_logger"):
+    if run.value("comms_logger"):
         sections["comms_logger"] = {"verbose": False, "prof_all": True}
-    monitor = values.get("ds_monitor")
+    monitor = run.value("ds_monitor")
     if monitor:
         to_folder = {"output_path": str(folder / MONITOR_FOLDER), "job_name": monitor}
         sections[MONITORS[monitor]] = {"project": folder.name} if monitor == "wandb" else to_folder

@@ -5,26 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from finetune.errors import RequestError
+from finetune.run.files import PIPELINE_RECORD
+from finetune.run.run import Run
 from finetune.safe_read import read_json_object
-from finetune.training.arguments import Request
 from finetune.training.checkpoints.manifest import MANIFEST, read_manifest
-from finetune.training.run_files import PIPELINE_RECORD
 
 MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 FACTORS = f"{MICRO} x {ACCUMULATION} x "
 
 
-def keep_global_batch(request: Request, checkpoint: str | None) -> str | None:
-    """Change --gradient_accumulation_steps in `request` so that a step takes as many samples as those before the
-    checkpoint did; and say so in a line, None where nothing needs to change. Raises RequestError where it cannot be."""
+def keep_global_batch(run: Run, checkpoint: str | None) -> tuple[Run, str | None]:
+    """The run with the --gradient_accumulation_steps by which a step takes as many samples as those before the
+    checkpoint did, and a line that says so, None where nothing needs to change. Raises RequestError where it cannot
+    be."""
     batch = global_batch_of(Path(checkpoint)) if checkpoint else None
     if checkpoint is None or batch is None:
-        return None
-    stages = request.stages
-    ranks = request.launch.world_size // (stages or 1)  # that read different samples
-    micro, accumulation = int(request.value(MICRO)), int(request.value(ACCUMULATION))
+        return run, None
+    stages = run.stages
+    ranks = run.launch.world_size // (stages or 1)  # that read different samples
+    micro, accumulation = int(run.value(MICRO)), int(run.value(ACCUMULATION))
     if micro * accumulation * ranks == batch:
-        return None
+        return run, None
     what = "pipelines" if stages else "ranks"
     found = (
         f"--resume: {Path(checkpoint).name} was trained with a global batch of {batch}, and this run makes {micro} x "
@@ -36,25 +37,26 @@ def keep_global_batch(request: Request, checkpoint: str | None) -> str | None:
             f"{found}. No number of accumulation steps keeps it: {batch} / ({micro} x {ranks}) is "
             f"{batch / (micro * ranks):g}. {_mend(batch, micro, ranks, what)}"
         )
-    if ACCUMULATION in request.given:
+    if ACCUMULATION in run.given:
         raise RequestError(
             f"{found}. Drop --gradient_accumulation_steps {accumulation} (also from a YAML), and it is set to keep the "
             f"batch: {micro} x {needed} x {ranks} = {batch}."
         )
-    request.values[ACCUMULATION] = needed
-    return (
+    note = (
         f"resume: --gradient_accumulation_steps is {needed} instead of {accumulation}, to keep the global batch: "
         f"{micro} x {needed} x {ranks} = {batch} ({FACTORS}{what})"
     )
+    return run.settled("to keep the global batch", **{ACCUMULATION: needed}), note
 
 
-def refuse_other_batch(request: Request, checkpoint: str | None) -> None:
+def refuse_other_batch(run: Run, checkpoint: str | None) -> None:
     """Where the ranks have settled on an older checkpoint than the one that `keep_global_batch` saw."""
-    before = request.value(ACCUMULATION)
-    if keep_global_batch(request, checkpoint):
+    other, note = keep_global_batch(run, checkpoint)
+    if note:
         raise RequestError(
             f"--resume: {checkpoint} is the newest that verifies, and another global batch than that of newer ones. "
-            f"Give --{ACCUMULATION} {request.value(ACCUMULATION)} in place of {before}, or another checkpoint."
+            f"Give --{ACCUMULATION} {other.value(ACCUMULATION)} in place of {run.value(ACCUMULATION)}, or another "
+            "checkpoint."
         )
 
 

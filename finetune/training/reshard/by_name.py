@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from finetune.errors import RequestError
+from finetune.run.files import PIPELINE_RECORD
 from finetune.training.pipeline.checkpoint import read_record
 from finetune.training.pipeline.files import file_name, find_tensors, read_tensor
 from finetune.training.reshard.portable import WEIGHT, Group, Portable, load_pickle
-from finetune.training.run_files import PIPELINE_RECORD
 from finetune.training.run_folder import write_json
 
 

@@ -13,12 +13,12 @@ from transformers.trainer_callback import ExportableState
 
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
-from finetune.training.engine import accelerate_uses_fsdp
+from finetune.run.files import STATE_FILE
+from finetune.run.launch import accelerate_uses_fsdp
 from finetune.training.reshard.move import Mover, read_any
 from finetune.training.reshard.one_file import Names
 from finetune.training.reshard.portable import WEIGHT, Group, Portable, settings_of
 from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, sharding_of
-from finetune.training.run_files import STATE_FILE
 from finetune.training.run_folder import write_json
 
 UNIVERSAL = {"load_universal": True}

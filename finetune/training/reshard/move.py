@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError, RequestError, RunError, first_line
+from finetune.run.files import UNFINISHED
 from finetune.training.checkpoints.tag import newest_tag
 from finetune.training.checkpoints.writing import every
 from finetune.training.reshard.by_name import read_pipeline, write_pipeline_record, write_share
@@ -18,7 +19,6 @@ from finetune.training.reshard.portable import Portable
 from finetune.training.reshard.sharding import Sharding
 from finetune.training.reshard.universal import write_record, write_weight
 from finetune.training.reshard.zero_shards import read_zero
-from finetune.training.run_files import UNFINISHED
 
 PREFIX = UNFINISHED + "resharded-"  # nobody resumes from such a folder, and a start clears it
 RANDOM_STATES = "rng_state"  # begins the names of the ranks' files

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.errors import RequestError
+from finetune.run.files import PIPELINE_RECORD
 from finetune.training.checkpoints.tag import newest_tag
 from finetune.training.reshard.portable import load_pickle
 from finetune.training.reshard.zero_shards import model_file, shard_files
-from finetune.training.run_files import PIPELINE_RECORD
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import distributed, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.training.comm_hooks.arguments import CompressionArguments
+from finetune.run.flags.compression import CompressionArguments
 from finetune.training.comm_hooks.compression import Compression
 from finetune.training.comm_hooks.onebit_adam import OneBitAdam
 from finetune.training.comm_hooks.power_sgd import PowerSGD

@@ -8,7 +8,7 @@ import pytest
 import torch
 from several_ranks import SAVED, START, STEPS, train_by_every_hook
 
-from finetune.training.comm_hooks.arguments import HOOKS, KEEPS_ERRORS
+from finetune.run.flags.compression import HOOKS, KEEPS_ERRORS
 
 RANKS = 3  # chunks of the model that no rank count of two would show to be of unlike lengths
 

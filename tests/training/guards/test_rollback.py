@@ -14,8 +14,8 @@ from transformers import TrainingArguments
 from finetune.bench.data import MadeUp, build
 from finetune.bench.models import find_model
 from finetune.errors import RunError
+from finetune.run.flags.guards import GuardArguments
 from finetune.training.guards import nan_guard as module
-from finetune.training.guards.arguments import GuardArguments
 from finetune.training.guards.nan_guard import LIMIT_STEPS, Finding, NanGuard
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.trainer import FinetuneTrainer

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from finetune.training.arguments import Request
 
-from finetune.data.tables import DataArguments
 from finetune.errors import RequestError
-from finetune.training.arguments import Request, RunArguments
-from finetune.training.launch import Launch, read_launch
-from finetune.training.loss import ClassArguments
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.text import ClassArguments, DataArguments
+from finetune.run.launch import Launch, read_launch
 
 GROUPS = (DataArguments, ClassArguments, RunArguments)
 
@@ -34,7 +34,7 @@ def test_flags_overrule_the_yaml_which_overrules_the_recipe(tmp_path: Path) -> N
 
 
 def test_scratch_defaults_are_for_runs_without_a_model() -> None:
-    from finetune.models.classifier import ModelArguments
+    from finetune.run.flags.text import ModelArguments
 
     groups = (*GROUPS, ModelArguments)
     named = Request(groups, {"output_dir": "o"}, ["--model_name_or_path", "x"], Launch(), {"learning_rate": 1e-3})
@@ -76,11 +76,8 @@ def test_what_the_trainer_refuses_is_a_request_error() -> None:
 def test_argument_classes_stay_small() -> None:
     from dataclasses import fields
 
-    from finetune.data.causal_lm import BlockArguments, CorpusArguments
-    from finetune.data.tables import PreparationArguments
-    from finetune.models.adapters import AdapterArguments
-    from finetune.models.causal import CausalModelArguments
-    from finetune.models.classifier import ModelArguments
+    from finetune.run.flags.language import AdapterArguments, BlockArguments, CausalModelArguments, CorpusArguments
+    from finetune.run.flags.text import ModelArguments, PreparationArguments
 
     more = (ModelArguments, PreparationArguments)
     language = (CausalModelArguments, AdapterArguments, CorpusArguments, BlockArguments)

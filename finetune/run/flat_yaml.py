@@ -26,6 +26,13 @@ class _OneOfEach(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def read_flat_yaml_lines(name: str) -> tuple[dict[Any, Any], dict[Any, int]]:
+    """The file of --config as `read_flat_yaml` reads it, and the number of each key's line, from 1."""
+    content = read_flat_yaml(name)
+    node: Any = yaml.compose(read_bounded(Path(name).expanduser()), Loader=SAFE_LOADER)
+    return content, {name: key.start_mark.line + 1 for name, (key, _) in zip(content, node.value, strict=True)}
+
+
 def read_flat_yaml(name: str, said: str | None = None, holds: str = "flat `flag: value` lines") -> dict[str, Any]:
     """The file's lines. Raises RequestError, with line and column, for what is no such file; `said` is how it was asked
     for, other than by --config, and `holds` what belongs into it."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
-from finetune.training.arguments import Request
-from finetune.training.engine import accelerate_uses_fsdp
+from finetune.run.launch import accelerate_uses_fsdp
+
+if TYPE_CHECKING:
+    from finetune.run.run import Run
 
 HOOKS = ("none", "fp16", "bf16", "powersgd", "topk", "onebit_adam")
 KEEPS_ERRORS = ("powersgd", "topk", "onebit_adam")  # between steps; they compress from a step on
@@ -23,7 +25,11 @@ class CompressionArguments:
     """What ranks send one another of their gradients."""
 
     ddp_comm_hook: str = field(
-        default="none", metadata={"help": f"compress gradients between ranks: {', '.join(HOOKS)} (docs/compression.md)"}
+        default="none",
+        metadata={
+            "help": f"compress gradients between ranks: {', '.join(HOOKS)} (docs/compression.md)",
+            "choices": HOOKS,
+        },
     )
     comm_hook_start_steps: float | None = field(
         default=None,
@@ -51,62 +57,59 @@ class CompressionArguments:
         return max(FIRST_START, round(asked * max_steps) if asked < 1 else int(asked))
 
 
-def check_comm_hook(request: Request, deepspeed: str | None, precision: dict[str, bool]) -> None:
+def check_comm_hook(run: Run, deepspeed: str | None, precision: dict[str, bool]) -> None:
     """Raises RequestError where --ddp_comm_hook cannot do what it says. `deepspeed` is the run's config, if any."""
-    values = request.values
-    hook = values.get("ddp_comm_hook", "none")
-    if hook not in HOOKS:
-        raise RequestError(f"--ddp_comm_hook is {hook}, but it must be one of {', '.join(HOOKS)}.")
+    hook = run.value("ddp_comm_hook") or "none"
     flag = f"--ddp_comm_hook {hook}"
-    if hook not in KEEPS_ERRORS and values.get("comm_hook_start_steps") is not None:
+    if hook not in KEEPS_ERRORS and run.value("comm_hook_start_steps") is not None:
         raise RequestError(f"--comm_hook_start_steps: {flag} has no first steps. Drop it, or choose another hook.")
     if hook == "none":
         return
-    _check_engine(request, flag, deepspeed)
-    if request.launch.world_size == 1:
+    _check_engine(run, flag, deepspeed)
+    if run.launch.world_size == 1:
         raise RequestError(
             f"{flag}: one process sends no gradients, so there is nothing to compress. Drop it, or launch with "
             "`torchrun --nproc_per_node N`."
         )
-    if not values.get("do_train"):
+    if not run.value("do_train"):
         raise RequestError(f"{flag} compresses gradients, but --do_train is False. Drop it.")
     if precision.get("fp16") and hook in KEEPS_ERRORS:
         raise RequestError(
             f"{flag} carries what it did not send over to the next step, but under --fp16 the scale of gradients "
             "changes from step to step, and one overflow would stay for good. Use --bf16 True or --fp16 False."
         )
-    _check_numbers(values)
+    _check_numbers(run)
     if hook == "onebit_adam":
-        _check_onebit(request)
+        _check_onebit(run)
 
 
-def _check_engine(request: Request, flag: str, deepspeed: str | None) -> None:
+def _check_engine(run: Run, flag: str, deepspeed: str | None) -> None:
     if deepspeed:
-        by_launcher = request.launch.launcher == "deepspeed" and not request.values.get("deepspeed")
+        by_launcher = run.launch.launcher == "deepspeed" and not run.given.get("deepspeed")
         why = ", which the deepspeed launcher takes by default" if by_launcher else ""
         raise RequestError(
             f"{flag} is for DistributedDataParallel, but DeepSpeed ({deepspeed}{why}) sends the gradients of this run. "
             "Add --deepspeed none, or drop the hook."
         )
-    if request.value("fsdp") or accelerate_uses_fsdp():
+    if run.value("fsdp") or accelerate_uses_fsdp():
         raise RequestError(
             f"{flag} is for DistributedDataParallel, but FSDP shards this run's gradients. Drop one of the two."
         )
-    if request.value("torch_compile"):
+    if run.value("torch_compile"):
         raise RequestError(f"{flag} is not supported with --torch_compile. Drop one of the two.")
 
 
-def _check_numbers(values: dict[str, Any]) -> None:
-    if (start := values.get("comm_hook_start_steps")) is not None and start < 0:
-        raise RequestError(f"--comm_hook_start_steps is {start:g}, but it must be 0 or more.")
-    if (rank := values.get("powersgd_rank", 1)) < 1:
-        raise RequestError(f"--powersgd_rank is {rank}, but it must be 1 or more.")
-    if not 0 < (ratio := values.get("topk_ratio", 1.0)) <= 1:
-        raise RequestError(f"--topk_ratio is {ratio:g}, but it must be more than 0 and at most 1.")
+def _check_numbers(run: Run) -> None:
+    if (start := run.value("comm_hook_start_steps")) is not None and start < 0:
+        raise RequestError(f"{run.said('comm_hook_start_steps')}, but it must be 0 or more.")
+    if run.value("powersgd_rank") < 1:
+        raise RequestError(f"{run.said('powersgd_rank')}, but it must be 1 or more.")
+    if not 0 < run.value("topk_ratio") <= 1:
+        raise RequestError(f"{run.said('topk_ratio')}, but it must be more than 0 and at most 1.")
 
 
-def _check_onebit(request: Request) -> None:
-    optim = str(request.given.get("optim", "adamw_torch"))
+def _check_onebit(run: Run) -> None:
+    optim = str(run.value("optim"))
     if optim not in ("adamw_torch", "adamw_torch_fused"):
         raise RequestError(
             f"--ddp_comm_hook onebit_adam is an optimizer too, and --optim asks for {optim}. Drop --optim, or use the "

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
+from finetune.run.files import STATE_FILE
+from finetune.run.flags.trackers import check_trackers
 from finetune.safe_read import read_json_object
-from finetune.training.arguments import check_trackers
-from finetune.training.run_files import STATE_FILE
+
+if TYPE_CHECKING:
+    from finetune.run.run import Run
 
 MOST_STEPS = 50  # a trace holds each operator: hundreds of megabytes from here on, which no viewer opens
 MONITORS = {"csv": "csv_monitor", "tensorboard": "tensorboard", "wandb": "wandb"}  # and the config's sections
@@ -32,25 +35,28 @@ class ProfileArguments:
         default=False, metadata={"help": "DeepSpeed's: count, size and time of each of its collectives, to comms.txt"}
     )
     ds_monitor: str | None = field(
-        default=None, metadata={"help": "DeepSpeed's monitor: csv, tensorboard or wandb, to the folder monitor/"}
+        default=None,
+        metadata={
+            "help": "DeepSpeed's monitor: csv, tensorboard or wandb, to the folder monitor/",
+            "choices": tuple(MONITORS),
+        },
     )
 
 
-def check_profile(request: Any, config: str | None, checkpoint: str | None) -> None:
+def check_profile(run: Run, config: str | None, checkpoint: str | None) -> None:
     """Raises RequestError for what cannot be profiled. `config` names the run's DeepSpeed config."""
-    values = request.values
-    steps, first = values.get("profile", 0), values.get("profile_first_step", ProfileArguments.profile_first_step)
-    asked = [name for name in OF_DEEPSPEED if values.get(name)]
+    steps, first = run.value("profile") or 0, run.value("profile_first_step")
+    asked = [name for name in OF_DEEPSPEED if run.value(name)]
     if not steps and not asked:
         return
     if not 0 <= steps <= MOST_STEPS:
-        raise RequestError(f"--profile is {steps}, but it must be from 0 (off) to {MOST_STEPS} steps.")
+        raise RequestError(f"{run.said('profile')}, but it must be from 0 (off) to {MOST_STEPS} steps.")
     if first < 2:
         raise RequestError(
-            f"--profile_first_step is {first}, but it must be 2 or more: the first step builds what later ones have."
+            f"{run.said('profile_first_step')}, but it must be 2 or more: the first step builds what later ones have."
         )
     flag = "profile" if steps else asked[0]
-    if not values.get("do_train"):
+    if not run.value("do_train"):
         raise RequestError(f"--{flag} looks at training, but --do_train is False. Drop it.")
     if steps and {"flops_profiler", "comms_logger"} & set(asked):
         name = "flops_profiler" if "flops_profiler" in asked else "comms_logger"
@@ -58,9 +64,9 @@ def check_profile(request: Any, config: str | None, checkpoint: str | None) -> N
             f"--profile and --{name}: DeepSpeed's profilers wait after every part and every collective, and the traced "
             "steps would be others than yours. Run once with each."
         )
-    _check_deepspeed(request, asked, config)
-    if (steps or "flops_profiler" in asked) and request.value("max_steps") > 0:
-        check_length(first, max(steps, 1), request.value("max_steps"), done=steps_done(checkpoint))
+    _check_deepspeed(run, asked, config)
+    if (steps or "flops_profiler" in asked) and run.value("max_steps") > 0:
+        check_length(first, max(steps, 1), run.value("max_steps"), done=steps_done(checkpoint))
 
 
 def check_length(first: int, steps: int, last: int, done: int) -> None:
@@ -90,7 +96,7 @@ def steps_done(checkpoint: str | None) -> int:
     return int(read_json_object(Path(checkpoint) / STATE_FILE)["global_step"])
 
 
-def _check_deepspeed(request: Any, asked: list[str], config: str | None) -> None:
+def _check_deepspeed(run: Run, asked: list[str], config: str | None) -> None:
     if not asked:
         return
     if config is None:
@@ -98,22 +104,20 @@ def _check_deepspeed(request: Any, asked: list[str], config: str | None) -> None
             f"--{asked[0]} is DeepSpeed's, and this run has no DeepSpeed config. Add --deepspeed zero0 (or another "
             "stage) under torchrun or the deepspeed launcher, or use --profile."
         )
-    if request.stages is not None and "flops_profiler" in asked:
+    if run.stages is not None and "flops_profiler" in asked:
         raise RequestError(
             "--flops_profiler: DeepSpeed's pipeline never prints what it counted. Use --profile, or "
             "recipes/causal_lm.py."
         )
-    monitor = request.values.get("ds_monitor")
+    monitor = run.value("ds_monitor")
     if monitor is None:
         return
-    if monitor not in MONITORS:
-        raise RequestError(f"--ds_monitor is {monitor!r}, but it must be one of {', '.join(MONITORS)}.")
-    if request.stages is not None:
+    if run.stages is not None:
         raise RequestError(
             "--ds_monitor: DeepSpeed's monitors fail in a pipeline's evaluation (DS806). Use --report_to."
         )
     check_trackers([monitor], "ds_monitor")
-    if monitor in str(request.value("report_to")):
+    if monitor in str(run.value("report_to")):
         raise RequestError(
             f"--ds_monitor {monitor} and --report_to {monitor} log the same run twice. Keep one; the latter says more."
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from finetune.training.arguments import Request
 
 from finetune.errors import RequestError
-from finetune.training.arguments import Request, RunArguments
-from finetune.training.engine import deepspeed_config_of, fsdp_of
-from finetune.training.launch import Launch
+from finetune.run.engine import deepspeed_config_of, fsdp_of
+from finetune.run.flags.common import RunArguments
+from finetune.run.launch import Launch
 
 TWO = {"world_size": 2, "local_world_size": 2}
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from finetune.training.arguments import Request
 
 from finetune.errors import RequestError
-from finetune.training.arguments import Request, RunArguments
-from finetune.training.comm_hooks.arguments import (
+from finetune.run.engine import deepspeed_config_of
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.compression import (
     HOOKS,
     KEEPS_ERRORS,
     CompressionArguments,
     check_comm_hook,
     check_freeze,
 )
-from finetune.training.engine import deepspeed_config_of
-from finetune.training.launch import Launch
-from finetune.training.pipeline.arguments import PipelineArguments
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.launch import Launch
 
 
 def check(*argv: str, launcher: str = "torchrun", ranks: int = 2, fp16: bool = False) -> None:

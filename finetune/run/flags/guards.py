@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
+
+if TYPE_CHECKING:
+    from finetune.run.run import Run
 
 POLICIES = ("stop", "skip", "rollback", "off")
 SHORTEST_HANG_SECONDS = 5.0  # heartbeats come once a second, and a busy machine delays them
@@ -25,7 +28,10 @@ class GuardArguments:
     )
     on_nan: str = field(
         default="stop",
-        metadata={"help": f"where loss or gradients are not finite: {', '.join(POLICIES)} (docs/faults.md)"},
+        metadata={
+            "help": f"where loss or gradients are not finite: {', '.join(POLICIES)} (docs/faults.md)",
+            "choices": POLICIES,
+        },
     )
     nan_limit: int = field(default=3, metadata={"help": "so many such steps of 1000 are skipped or rolled back"})
     stop_grace: float = field(
@@ -34,36 +40,30 @@ class GuardArguments:
     )
 
 
-def check_guards(request: Any) -> None:
-    """Raises RequestError for what is no policy, and for a policy that this run cannot keep to."""
-    values = {name: request.values.get(name, field.default) for name, field in _fields().items()}
-    policy = values["on_nan"]
-    if policy not in POLICIES:
-        raise RequestError(f"--on_nan is {policy!r}, but it must be one of {', '.join(POLICIES)}.")
-    if values["nan_limit"] < 1:
-        raise RequestError(f"--nan_limit is {values['nan_limit']}, but it must be 1 or more.")
-    if values["stop_grace"] < 0:
-        raise RequestError(f"--stop_grace is {values['stop_grace']:g}, but it must be 0 (no end) or more seconds.")
-    hang = values["hang_timeout"]
+def check_guards(run: Run) -> None:
+    """Raises RequestError for a policy that this run cannot keep to."""
+    guards = run[GuardArguments]
+    policy = guards.on_nan
+    if guards.nan_limit < 1:
+        raise RequestError(f"{run.said('nan_limit')}, but it must be 1 or more.")
+    if guards.stop_grace < 0:
+        raise RequestError(f"{run.said('stop_grace')}, but it must be 0 (no end) or more seconds.")
+    hang = guards.hang_timeout
     if hang and hang < SHORTEST_HANG_SECONDS:
         raise RequestError(
-            f"--hang_timeout is {hang:g}, but it must be {SHORTEST_HANG_SECONDS:g} seconds or more (a busy machine "
+            f"{run.said('hang_timeout')}, but it must be {SHORTEST_HANG_SECONDS:g} seconds or more (a busy machine "
             "delays a sign of life), or 0 to wait for ever."
         )
-    hook = request.values.get("ddp_comm_hook", "none")
+    hook = run.value("ddp_comm_hook")
     if policy in ("skip", "rollback") and hook in LASTING_HOOKS:
         raise RequestError(
             f"--on_nan {policy} and --ddp_comm_hook {hook}: the hook keeps what it has not sent yet for later steps, "
             "and a NaN in it stays. Give --on_nan stop and --resume auto after it, or another hook."
         )
-    if policy == "rollback" and request.value("save_strategy") == "no":
+    if policy == "rollback" and run.value("save_strategy") == "no":
         raise RequestError("--on_nan rollback goes back to a checkpoint, and --save_strategy no saves none. Save some.")
-    if policy == "rollback" and request.values.get("save_only_model"):
+    if policy == "rollback" and run.value("save_only_model"):
         raise RequestError(
             "--on_nan rollback goes back to weights and optimizer states, and --save_only_model saves none of these. "
             "Drop one."
         )
-
-
-def _fields() -> dict[str, Any]:
-    return dict(GuardArguments.__dataclass_fields__)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import RequestError
-from finetune.training.guards.arguments import check_guards
+from finetune.run.flags.guards import check_guards
 
 GOOD = {"save_strategy": "steps"}
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from finetune.errors import RequestError
-from finetune.training.flat_yaml import read_flat_yaml
-from finetune.training.hub import by_hand
+from finetune.run.files import by_hand
+
+if TYPE_CHECKING:
+    from finetune.run.run import Run
 
 METHODS = "balanced, uniform, parameters, or type:REGEX"
 
@@ -18,7 +19,9 @@ METHODS = "balanced, uniform, parameters, or type:REGEX"
 class PipelineArguments:
     """How the model is spread over ranks."""
 
-    pipeline_parallel_size: int = field(default=1, metadata={"help": "stages; the ranks must be a multiple of it"})
+    pipeline_parallel_size: int | None = field(
+        default=None, metadata={"help": "stages; the ranks must be a multiple of it"}
+    )
     partition_method: str = field(default="balanced", metadata={"help": f"how layers are shared out: {METHODS}"})
     schedule_step: int = field(
         default=5, metadata={"help": "the step in which each rank's doings are recorded and drawn; 0 for none"}
@@ -51,28 +54,16 @@ class PipelineArguments:
     }
 
 
-def asks_for_pipeline(argv: Sequence[str]) -> bool:
-    """Of a recipe that has both engines: whether --pipeline_parallel_size is given, as a flag or in the file of
-    --config."""
-    flag = "pipeline_parallel_size"
-    if any(word.split("=")[0] == f"--{flag}" for word in argv):
-        return True
-    path = next((word.partition("=")[2] for word in argv if word.startswith("--config=")), None)
-    if path is None and "--config" in argv[:-1]:
-        path = argv[list(argv).index("--config") + 1]
-    return path is not None and read_flat_yaml(path).get(flag) is not None
-
-
 # The Trainer's names of optimizers whose states have an element a weight, or none, and which ZeRO-1 takes as they are.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 
-def check_pipeline(request: Any) -> None:
+def check_pipeline(run: Run) -> None:
     """Raises RequestError for a layout that cannot be, and for flags that would not be honoured."""
-    values, world = request.values, request.launch.world_size
-    stages, step = request.stages, values.get("schedule_step", PipelineArguments.schedule_step)
+    values, world = run.values, run.launch.world_size
+    stages = run.stages or 0
     if stages < 1:
-        raise RequestError(f"--pipeline_parallel_size is {stages}, but it must be 1 or more.")
+        raise RequestError(f"{run.said('pipeline_parallel_size')}, but it must be 1 or more.")
     if world % stages:
         ranks = stages * -(-world // stages)
         mend = f"Launch with {ranks} ranks (`deepspeed --num_gpus {ranks}` or `torchrun --nproc_per_node {ranks}`)"
@@ -81,20 +72,19 @@ def check_pipeline(request: Any) -> None:
             f"--pipeline_parallel_size is {stages}, but this run has {world} rank(s), which is no multiple of it "
             f"(ranks = stages x pipelines). {mend}"
         )
-    if step < 0:
-        raise RequestError(f"--schedule_step is {step}, but it must be 0 (none) or more.")
+    if run.value("schedule_step") < 0:
+        raise RequestError(f"{run.said('schedule_step')}, but it must be 0 (none) or more.")
     for name, why in PipelineArguments.refused.items():
         if str(values.get(name)).lower() not in ("none", "false", "0", "0.0", ""):
             raise RequestError(f"--{name}: {why}")
-    optimizer = str(values.get("optim", OPTIMIZERS[0]))
-    if optimizer not in OPTIMIZERS:
-        raise RequestError(f"--optim {optimizer}: a pipeline's checkpoints know {', '.join(OPTIMIZERS)}. Give one.")
-    if str(values.get("lr_scheduler_type", "")) == "reduce_lr_on_plateau":
+    if str(run.value("optim")) not in OPTIMIZERS:
+        raise RequestError(f"{run.said('optim')}, but a pipeline's checkpoints know {', '.join(OPTIMIZERS)}. Give one.")
+    if str(run.value("lr_scheduler_type")) == "reduce_lr_on_plateau":
         raise RequestError(
             "--lr_scheduler_type reduce_lr_on_plateau: DeepSpeed's engine steps the schedule, and knows no metric. "
             "Give another, cosine for instance."
         )
-    _check_method(values.get("partition_method", PipelineArguments.partition_method))
+    _check_method(run.value("partition_method"))
 
 
 def _check_method(method: str) -> None:

@@ -1,0 +1,22 @@
+"""The splits that a run asks for by its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from finetune.errors import RequestError
+
+ASKED_BY = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}
+
+
+def require_splits(there: Iterable[str], training: Any, kind: str) -> None:
+    """Raises RequestError where a flag of `training` asks for a split that the data lacks; `kind` ends the flag that
+    would give it, "file" or "dir"."""
+    names = list(there)
+    for name, flag in ASKED_BY.items():
+        if getattr(training, flag) and name not in names:
+            raise RequestError(
+                f"--{flag} needs a {name} split, but the data has: {', '.join(names)}. Give --{name}_{kind}, or "
+                f"--{flag} False."
+            )

@@ -1,0 +1,45 @@
+"""`python -m finetune.measure`: a few steps of any model on made-up tokens, whose memory and time are written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.recipe import PIPELINE, TRAINER, Recipe
+
+# Of every short real run. Nothing is kept of what is trained.
+SHORT_RUN: dict[str, Any] = {
+    "do_train": True,
+    "report_to": ["none"],
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "remove_unused_columns": False,
+    "ddp_find_unused_parameters": False,
+    "overwrite_output_dir": True,
+}
+
+
+@dataclass
+class TrialArguments:
+    """What is tried."""
+
+    model_config: str = field(default="", metadata={"help": "the config.json of a Hugging Face model"})
+    head: str = field(default="causal_lm", metadata={"help": "causal_lm, masked_lm, sequence_classification, ..."})
+    attention: str = field(default="sdpa", metadata={"help": "attn_implementation"})
+    sequence_tokens: int = field(default=128, metadata={"help": "tokens of each sample"})
+    loss_chunk_tokens: int = field(default=0, metadata={"help": "rows of logits at a time; 0: all"})
+    planned_device: str = field(default="", metadata={"help": "cpu or cuda: another is refused; empty: any"})
+    timed_steps: int = field(default=5, metadata={"help": "steps whose time counts"})
+    result_dir: str = field(default="", metadata={"help": "where each rank writes its figures"})
+
+
+TRIAL = Recipe(
+    name="trial",
+    task="",
+    groups=(TrialArguments, RunArguments),
+    pipeline_groups=(PipelineArguments,),
+    engines=(TRAINER, PIPELINE),
+    defaults={**SHORT_RUN, "output_dir": "runs/trial"},
+)

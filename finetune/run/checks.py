@@ -1,0 +1,97 @@
+"""What is wrong with a run that its flags alone show, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from finetune.errors import RequestError
+from finetune.run.flags.compression import check_comm_hook
+from finetune.run.flags.guards import check_guards
+from finetune.run.flags.pipeline import check_pipeline
+from finetune.run.flags.profiling import check_profile
+from finetune.run.flags.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from finetune.run.run import Run
+
+# The least that a number may be, where the Trainer would go on with less or stop with a trace.
+LEAST = {
+    "learning_rate": 0,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "activation_checkpoint_interval": 1,
+}
+TESTS = ("test_file", "test_dir", "cifar_dir", "dataset_name")
+
+
+def check(run: Run) -> None:
+    """Raises RequestError for values that cannot be meant, for flags that contradict each other, and for what the
+    engine or the launch cannot do."""
+    mistakes = [
+        f"{run.said(name)}, but it must be {least} or more."
+        for name, least in LEAST.items()
+        if (value := run.value(name)) is not None and value < least
+    ]
+    steps, epochs = run.value("max_steps"), run.value("num_train_epochs")
+    if steps == 0 or steps < -1:
+        mistakes.append(f"{run.said('max_steps')}, but it must be 1 or more, or -1 for whole epochs.")
+    if epochs <= 0:
+        mistakes.append(f"{run.said('num_train_epochs')}, but it must be more than 0.")
+    mistakes += _contradictions(run)
+    if mistakes:
+        raise RequestError("\n".join(mistakes))
+    _check_optimizer(run)
+    if run.stages is not None:
+        check_pipeline(run)
+    check_guards(run)
+
+
+def check_here(run: Run, deepspeed: str | None) -> None:
+    """Likewise for a run that is to start on this machine, by the DeepSpeed config of that name, if any."""
+    check_trackers(_listed(run.value("report_to")))
+    check_profile(run, deepspeed, None)
+    check_comm_hook(run, deepspeed, {name: run.given.get(name) is True for name in ("bf16", "fp16")})
+
+
+def _contradictions(run: Run) -> list[str]:
+    given, values = run.given, run.values
+    found = []
+    if given.get("hub_model_id") and not given.get("push_to_hub"):
+        found.append("--hub_model_id names where to push, but nothing is pushed. Add --push_to_hub True.")
+    if given.get("hub_token"):
+        found.append(
+            "--hub_token: everybody on this machine sees a command line, and the shell keeps it. Set HF_TOKEN, or run "
+            "`hf auth login`."
+        )
+    if values.get("resume") and values.get("overwrite_output_dir"):
+        found.append("--resume and --overwrite_output_dir contradict each other. Keep one.")
+    if given.get("deepspeed") and given.get("deepspeed_config"):
+        found.append("--deepspeed and --deepspeed_config say the same thing twice. Keep one.")
+    if given.get("bf16") and given.get("fp16"):
+        found.append("--bf16 and --fp16 are both True. Keep one.")
+    for name, usual in (("dataloader_drop_last", False), ("train_sampling_strategy", "random")):
+        if given.get(name, usual) != usual:
+            found.append(
+                f"{run.said(name)}: steps are made here so that they do not depend on the number of ranks. Use "
+                "--group_by_length."
+            )
+    if values.get("do_predict") and not any(values.get(name) for name in TESTS):
+        tests = [f"--{name}" for name in TESTS if name in run.recipe.flags]
+        found.append(f"--do_predict needs a test split. Give {', or '.join(tests)} with one.")
+    return found
+
+
+def _check_optimizer(run: Run) -> None:
+    """An optimizer of a package that is missing would end the run once the model is loaded."""
+    name = str(run.value("optim"))
+    package = "torchao" if name.startswith("adamw_torch_") and name.endswith("bit") else None
+    if package is None and ("8bit" in name or "bnb" in name or name.startswith("paged_")):
+        package = "bitsandbytes"
+    if package and importlib.util.find_spec(package) is None:
+        raise RequestError(f"{run.said('optim')}: needs {package}, which is not installed. pip install {package}.")
+
+
+def _listed(value: object) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, list) else [str(value)]

@@ -1,0 +1,21 @@
+"""Names of files in a run folder that more than one part reads, and what of it is pushed. Imports nothing."""
+
+LOCK = "_lock"  # the Trainer pushes no name that begins with "_" to the hub (transformers 5.23, push_to_hub)
+NVME_FOLDER = "nvme_offload"  # in the run folder, where --nvme_path gives no other
+RUN_RECORD = "recipe.yaml"  # its presence says: this folder was written by a recipe
+STATE_FILE = "trainer_state.json"  # in a checkpoint: its step, its epoch, what it has logged
+PIPELINE_RECORD = "pipeline.json"  # in a checkpoint of a pipeline
+UNFINISHED = "unfinished-"  # begins the name of a folder that is being written
+DELETING = "deleting-"  # and of one that is on its way out
+REPLACED = "replaced-"  # and of one whose successor is being renamed, where that takes two steps
+SUPERSEDED = "superseded-"  # and of a checkpoint that a run has gone back behind: nobody chooses it
+LAST_WRITTEN = "README.md"  # the model card: a run that was cut off has none, or one that is older than its checkpoint
+
+# What of a run folder is no model: the lock and the batches that the NaN guard has kept (`_*`), which are data,
+# checkpoints under any of their names, what a kill has left, and swapped parameters. As `fnmatch` has it.
+LEFT_OUT = ("_*", "*checkpoint-*", "unfinished-*", "final/*", f"{NVME_FOLDER}/*")
+
+
+def by_hand(name: str = "NAME", folder: str = "FOLDER") -> str:
+    """The command that pushes what `push` does; `hf upload` makes a public repository unless told, of all there is."""
+    return f"hf upload {name} {folder} --private " + " ".join(f'--exclude "{pattern}"' for pattern in LEFT_OUT)

@@ -1,0 +1,138 @@
+"""One flag: its name, kind, default, help, and how a word or a YAML value is read as its value."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+# What `metadata={"path": ...}` of a field may say. All but "output" must be there, and are not deleted by
+# --overwrite_output_dir.
+FILE, FOLDER = "file", "folder"
+NAME_OR_PATH = "name or path"  # a hub id, a shipped name, or a path
+OUTPUT = "output"  # is made where it is missing
+TRUE, FALSE = ("true", "yes", "y", "t", "1", "on"), ("false", "no", "n", "f", "0", "off")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """`kind` is "str", "int", "float", "bool" or "json" (an object, or a word). `many` flags take a list."""
+
+    name: str
+    kind: str
+    default: Any
+    help: str
+    many: bool = False
+    choices: tuple[str, ...] = ()
+    path: str | None = None
+    group: type | None = None  # the dataclass that it is a field of; None for the Trainer's
+
+    def read(self, given: Any) -> Any:
+        """The value that `given` means: words of a command line (a list of texts) or a value of YAML. Raises ValueError
+        with what is wrong."""
+        if isinstance(given, dict) and self.kind != "json":
+            raise ValueError("takes no object")
+        if self.many:
+            return [self._one(item) for item in (given if isinstance(given, list) else [given])]
+        if isinstance(given, list):
+            if len(given) != 1:
+                raise ValueError(f"takes one value, and {len(given)} are given: {' '.join(map(str, given))}")
+            given = given[0]
+        return self._one(given)
+
+    def _one(self, given: Any) -> Any:
+        if given is None or (self.default is None and self.kind in READERS and str(given).lower() == "none"):
+            return None
+        if self.kind == "json":
+            return _object(given)
+        if self.kind in READERS:
+            return READERS[self.kind](given)
+        text = str(given)
+        if self.choices and text not in self.choices:
+            if isinstance(given, bool) or text.lower() in (*TRUE, *FALSE):  # YAML 1.1 takes no and off for False
+                meant = [word for word in self.choices if word in (TRUE if str(given).lower() in TRUE else FALSE)]
+                if meant:
+                    return meant[0]
+            raise ValueError(f"must be one of {', '.join(self.choices)}")
+        return text
+
+
+def _bool(given: Any) -> bool:
+    text = str(given).lower()
+    if text not in (*TRUE, *FALSE):
+        raise ValueError("must be True or False")
+    return text in TRUE
+
+
+def _float(given: Any) -> float:
+    try:
+        found = math.nan if isinstance(given, bool) else float(given)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError("must be a number")
+    return found
+
+
+def _int(given: Any) -> int:
+    if isinstance(given, str) and given.strip().lstrip("+-").isdecimal():
+        return int(given)
+    try:
+        found = _float(given)
+    except ValueError:
+        found = math.nan
+    if not found.is_integer():
+        raise ValueError("must be a whole number")
+    return int(found)
+
+
+def _object(given: Any) -> Any:
+    if not isinstance(given, str) or not given.lstrip().startswith("{"):
+        return given if isinstance(given, dict) else str(given)
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON ({error})") from error
+
+
+READERS: dict[str, Callable[[Any], Any]] = {"bool": _bool, "int": _int, "float": _float}
+
+
+def flags_of(groups: Sequence[type]) -> tuple[Flag, ...]:
+    """Those of dataclasses, whose fields have `metadata={"help": ...}` and may have "choices" and "path"."""
+    found = []
+    for group in groups:
+        hints = typing.get_type_hints(group)
+        for one in fields(group):
+            kind, many = kind_of(hints[one.name])
+            assert one.default is not MISSING, f"{group.__name__}.{one.name} has no default"
+            about = one.metadata
+            found.append(
+                Flag(
+                    one.name,
+                    kind,
+                    one.default,
+                    about["help"],
+                    many,
+                    tuple(about.get("choices", ())),
+                    about.get("path"),
+                    group,
+                )
+            )
+    return tuple(found)
+
+
+def kind_of(hint: Any) -> tuple[str, bool]:
+    """The kind of a type such as `int | None`, and whether it is a list's."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = tuple(option for option in options if option is not type(None))
+    if any(typing.get_origin(option) is list for option in options):
+        return "str", True
+    if any(option is dict or typing.get_origin(option) is dict for option in options):
+        return "json", False
+    simple = {int: "int", float: "float", bool: "bool"}
+    return simple.get(options[0], "str") if len(options) == 1 else "str", False

@@ -1,0 +1,102 @@
+"""Which language model learns which text: the flags of recipes/causal_lm.py and causal_lm_pipeline.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from finetune.run.flag import FILE, NAME_OR_PATH
+from finetune.run.sizes import GPTLITE_SIZES
+
+PACKINGS = ("wrapped", "bfd", "none")
+
+
+@dataclass
+class CausalModelArguments:
+    """Which model. Without a name, a GPT-lite of `model_size` is trained from scratch."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "hub id or folder of any causal LM", "path": NAME_OR_PATH}
+    )
+    model_revision: str = field(default="main", metadata={"help": "branch, tag or commit on the hub"})
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "hub id or folder; default: the model's", "path": NAME_OR_PATH}
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "run Python code that comes with the model"})
+    model_size: str = field(
+        default="tiny", metadata={"help": f"from scratch: {', '.join(GPTLITE_SIZES)}", "choices": tuple(GPTLITE_SIZES)}
+    )
+    config_overrides: str | None = field(
+        default=None, metadata={"help": "from scratch: e.g. num_hidden_layers=4,hidden_size=128,dropout=0.1"}
+    )
+    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2, ..."})
+    resize_embeddings: bool = field(
+        default=False, metadata={"help": "make room for a tokenizer that has more tokens than the model embeds"}
+    )
+    loss_chunk_tokens: int | None = field(
+        default=None, metadata={"help": "logits of so many tokens at once; 0 for all; default: by the vocabulary"}
+    )
+
+
+@dataclass
+class AdapterArguments:
+    """Train an adapter in place of the whole model."""
+
+    use_peft: bool = field(default=False, metadata={"help": "train LoRA adapters; the model's own weights stay"})
+    lora_r: int = field(default=16, metadata={"help": "rank of the adapters"})
+    lora_alpha: int = field(default=32, metadata={"help": "their scale is lora_alpha / lora_r"})
+    lora_dropout: float = field(default=0.0, metadata={"help": "on their input"})
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "names of linear layers; default: all but the head"}
+    )
+    merge_adapter: bool = field(default=False, metadata={"help": "also write the full model, to merged/"})
+    load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: frozen weights in 4 bits (bitsandbytes)"})
+
+
+@dataclass
+class CorpusArguments:
+    """What to train on. With none of these, Python's reference manual is used."""
+
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "hub data set, or a local folder in its layout", "path": NAME_OR_PATH}
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "configuration of the hub data set"})
+    train_file: str | None = field(
+        default=None, metadata={"help": "txt, csv, tsv, json(l) or parquet file", "path": FILE}
+    )
+    validation_file: str | None = field(
+        default=None, metadata={"help": "likewise; default: a part of train", "path": FILE}
+    )
+    text_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
+    validation_split_percentage: float = field(default=10.0, metadata={"help": "of train, held out"})
+    streaming: bool = field(default=False, metadata={"help": "read training text on the way, and keep nothing of it"})
+    max_train_samples: int | None = field(default=None, metadata={"help": "the first so many documents"})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "likewise for validation"})
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "processes that tokenize"})
+    data_timeout_seconds: float = field(
+        default=7200.0, metadata={"help": "how long to wait for the rank that prepares"}
+    )
+
+
+@dataclass
+class BlockArguments:
+    """How text becomes tokens, and tokens become blocks."""
+
+    tokenizer: str = field(
+        default="char",
+        metadata={"help": "from scratch: char, byte, or bpe (trained on the text)", "choices": ("char", "byte", "bpe")},
+    )
+    bpe_vocab_size: int = field(default=8192, metadata={"help": "tokens of a bpe tokenizer from scratch"})
+    block_size: int | None = field(default=None, metadata={"help": "tokens; default: the model's positions, <= 1024"})
+    packing: str = field(
+        default="wrapped", metadata={"help": "wrapped, bfd (whole documents) or none (one each)", "choices": PACKINGS}
+    )
+    document_mask: bool = field(default=False, metadata={"help": "documents in a block do not see one another"})
+
+
+@dataclass
+class SampleArguments:
+    """What to have the model write at each evaluation."""
+
+    sample_prompt: str = field(default="The ", metadata={"help": "how the sample begins"})
+    sample_tokens: int = field(default=200, metadata={"help": "its length; 0 for none"})
+    sample_temperature: float = field(default=0.8, metadata={"help": "0 for the likeliest token each time"})

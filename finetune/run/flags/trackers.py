@@ -1,0 +1,29 @@
+"""Trackers that --report_to and --ds_monitor name."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+from collections.abc import Sequence
+
+from finetune.errors import RequestError
+
+PACKAGES_OF_TRACKERS = ("tensorboard", "trackio")
+
+
+def check_trackers(reports: Sequence[str], flag: str = "report_to") -> None:
+    """A tracker that is missing, or that would stop the run to ask, is refused before anything is loaded."""
+    for name in PACKAGES_OF_TRACKERS:
+        if name in reports and importlib.util.find_spec(name) is None:
+            raise RequestError(f"--{flag} {name}: it is not installed. pip install {name}, or leave it out.")
+    if {"wandb", "all"} & set(reports) and not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")):
+        try:
+            logged_in = any("wandb" in host for host in netrc.netrc().hosts)
+        except (OSError, netrc.NetrcParseError):
+            logged_in = False
+        if not logged_in:
+            raise RequestError(
+                f"--{flag} wandb, but nobody is logged in, and a run must not stop to ask. Run `wandb login`, or set "
+                "WANDB_API_KEY, or set WANDB_MODE=offline and `wandb sync` later."
+            )

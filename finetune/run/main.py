@@ -1,0 +1,73 @@
+"""How a recipe begins and ends as a process. Nothing heavy is imported before the command line has been understood: so
+--help, mistyped flags and wrong paths are answered in a moment."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError
+from finetune.privacy import without_home
+from finetune.run.help import help_of
+from finetune.run.launch import read_launch
+from finetune.run.recipe import Recipe
+from finetune.run.resolve import resolve_here
+from finetune.run.run import Run
+
+SILENT_RANK_WAITS_SECONDS = 20.0
+INTERRUPTED_RANK_WAITS_SECONDS = 60.0  # while rank 0 tells its trackers; its end is that of the others
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+
+
+def run_recipe(recipe: Recipe, main: Callable[[Run], None]) -> None:
+    """Answer --help, or settle what the command line asks for and run a recipe's `main` on it; then end as `run_main`
+    does."""
+    launch = read_launch()
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        if launch.speaks:
+            print(help_of(recipe, sys.modules[main.__module__].__doc__))
+        return
+    run_main(lambda: main(resolve_here(recipe, sys.argv[1:], launch)))
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run `main` and end the process: 0 done, 1 the run failed, 2 the request was wrong, 75 a signal asked it to stop
+    or its predecessor still had the folder, 130 Ctrl-C.
+
+    Every rank meets the same fault in the request, and rank 0 alone says it. The others wait for the launcher to end
+    them, which it does as soon as rank 0 has; ending first, they would have rank 0 killed before it spoke. A rank whose
+    fault rank 0 does not share speaks once it has waited in vain.
+    """
+    launch = read_launch()
+    try:
+        main()
+    except KeyboardInterrupt:
+        if launch.speaks:
+            print(
+                "\nstopped. Where a checkpoint was saved, --resume auto goes on from it.", file=sys.stderr, flush=True
+            )
+        os._exit(INTERRUPTED)
+    except InterruptedRunError as error:  # which has been said
+        if not launch.speaks:
+            time.sleep(INTERRUPTED_RANK_WAITS_SECONDS)
+        os._exit(error.exit_status)
+    except NothingToDoError as error:
+        if launch.speaks:
+            print(without_home(str(error)), flush=True)
+        os._exit(error.exit_status)
+    except FinetuneError as error:
+        prefix = ""
+        if not launch.speaks:
+            time.sleep(SILENT_RANK_WAITS_SECONDS)
+            prefix = f"[rank {launch.rank}] "
+        print(f"\n{prefix}error: {without_home(str(error))}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(error.exit_status)  # no atexit hook may hang on a collective that the other ranks have left
+    if not launch.speaks:
+        # Nothing is left to do but to tear down threads of gloo and of libraries, over which a rank has been seen to
+        # die ("terminate called without an active exception"), and with it a run that was done.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -1,0 +1,58 @@
+"""Write down the flags of the installed `TrainingArguments`, for what must not wait for transformers to be imported:
+
+python -m finetune.run.make_trainer_flags
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import re
+import typing
+from typing import Any
+
+from finetune.run.flag import kind_of
+from finetune.run.trainer_flags import SNAPSHOT
+
+
+def snapshot() -> dict[str, Any]:
+    """The release and its flags: name, kind, default, help, whether it takes a list, choices."""
+    import transformers
+
+    hints = typing.get_type_hints(transformers.TrainingArguments)
+    rows = []
+    for one in dataclasses.fields(transformers.TrainingArguments):
+        kind, many = kind_of(hints[one.name])
+        many = many and one.name not in WORDS
+        if one.init and one.name not in LEFT_OUT:
+            row = {"name": one.name, "kind": kind, "default": _default(one), "help": _help(one)}
+            row |= {"many": True} if many else {}
+            row |= {"choices": choices} if (choices := _choices(hints[one.name])) and not many else {}
+            rows.append(row)
+    return {"transformers": transformers.__version__, "flags": rows}
+
+
+# What a command line cannot say, and what the recipes end in their own way.
+LEFT_OUT = ("parallelism_config", "local_rank", "resume_from_checkpoint")
+WORDS = ("debug",)  # which the Trainer splits itself
+
+
+def _default(one: Any) -> Any:
+    value = one.default_factory() if one.default is dataclasses.MISSING else one.default
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _choices(hint: Any) -> list[str]:
+    kinds: list[Any] = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, enum.EnumMeta)]
+    return [str(word.value) for kind in kinds for word in kind]
+
+
+def _help(one: Any) -> str:
+    """The first sentence."""
+    text = re.sub(r"\s+", " ", str(one.metadata.get("help", ""))).strip()
+    return re.split(r"(?<=[.!?]) (?=[A-Z`\"'(])", text, maxsplit=1)[0].rstrip(".")
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(json.dumps(snapshot(), indent=1) + "\n")

@@ -1,0 +1,123 @@
+"""What a word that is no flag probably means: by what other tools call it, else by its spelling."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+# What people write, and what it is called here; of several the first that the recipe has. Behind ":" stands what to do
+# where no flag of another name does it.
+MEANINGS: dict[str, tuple[str, ...]] = {
+    "accumulation_steps": ("gradient_accumulation_steps",),
+    "adapter": ("use_peft",),
+    "batch": ("per_device_train_batch_size",),
+    "batch_size": ("per_device_train_batch_size",),
+    "bs": ("per_device_train_batch_size",),
+    "checkpoint": ("resume",),
+    "context_length": ("block_size", "max_seq_length"),
+    "cpu": ("use_cpu",),
+    "data": ("train_file", "train_dir"),
+    "data_dir": ("train_dir", "train_file"),
+    "data_path": ("train_file", "train_dir"),
+    "dataset": ("dataset_name",),
+    "ds_config": ("deepspeed",),
+    "dtype": ("bf16",),
+    "epoch": ("num_train_epochs",),
+    "epochs": ("num_train_epochs",),
+    "eval_batch_size": ("per_device_eval_batch_size",),
+    "eval_bs": ("per_device_eval_batch_size",),
+    "eval_dataset": ("validation_file", "validation_dir"),
+    "eval_file": ("validation_file", "validation_dir"),
+    "evaluation_strategy": ("eval_strategy",),
+    "fp32": (": say --bf16 False",),
+    "gas": ("gradient_accumulation_steps",),
+    "grad_accum": ("gradient_accumulation_steps",),
+    "grad_accum_steps": ("gradient_accumulation_steps",),
+    "grad_clip": ("max_grad_norm",),
+    "gradient_accumulation": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("max_grad_norm",),
+    "init_lr": ("learning_rate",),
+    "iters": ("max_steps",),
+    "label_column": ("label_column_name",),
+    "logging_dir": (": TensorBoard's files go to TENSORBOARD_LOGGING_DIR",),
+    "lora": ("use_peft",),
+    "lora_rank": ("lora_r",),
+    "lr": ("learning_rate",),
+    "lr_scheduler": ("lr_scheduler_type",),
+    "max_iters": ("max_steps",),
+    "max_len": ("max_seq_length", "block_size"),
+    "max_length": ("max_seq_length", "block_size"),
+    "max_sequence_length": ("max_seq_length", "block_size"),
+    "max_tokens": ("max_seq_length", "block_size"),
+    "micro_batch_size": ("per_device_train_batch_size",),
+    "mixed_precision": ("bf16",),
+    "model": ("model_name_or_path",),
+    "model_id": ("model_name_or_path",),
+    "model_name": ("model_name_or_path",),
+    "model_path": ("model_name_or_path",),
+    "n_epochs": ("num_train_epochs",),
+    "no_cuda": ("use_cpu",),
+    "num_epochs": ("num_train_epochs",),
+    "num_gpus": (": it belongs to the launcher, before the recipe's name",),
+    "num_steps": ("max_steps",),
+    "num_workers": ("dataloader_num_workers",),
+    "optimizer": ("optim",),
+    "output": ("output_dir",),
+    "overwrite": ("overwrite_output_dir",),
+    "patience": ("early_stopping_patience",),
+    "peft": ("use_peft",),
+    "pp": ("pipeline_parallel_size",),
+    "precision": ("bf16",),
+    "prompt": ("sample_prompt",),
+    "qlora": ("load_in_4bit",),
+    "resume_from": ("resume",),
+    "resume_from_checkpoint": ("resume",),
+    "save_dir": ("output_dir",),
+    "scheduler": ("lr_scheduler_type",),
+    "sequence_length": ("max_seq_length", "block_size"),
+    "stages": ("pipeline_parallel_size",),
+    "steps": ("max_steps",),
+    "tags_column": ("label_column_name",),
+    "test": ("test_file", "test_dir"),
+    "text_column": ("text_column_names", "text_column_name"),
+    "tokenizer": ("tokenizer_name",),
+    "train_batch_size": ("per_device_train_batch_size",),
+    "train_data": ("train_file", "train_dir"),
+    "val_file": ("validation_file", "validation_dir"),
+    "valid_file": ("validation_file", "validation_dir"),
+    "validation_data": ("validation_file", "validation_dir"),
+    "warmup": ("warmup_steps",),
+    "warmup_ratio": (": --warmup_steps takes a share of all steps, too, such as 0.1",),
+    "wd": ("weight_decay",),
+    "weight_decay_rate": ("weight_decay",),
+    "workers": ("dataloader_num_workers",),
+    "world_size": (": the launcher says how many ranks there are",),
+    "zero_stage": ("deepspeed",),
+}
+CLOSE = 0.6  # of difflib's ratio
+
+
+def meant(word: str, known: Collection[str]) -> str:
+    """What to say behind "X is no flag": a sentence that names the flag, or where to look."""
+    name = word.lstrip("-").replace("-", "_").lower()
+    if name in known:
+        return f" Did you mean --{name}?"
+    for one in MEANINGS.get(name, ()):
+        if one.startswith(":"):
+            return f" {one[2].upper()}{one[3:]}."
+        if one in known:
+            return f" Did you mean --{one}?"
+    near = nearest(name, known)
+    return f" Did you mean --{near}?" if near else " `--help` lists them."
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known name that is spelt most alike, whole or by its parts: `gradient_step` is more than its letters."""
+
+    def likeness(other: str) -> float:
+        parts, others = set(name.split("_")), set(other.split("_"))
+        shared = len(parts & others) / len(parts | others)
+        return max(difflib.SequenceMatcher(None, name, other).ratio(), shared)
+
+    best = max(sorted(known), key=likeness, default=None)
+    return best if best is not None and likeness(best) >= CLOSE else None

@@ -1,0 +1,53 @@
+"""The run folder before a run: may it be written, and may what it holds be deleted."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from finetune.errors import RequestError
+from finetune.run.files import LOCK, NVME_FOLDER, RUN_RECORD
+from finetune.run.paths import named_in
+from finetune.run.run import Run
+
+
+def check_output_dir(run: Run) -> None:
+    """Refuse a folder that cannot be written, or that holds a run which may not be overwritten. Only rank 0 calls it.
+
+    Nothing is deleted yet: `open_output_dir` does that once the rest of the request has been found right.
+    """
+    folder = Path(run.value("output_dir")).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise RequestError(f"--output_dir {folder}: is a file. Give a folder.")
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise RequestError(
+            f"--output_dir {folder}: cannot be written ({error.strerror}). Give another folder."
+        ) from error
+    entries = [p.name for p in folder.iterdir() if p.name not in ("lost+found", LOCK)] if folder.is_dir() else []
+    resume = run.value("resume")
+    if resume == "allow" and entries == [NVME_FOLDER]:
+        return
+    if not entries or (resume and (resume != "allow" or RUN_RECORD in entries)):
+        return
+    if not run.value("overwrite_output_dir"):
+        raise RequestError(
+            f"--output_dir {folder}: holds {len(entries)} files or folders already. Go on with it by --resume auto, "
+            "delete it by --overwrite_output_dir True, or give another folder."
+        )
+    if RUN_RECORD not in entries:
+        raise RequestError(
+            f"--output_dir {folder}: holds {', '.join(sorted(entries)[:3])} but no {RUN_RECORD}, so it is no run of "
+            "ours and is not deleted. Empty it by hand, or give another folder."
+        )
+    for name in run.recipe.inputs:
+        for given in named_in(run.value(name)):
+            path = Path(given).expanduser()
+            if path.exists() and path.resolve().is_relative_to(folder.resolve()):
+                raise RequestError(
+                    f"--overwrite_output_dir would delete {folder}, which holds --{name} {given}. Give another "
+                    "--output_dir."
+                )

@@ -1,0 +1,93 @@
+"""Words of a command line, and lines of a YAML, as values by flag, each with where it was said. All mistakes are said
+at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.errors import RequestError
+from finetune.run.flag import Flag
+from finetune.run.flat_yaml import read_flat_yaml_lines
+from finetune.run.meanings import meant
+
+COMMAND_LINE = "command line"
+RECIPE_KEY = "recipe"  # of a YAML: the recipe that it is for
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and where it comes from: "command line", "FILE.yaml line 7", or what made it a default."""
+
+    value: Any
+    source: str
+    is_given: bool = True
+
+
+def settings_of(
+    argv: Sequence[str], flags: Mapping[str, Flag], refused: Mapping[str, str], recipe: str
+) -> dict[str, Setting]:
+    """What is given, by flag; the command line overrules the YAML of its --config. `refused` are flags of other
+    recipes, with what to say of them; `recipe` is the name of this one. Raises RequestError with all that is wrong."""
+    mistakes: list[str] = []
+    words = words_by_flag(argv, flags, mistakes)
+    said = {name: (given, COMMAND_LINE) for name, given in words.items()}
+    if path := words.get("config"):
+        said = _lines(path[-1], recipe, mistakes) | said
+    found = {}
+    for name, (given, source) in said.items():
+        where = f"--{name} ({source})"
+        if name in flags:
+            try:
+                found[name] = Setting(_value(flags[name], given), source)
+            except ValueError as error:
+                shown = " ".join(given) if isinstance(given, list) and source == COMMAND_LINE else given
+                mistakes.append(f"--{name} is {shown!r} ({source}), but it {error}.")
+        elif name not in refused:
+            mistakes.append(f"{where} is no flag of recipes/{recipe}.py.{meant(name, flags)}")
+        elif given or source == COMMAND_LINE:  # a YAML's `streaming: false` asks for nothing
+            mistakes.append(f"{where}: {refused[name]}")
+    if mistakes:
+        raise RequestError("\n".join(mistakes))
+    return found
+
+
+def words_by_flag(argv: Sequence[str], flags: Mapping[str, Flag], mistakes: list[str]) -> dict[str, list[str]]:
+    """The words behind each flag, of one that is said twice the last. The deepspeed launcher's --local_rank ends here
+    (transformers 5 has no such flag). `--no_FLAG` is False for a flag that is True by default."""
+    found: dict[str, list[str]] = {}
+    values: list[str] | None = None
+    for word in argv:
+        if not word.startswith("--"):
+            if values is None:
+                mistakes.append(f"{word} stands alone: a value follows its flag.")
+            else:
+                values.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        values = [value] if equals else []
+        positive = flags.get(name.removeprefix("no_"))
+        if name not in flags and positive is not None and positive.default is True:
+            name, values = positive.name, ["False"]
+        found[name] = values
+    found.pop("local_rank", None)
+    return found
+
+
+def _lines(path: str, recipe: str, mistakes: list[str]) -> dict[str, tuple[Any, str]]:
+    """Those of the YAML, each with its place. A line without a value gives nothing."""
+    content, lines = read_flat_yaml_lines(path)
+    asked = content.pop(RECIPE_KEY, None)
+    if asked not in (None, recipe):
+        mistakes.append(f"--config {path}: is for recipes/{asked}.py, and this is recipes/{recipe}.py.")
+    return {str(name): (value, f"{path} line {lines[name]}") for name, value in content.items() if value is not None}
+
+
+def _value(flag: Flag, given: Any) -> Any:
+    if given == []:
+        if flag.kind != "bool":
+            raise ValueError("needs a value")
+        return True
+    return flag.read(given)

@@ -1,0 +1,67 @@
+"""Files and folders that flags name, looked at before anything is imported: what is not there is said at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RequestError
+from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH
+
+TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
+SHOWN = 8
+
+
+def check_paths(run: Any) -> None:
+    """Raises RequestError that names every input of the run which is missing, with what is there instead."""
+    mistakes = []
+    for flag in run.recipe.flags.values():
+        value = run.value(flag.name)
+        if flag.path in KINDS:
+            faults = [KINDS[flag.path](name) for name in named_in(value)]
+            mistakes += [f"{run.said(flag.name)}, but {fault}" for fault in faults if fault]
+    if mistakes:
+        raise RequestError("\n".join(mistakes))
+
+
+def named_in(value: Any) -> list[str]:
+    """The paths that a flag's value names: one, several, or none."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
+
+
+def _file(name: str) -> str | None:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return "it is a folder. Give one file, or the folder as --dataset_name."
+    return None if path.exists() else f"there is no such file.{_there(path.parent)} Check the path."
+
+
+def _folder(name: str) -> str | None:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return None
+    found = "it is a file. Give a folder." if path.exists() else f"there is no such folder.{_there(path.parent)}"
+    return f"{found} Check the path."
+
+
+def _name_or_path(name: str) -> str | None:
+    """A hub's id has one slash at most: what has more, or begins like a path, is one."""
+    is_path = name.startswith(("/", "./", "../", "~")) or name.rstrip("/").count("/") > 1
+    path = Path(name).expanduser()
+    return (
+        f"there is no such folder or file.{_there(path.parent)} Check the path."
+        if is_path and not path.exists()
+        else None
+    )
+
+
+KINDS = {FILE: _file, FOLDER: _folder, NAME_OR_PATH: _name_or_path}
+
+
+def _there(folder: Path) -> str:
+    """What a message says of the folder in which something was looked for."""
+    if not folder.is_dir():
+        return f" There is no folder {folder} either."
+    names = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if not path.name.startswith("."))
+    near = [name for name in names if name.endswith((*TABLES, "/", ".yaml"))][:SHOWN]
+    return f" {folder}/ holds {', '.join(near)}." if near else f" {folder}/ holds no table or folder."

@@ -1,0 +1,55 @@
+"""What a recipe is: its flags and its defaults. One stands in `finetune/run/recipes/` for each of `recipes/`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from finetune.run.flag import OUTPUT, Flag, flags_of
+from finetune.run.trainer_flags import trainer_flags
+
+TRAINER, PIPELINE = "trainer", "pipeline"
+ENGINE_FLAG = "pipeline_parallel_size"  # by which a recipe of two engines is asked for the pipeline
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`groups` are dataclasses of flags, in the order of --help; those of one engine alone are beside them. A recipe of
+    both engines trains by DeepSpeed's pipeline engine where --pipeline_parallel_size is given.
+
+    `defaults` overrule the Trainer's and the groups'; `scratch_defaults` overrule them where no model is named.
+    """
+
+    name: str  # of the file in recipes/
+    task: str  # as transformers' `pipeline` calls it
+    groups: tuple[type, ...]
+    defaults: Mapping[str, Any]
+    scratch_defaults: Mapping[str, Any] = field(default_factory=dict)
+    engines: tuple[str, ...] = (TRAINER,)
+    trainer_groups: tuple[type, ...] = ()
+    pipeline_groups: tuple[type, ...] = ()
+
+    @property
+    def script(self) -> str:
+        return f"recipes/{self.name}.py"
+
+    @cached_property
+    def own_flags(self) -> tuple[Flag, ...]:
+        return flags_of((*self.groups, *self.trainer_groups, *self.pipeline_groups))
+
+    @cached_property
+    def flags(self) -> Mapping[str, Flag]:
+        """All by name: the recipe's, then the Trainer's."""
+        return {flag.name: flag for flag in (*self.own_flags, *trainer_flags())}
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """The flags that name what a run reads, which nothing may delete."""
+        return [flag.name for flag in self.flags.values() if flag.path not in (None, OUTPUT)]
+
+    def default(self, name: str) -> Any:
+        """Of any flag; None for a name that is none."""
+        flag = self.flags.get(name)
+        return self.defaults.get(name, flag.default if flag else None)

@@ -1,0 +1,56 @@
+"""recipes/causal_lm.py: a causal language model, from scratch, in full or by LoRA."""
+
+from __future__ import annotations
+
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.flags.language import (
+    AdapterArguments,
+    BlockArguments,
+    CausalModelArguments,
+    CorpusArguments,
+    SampleArguments,
+)
+from finetune.run.flags.profiling import ProfileArguments
+from finetune.run.recipe import Recipe
+
+CAUSAL_LM = Recipe(
+    name="causal_lm",
+    task="text-generation",
+    groups=(
+        CausalModelArguments,
+        AdapterArguments,
+        CorpusArguments,
+        BlockArguments,
+        SampleArguments,
+        ProfileArguments,
+        RunArguments,
+        CompressionArguments,
+        GuardArguments,
+    ),
+    defaults={
+        "output_dir": "runs/causal_lm",
+        "do_train": True,
+        "do_eval": True,
+        "per_device_train_batch_size": 16,
+        "per_device_eval_batch_size": 32,
+        "num_train_epochs": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "save_total_limit": 2,
+        "logging_steps": 10,
+        "report_to": ["none"],
+        "logging_nan_inf_filter": False,  # a NaN is to be seen, and looking for it stops a GPU each step
+        "remove_unused_columns": False,  # labels come shifted, under a name that no model's signature has
+    },
+    # A model from scratch wants a higher rate and more rounds than a pretrained one; the rate is for the size `tiny`.
+    scratch_defaults={
+        "learning_rate": 4e-3,
+        "num_train_epochs": 8,
+        "adam_beta2": 0.99,  # few tokens a step: the usual 0.999 would remember too long
+        "warmup_steps": 0.05,
+        "lr_scheduler_type": "cosine",
+        "ddp_find_unused_parameters": False,  # a GPT-lite uses all it has
+    },
+)

@@ -1,0 +1,50 @@
+"""recipes/image_cls.py: pictures to classes, by the Trainer or, of an AlexNet, as a pipeline."""
+
+from __future__ import annotations
+
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.flags.images import AugmentationArguments, ImageArguments, ImageModelArguments
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.flags.profiling import ProfileArguments
+from finetune.run.flags.text import ClassArguments, PreparationArguments
+from finetune.run.recipe import PIPELINE, TRAINER, Recipe
+
+IMAGE_CLS = Recipe(
+    name="image_cls",
+    task="image-classification",
+    groups=(
+        ImageModelArguments,
+        ImageArguments,
+        PreparationArguments,
+        AugmentationArguments,
+        ProfileArguments,
+        RunArguments,
+        GuardArguments,
+    ),
+    engines=(TRAINER, PIPELINE),
+    trainer_groups=(ClassArguments, CompressionArguments),
+    pipeline_groups=(PipelineArguments,),
+    defaults={
+        "output_dir": "runs/image_cls",
+        "do_train": True,
+        "do_eval": True,
+        "per_device_train_batch_size": 16,
+        "per_device_eval_batch_size": 64,
+        "num_train_epochs": 3,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "save_total_limit": 2,
+        "logging_steps": 10,
+        "ddp_broadcast_buffers": False,  # of batch norm: SharedStatistics averages them instead
+        "report_to": ["none"],
+    },
+    # A model from scratch wants a higher rate and more rounds than a pretrained one.
+    scratch_defaults={
+        "learning_rate": 3e-3,
+        "num_train_epochs": 8,
+        "warmup_steps": 0.1,
+        "lr_scheduler_type": "cosine",
+    },
+)

@@ -1,0 +1,40 @@
+"""recipes/seq_cls.py: texts, or pairs of texts, to classes or to a number."""
+
+from __future__ import annotations
+
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.flags.profiling import ProfileArguments
+from finetune.run.flags.text import ClassArguments, DataArguments, ModelArguments, PreparationArguments
+from finetune.run.recipe import Recipe
+
+SEQ_CLS = Recipe(
+    name="seq_cls",
+    task="text-classification",
+    groups=(
+        ModelArguments,
+        DataArguments,
+        PreparationArguments,
+        ClassArguments,
+        ProfileArguments,
+        RunArguments,
+        CompressionArguments,
+        GuardArguments,
+    ),
+    defaults={
+        "output_dir": "runs/seq_cls",
+        "do_train": True,
+        "do_eval": True,
+        "per_device_train_batch_size": 16,
+        "per_device_eval_batch_size": 32,
+        "num_train_epochs": 3,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "save_total_limit": 2,
+        "logging_steps": 10,
+        "report_to": ["none"],
+    },
+    # A model from scratch wants a higher rate and more rounds than a pretrained one.
+    scratch_defaults={"learning_rate": 1e-3, "num_train_epochs": 8, "warmup_steps": 0.1},
+)

@@ -1,0 +1,75 @@
+"""From a command line to a run: the one function that settles what was asked for, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from finetune.errors import RequestError
+from finetune.run.checks import check, check_here
+from finetune.run.engine import context_of, deepspeed_config_of, load_deepspeed, settle_engine
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.launch import Launch
+from finetune.run.output_folder import check_output_dir
+from finetune.run.parse import Setting, settings_of
+from finetune.run.paths import check_paths
+from finetune.run.recipe import ENGINE_FLAG, PIPELINE, Recipe
+from finetune.run.run import Run
+
+
+def resolve(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
+    """The run that a command line, or flags in its form, describes. Raises RequestError with what is wrong with it, as
+    far as flags tell."""
+    refused = PipelineArguments.refused if recipe.engines == (PIPELINE,) else {}
+    given = settings_of(argv, recipe.flags, refused, recipe.name)
+    run = Run(recipe, launch, tuple(argv), {**_defaults(recipe, given), **given})
+    _refuse_other_engine(run)
+    check(run)
+    return run
+
+
+def resolve_here(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
+    """`resolve` for a run that is to start on this machine now: its files, its folder and its DeepSpeed config are
+    looked at, too. Raises RequestError."""
+    run = resolve(recipe, argv, launch)
+    check_paths(run)
+    run = settle_engine(run)
+    asked = deepspeed_config_of(run)
+    check_here(run, asked)
+    if launch.speaks:
+        check_output_dir(run)
+    if asked:
+        load_deepspeed(run, asked, context_of(run, {}, has_cuda=None))  # once more when the GPUs are known
+    return run
+
+
+def _defaults(recipe: Recipe, given: Mapping[str, Setting]) -> dict[str, Setting]:
+    """The recipe's, and those that follow from what is given."""
+    layers: list[tuple[str, Mapping[str, Any]]] = [(f"default of {recipe.script}", recipe.defaults)]
+    if _is_on(given, "early_stopping_patience"):
+        # What "best" is, --metric_for_best_model says.
+        layers.append(("follows from --early_stopping_patience", {"load_best_model_at_end": True}))
+    if _is_on(given, "push_to_hub"):
+        # Once, with the model card; and nobody's data become public unasked.
+        layers.append(("follows from --push_to_hub", {"hub_private_repo": True, "hub_strategy": "end"}))
+    if not _is_on(given, "model_name_or_path"):
+        layers.append((f"default of {recipe.script} for a model from scratch", recipe.scratch_defaults))
+    return {name: Setting(value, source, False) for source, layer in layers for name, value in layer.items()}
+
+
+def _is_on(given: Mapping[str, Setting], name: str) -> bool:
+    return name in given and bool(given[name].value)
+
+
+def _refuse_other_engine(run: Run) -> None:
+    """Flags of the engine that this run does not have: they would be passed over without a word."""
+    recipe = run.recipe
+    if run.stages is not None or not recipe.pipeline_groups:
+        return
+    own = {f.name for group in (*recipe.groups, *recipe.trainer_groups) for f in fields(group)}
+    of_pipeline = [f.name for group in recipe.pipeline_groups for f in fields(group) if f.name not in own]
+    if named := [name for name in of_pipeline if name in run.given]:
+        raise RequestError(
+            "\n".join(f"{run.said(name)}, but it is for a pipeline. Add --{ENGINE_FLAG}, or drop it." for name in named)
+        )

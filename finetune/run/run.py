@@ -1,0 +1,64 @@
+"""A run: a recipe with every value settled, and where each came from. `finetune.run.resolve` makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from finetune.run.launch import Launch
+from finetune.run.parse import Setting
+from finetune.run.recipe import ENGINE_FLAG, PIPELINE, TRAINER, Recipe
+
+Group = TypeVar("Group")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process of a run was asked for. `settings` are what was given, and the recipe's defaults."""
+
+    recipe: Recipe
+    launch: Launch
+    argv: tuple[str, ...]
+    settings: Mapping[str, Setting]
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """By flag: what was given, and the recipe's defaults; not the Trainer's."""
+        return {name: setting.value for name, setting in self.settings.items()}
+
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """By flag, what the command line and its YAML say."""
+        return {name: setting.value for name, setting in self.settings.items() if setting.is_given}
+
+    def value(self, name: str) -> Any:
+        """Of any flag: as given, or the recipe's default, or the flag's own; None for a name that is no flag."""
+        return self.settings[name].value if name in self.settings else self.recipe.default(name)
+
+    def said(self, name: str) -> str:
+        """How an error begins: the flag, its value, and where it came from."""
+        source = self.settings[name].source if name in self.settings else "default"
+        return f"--{name} is {self.value(name)!r} ({source})"
+
+    @property
+    def stages(self) -> int | None:
+        """Of a pipeline, how many stages; None for a run by the Trainer."""
+        engines = self.recipe.engines
+        is_pipeline = PIPELINE in engines and (TRAINER not in engines or self.value(ENGINE_FLAG) is not None)
+        return int(self.value(ENGINE_FLAG) or 1) if is_pipeline else None
+
+    @property
+    def groups(self) -> tuple[type, ...]:
+        """Those that this run's engine reads."""
+        recipe = self.recipe
+        return (*recipe.groups, *(recipe.trainer_groups if self.stages is None else recipe.pipeline_groups))
+
+    def __getitem__(self, group: type[Group]) -> Group:
+        """The values of a group of flags: `run[ModelArguments].model_size`."""
+        return group(**{f.name: self.value(f.name) for f in fields(group)})  # type: ignore[arg-type]
+
+    def settled(self, source: str, **values: Any) -> Run:
+        """The same run with `values` that follow from `source`, such as the machine."""
+        return replace(self, settings={**self.settings, **{k: Setting(v, source, False) for k, v in values.items()}})

@@ -1,0 +1,162 @@
+"""The chapters that all recipes share: the trainer of an engine with the run's own callbacks, and the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import PredictionOutput, TrainOutput
+
+from finetune.models.pipeline import PipelineModel
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.flags.profiling import ProfileArguments
+from finetune.training.hub import push
+from finetune.training.output_dir import open_output_dir
+from finetune.training.pipeline.partition import describe, partition
+from finetune.training.pipeline.trainer import PipelineTrainer
+from finetune.training.profiling.callback import profiling
+from finetune.training.results import closing_line, refuse_divergence
+from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
+from finetune.training.start import Session
+from finetune.training.trainer import FinetuneTrainer, early_stopping
+
+
+def trainer_of(
+    session: Session,
+    model: Any,
+    data: Any,
+    *,
+    compute_metrics: Any,
+    compute_loss: Any = None,
+    preprocess_logits: Any = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    kind: type[FinetuneTrainer] = FinetuneTrainer,
+) -> FinetuneTrainer:
+    """The Trainer over `data`, which has `splits`, a `collator`, a `processor` and `lengths` of training samples or
+    None. Build the model after `start`, for ZeRO-3 shards it while it is built."""
+    return kind(
+        model=model,
+        args=session.training,
+        train_dataset=data.splits.get("train"),
+        eval_dataset=data.splits.get("validation"),
+        processing_class=data.processor,
+        data_collator=data.collator,
+        compute_metrics=compute_metrics,
+        compute_loss_func=compute_loss,
+        preprocess_logits_for_metrics=preprocess_logits,
+        callbacks=_callbacks(session, callbacks),
+        lengths=data.lengths if session[RunArguments].group_by_length else None,
+        compression=session[CompressionArguments],
+        guards=session[GuardArguments],
+    )
+
+
+def pipeline_of(
+    session: Session,
+    model: PipelineModel,
+    data: Any,
+    *,
+    compute_metrics: Any,
+    weights: Path | None,
+    collator: Any = None,
+    dynamic: bool = False,
+) -> PipelineTrainer:
+    """DeepSpeed's pipeline engine over the same `data`, or with another `collator`; `weights` is the folder of a
+    trained model. `dynamic` batches differ in length."""
+    arguments, run_args, launch = session[PipelineArguments], session[RunArguments], session.launch
+    collator = collator or data.collator
+    interval, train = run_args.activation_checkpoint_interval or 0, data.splits["train"]
+    parts = partition(model, arguments, session.training, launch, train, collator, interval, session.checkpoint)
+    session.say(*describe(parts))
+    return PipelineTrainer(
+        model,
+        parts,
+        args=session.training,
+        ds_config=session.ds_config or {},
+        launch=launch,
+        train_dataset=train,
+        eval_dataset=data.splits.get("validation"),
+        data_collator=collator,
+        processing_class=data.processor,
+        compute_metrics=compute_metrics,
+        callbacks=_callbacks(session, ()),
+        lengths=data.lengths if run_args.group_by_length else None,
+        dynamic=dynamic,
+        checkpoint_interval=interval,
+        weights=weights,
+        schedule_step=arguments.schedule_step,
+        guards=session[GuardArguments],
+    )
+
+
+def _callbacks(session: Session, own: Sequence[TrainerCallback]) -> list[TrainerCallback]:
+    return [MetricsFile(), *own, *profiling(session[ProfileArguments]), *early_stopping(session[RunArguments])]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to; None for what it was not asked for. `evaluated` has logits where the recipe's own evaluation
+    gave them."""
+
+    trained: TrainOutput | None
+    evaluated: PredictionOutput | dict[str, float] | None
+    predicted: PredictionOutput | None
+
+
+def finish(
+    session: Session,
+    trainer: Any,
+    *,
+    samples: Mapping[str, int],
+    report: Callable[[Outcome], Iterable[str]],
+    evaluate: Callable[[], PredictionOutput | dict[str, float]] | None = None,
+    predict: Callable[[], PredictionOutput] | None = None,
+) -> None:
+    """Train, save the model where `from_pretrained` looks for it, evaluate, predict, report and push, as the flags ask.
+
+    `samples` are the numbers of each split, for the record. `evaluate` overrules `trainer.evaluate`. `report` writes
+    predictions, pictures and the model card on rank 0, and returns lines to say.
+    """
+    training, folder, speaks = session.training, session.folder, session.launch.speaks
+    with explained_disk_errors(folder):
+        if speaks:
+            open_output_dir(session.run)
+            write_records(folder, session.run)
+        with trainer.watched():
+            trained = _train(session, trainer, samples) if training.do_train else None
+            evaluated = predicted = None
+            if training.do_eval:
+                evaluated = (evaluate or trainer.evaluate)()
+                metrics = evaluated if isinstance(evaluated, dict) else evaluated.metrics
+                if not isinstance(evaluated, dict):
+                    trainer.log(metrics)  # which `evaluate` has done by itself
+                trainer.save_metrics("eval", {**metrics, **_count(samples, "validation", "eval_samples")})
+            if training.do_predict and predict is not None:
+                predicted = predict()
+                trainer.save_metrics("predict", {**predicted.metrics, **_count(samples, "test", "predict_samples")})
+        if speaks:
+            write_ds_config(folder, trainer)
+            session.say(*report(Outcome(trained, evaluated, predicted)))
+            refuse_divergence(folder)
+            session.say(closing_line(folder))
+        if training.push_to_hub:
+            session.say(push(trainer))
+
+
+def _train(session: Session, trainer: Any, samples: Mapping[str, int]) -> TrainOutput:
+    trained: TrainOutput = trainer.train(resume_from_checkpoint=session.checkpoint)
+    peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
+    trainer.save_metrics("train", {**trained.metrics, **peaks, **_count(samples, "train", "train_samples")})
+    trainer.save_model()
+    trainer.save_state()
+    return trained
+
+
+def _count(samples: Mapping[str, int], split: str, name: str) -> dict[str, int]:
+    return {name: samples[split]} if split in samples else {}

@@ -1,0 +1,77 @@
+"""What the recipes of language models share: flags that suit them, and the model as its engine trains it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.models.adapters import add_adapter, check_adapter
+from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
+from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
+from finetune.models.document_mask import check_document_mask
+from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
+from finetune.models.pipeline import PipelineModel
+from finetune.models.source import positions_of
+from finetune.run.flags.language import (
+    AdapterArguments,
+    BlockArguments,
+    CausalModelArguments,
+    CorpusArguments,
+    SampleArguments,
+)
+from finetune.run.flags.pipeline import PipelineArguments
+from finetune.training.loss import settle_loss_scaling
+from finetune.training.metrics import settle_language_arguments
+from finetune.training.output_dir import check_same_model
+from finetune.training.pipeline.stages import check_cut
+from finetune.training.samples import check_sample
+from finetune.training.start import Session
+
+
+def language_source(session: Session) -> CausalSource:
+    """Which model, before its weights. Raises RequestError for flags that do not go with it."""
+    arguments, run = session[CausalModelArguments], session.run
+    settle_language_arguments(session.training, session[CorpusArguments], run.given)
+    source = find_causal_source(arguments, session[BlockArguments].block_size)
+    if run.stages is None:
+        adapter = session[AdapterArguments]
+        check_adapter(adapter, source.pretrained, arguments.resize_embeddings, session.shards_weights)
+    else:
+        check_gptlite(source, arguments)
+        check_cut(pipeline_layers(source.config, seed=None), session[PipelineArguments].partition_method, run.stages)
+    return source
+
+
+def language_model(session: Session, source: CausalSource, data: Any) -> Any:
+    """The model with its adapter and its loss. From scratch each rank draws the weights whole, so that they are the
+    same under every stage; ZeRO-3 shards pretrained ones while they are read."""
+    arguments, adapter, blocks = session[CausalModelArguments], session[AdapterArguments], session[BlockArguments]
+    training = session.training
+    _check(session, source, data)
+    model = build_causal_lm(arguments, source, data.tokenizer, training.seed, adapter.load_in_4bit)
+    chunk = choose_chunk_tokens(arguments.loss_chunk_tokens, model, training.device.type)
+    if chunk:
+        model.accepts_loss_kwargs = True  # see use_chunked_loss
+    else:
+        settle_loss_scaling(model, label_per_token=True)
+    if blocks.document_mask and session.launch.speaks:
+        check_document_mask(model, max(training.train_batch_size, training.eval_batch_size))
+    if adapter.use_peft:
+        model = add_adapter(model, adapter)
+    if chunk:
+        use_chunked_loss(model, chunk)
+    check_same_model(session.checkpoint, model.config)
+    return model
+
+
+def language_pipeline(session: Session, source: CausalSource, data: Any) -> PipelineModel:
+    """A GPT-lite as a list of layers, of which each rank builds those of its stage."""
+    _check(session, source, data)
+    config = settled_config(session[CausalModelArguments], source, data.tokenizer)
+    check_same_model(session.checkpoint, config)
+    return gptlite_pipeline(config, seed=None if source.pretrained else session.training.seed)
+
+
+def _check(session: Session, source: CausalSource, data: Any) -> None:
+    check_sample(data.tokenizer, session[SampleArguments], positions_of(source.config))
+    other = "" if source.pretrained else "; --model_name_or_path takes any other"
+    session.say(data.account.describe(), f"model: {source.description}{other}")
