@@ -61,6 +61,7 @@ class CleanTables:
     columns: Columns
     labels: Labels
     skipped: dict[str, int]
+    notes: tuple[str, ...] = ()
 
 
 def clean_tables(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from finetune.data.columns import MULTI_LABEL
+from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS
 from finetune.errors import RequestError
 
 PROBE_ROWS, PROBE_TOKENS = 2, 4
@@ -84,6 +84,8 @@ def loss_for(kind: str, label_smoothing: float, task: str, counts: Sequence[int]
     `counts` are the training rows of each class, of `rows` in all. Raises RequestError for what a regression, or rows
     with several labels, cannot have.
     """
+    if task == TOKENS:
+        return token_loss(None if kind == "none" else class_weights(counts), label_smoothing)
     if task == MULTI_LABEL:
         if label_smoothing:
             raise RequestError("--label_smoothing_factor is for rows with one label, but these have several. Drop it.")
@@ -115,6 +117,25 @@ def many_labels_loss(weights: list[float] | None) -> Any:
             logits, labels.float(), pos_weight=positive, reduction="sum"
         )
         return losses / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+    return compute
+
+
+def token_loss(class_weights: list[float] | None, label_smoothing: float) -> Any:
+    """A `compute_loss_func`: cross entropy in fp32 over the tokens (B, T) that have a label, as a mean over those of
+    the global batch. A model's own is a mean of means wherever it leaves the count, as BERT's and DistilBERT's do."""
+
+    def compute(
+        outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        logits, labels = outputs["logits"].float().flatten(0, 1), labels.flatten()  # (B * T, tags), (B * T,)
+        losses = torch.nn.functional.cross_entropy(
+            logits, labels, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="none"
+        )
+        if class_weights is not None:
+            losses = losses * torch.tensor(class_weights, device=logits.device)[labels.clamp_min(0)]
+        count = (labels != IGNORED).sum().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
+        return losses.sum() / count
 
     return compute
 

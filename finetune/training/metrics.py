@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.metrics import confusion_matrix
 
-from finetune.data.columns import MULTI_LABEL, Labels
+from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
 from finetune.training.metric_modules import load_metrics
 from finetune.training.thresholds import choose_thresholds, given_labels, save_thresholds, sigmoid, thresholds_of
@@ -37,14 +37,17 @@ class TaskMetrics:
     ) -> None:
         self.labels, self.thresholds = labels, thresholds
         self.task = TASKS[labels.task]
-        inputs, _ = self.task.inputs(*self.task.sample(len(labels.names)), None)
+        inputs, _ = self.task.inputs(*self.task.sample(len(labels.names)), self)
         kind = labels.task.replace("_", " ")
         self.metrics = load_metrics(names or self.task.metrics, self.task.config, inputs, kind, (LOSS,))
 
     def __call__(self, evaluated: Any) -> dict[str, float]:
-        predictions = first_output(evaluated.predictions)
-        inputs, loss = self.task.inputs(predictions, np.asarray(evaluated.label_ids), self.thresholds)
+        inputs, loss = self.inputs(evaluated)
         return {LOSS: loss, **self.figures(inputs)}
+
+    def inputs(self, evaluated: Any) -> tuple[dict[str, Any], float]:
+        """What the metrics take of an evaluation, and its loss."""
+        return self.task.inputs(first_output(evaluated.predictions), np.asarray(evaluated.label_ids), self)
 
     def figures(self, inputs: Mapping[str, Any]) -> dict[str, float]:
         """What the metrics say of `predictions` and `references`, without the loss."""
@@ -179,19 +182,33 @@ def _number_inputs(predictions: npt.NDArray[Any], truth: npt.NDArray[Any], _: An
     return {"predictions": predicted, "references": truth}, float(((predicted - truth) ** 2).mean())
 
 
-def _many_inputs(
-    logits: npt.NDArray[Any], truth: npt.NDArray[Any], thresholds: Sequence[float] | None
-) -> tuple[dict[str, Any], float]:
+def _many_inputs(logits: npt.NDArray[Any], truth: npt.NDArray[Any], of: TaskMetrics) -> tuple[dict[str, Any], float]:
     """From logits (N, labels) and rows of 0 and 1 (N, labels). The loss is the mean binary cross entropy."""
-    given = given_labels(logits, thresholds)
+    given = given_labels(logits, of.thresholds)
     inputs = {"predictions": given, "references": truth.astype(np.int64), "prediction_scores": sigmoid(logits)}
     return inputs, float((np.logaddexp(0, logits) - truth * logits).mean())
+
+
+def _token_inputs(guessed: npt.NDArray[Any], ids: npt.NDArray[Any], of: TaskMetrics) -> tuple[dict[str, Any], float]:
+    """From the figures of `finetune.training.entities.kept_of_tokens` (N, T, 3) and ids (N, T), of which IGNORED ones
+    are not judged. The loss is the mean over tokens."""
+    judged, names = ids != IGNORED, np.asarray(of.labels.names)
+    rows = [(names[guess[where].astype(int)], names[row[where]])
+            for guess, row, where in zip(guessed[..., 0], ids, judged, strict=True)]  # fmt: skip
+    inputs = {"predictions": [guess.tolist() for guess, _ in rows], "references": [row.tolist() for _, row in rows]}
+    return inputs, float(guessed[..., 2][judged].mean()) if judged.any() else math.nan
 
 
 def _class_sample(classes: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Every class once right, and the first once wrong."""
     ids = np.arange(min(classes, MOST_SAMPLED))
     return np.eye(classes)[np.append(ids, 1 % classes)], np.append(ids, 0)
+
+
+def _token_sample(tags: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """A sentence of every tag, found right, and one that has been taken for another."""
+    ids = np.stack([np.arange(tags), np.arange(tags)[::-1]])
+    return np.stack([ids[:1].repeat(2, axis=0), np.ones_like(ids), np.zeros_like(ids)], axis=-1), ids
 
 
 def _number_sample(_: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -218,6 +235,7 @@ class _Task:
 TASKS = {
     "classification": _Task(("accuracy", "f1", "matthews"), None, _class_inputs, _class_sample),
     "regression": _Task(("mse", "pearson"), None, _number_inputs, _number_sample),
+    TOKENS: _Task(("entity_f1",), None, _token_inputs, _token_sample),
     MULTI_LABEL: _Task(("f1", "accuracy"), "multilabel", _many_inputs, _many_sample),
 }
 

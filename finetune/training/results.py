@@ -26,12 +26,14 @@ from finetune.training.thresholds import given_labels, label_table, sigmoid
 
 SHOWN_AT_THE_END = (
     "eval_accuracy",
+    "eval_f1",
     "eval_f1_macro",
     "eval_f1_micro",
     "eval_pearson",
     "eval_loss",
     "eval_bits_per_byte",
     "predict_accuracy",
+    "predict_f1",
     "predict_pearson",
     "real_tokens_per_second",
 )
@@ -117,17 +119,17 @@ def write_report(
         write_predictions(
             path, predicted.predictions, data.labels, predicted.label_ids, rows, thresholds=metrics.thresholds
         )
-    pictures = _pictures(folder, CURVES.get(data.labels.task, "eval_accuracy"))
+    pictures = pictures_of(folder, CURVES.get(data.labels.task, "eval_accuracy"))
     tables: list[Any] = []
     if evaluated is not None and data.labels.task == MULTI_LABEL:
         rows = label_table(first_output(evaluated.predictions), evaluated.label_ids, data.labels, thresholds)
-        pictures += _per_label(folder, rows, "per_label")
+        pictures += write_per_label(folder, rows, "per_label")
         tables = [per_label_table(rows, "At each label's threshold, chosen on these same rows if the run has trained:")]
     elif evaluated is not None and data.labels.names:
         counts = confusion(evaluated.predictions, evaluated.label_ids, len(data.labels.names))
-        pictures += _confusion_matrix(folder, counts, data.labels)
+        pictures += write_confusion(folder, counts, data.labels)
     account = data.account
-    facts = [f"Text: {', '.join(account.columns.text)}.", *_label_counts(account.label_counts)]
+    facts = [f"Text: {', '.join(account.columns.text)}.", *label_counts(account.label_counts)]
     card = Card(
         task=f"text {data.labels.task.replace('multi_label_', 'multi-label ')}",
         pipeline_tag="text-classification",
@@ -160,9 +162,9 @@ def write_image_report(
     if predicted is not None:
         rows, path = data.names["test"], folder / "predictions.csv"
         write_predictions(path, predicted.predictions, data.labels, predicted.label_ids, rows, row_name="picture")
-    pictures = _pictures(folder, "eval_accuracy")
+    pictures = pictures_of(folder, "eval_accuracy")
     if counts is not None:
-        pictures += _confusion_matrix(folder, counts, data.labels)
+        pictures += write_confusion(folder, counts, data.labels)
     if (folder / "schedule.png").is_file():
         pictures.append(SCHEDULE)
     own = OWN_IMAGE_MODELS.get(read_json_object(folder / "config.json")["model_type"])
@@ -181,7 +183,7 @@ def write_image_report(
         facts=[
             f"Pictures of {account.side} x {account.side} pixels, from {', '.join(account.sizes)}.",
             *([f"Trained as a pipeline of {stages} stage(s)."] if stages else []),
-            *_label_counts(account.label_counts),
+            *label_counts(account.label_counts),
         ],
         pictures=pictures,
         use=USE_IMAGES.format(known=known),
@@ -204,7 +206,7 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
         + ".",
         *([note] if note else []),
     ]
-    pictures = _pictures(folder, "eval_bits_per_byte")
+    pictures = pictures_of(folder, "eval_bits_per_byte")
     if (folder / "schedule.png").is_file():
         pictures.append(SCHEDULE)
     card = Card(
@@ -230,18 +232,18 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
     return said
 
 
-def _confusion_matrix(folder: Path, counts: Any, labels: Labels) -> list[tuple[str, str]]:
+def write_confusion(folder: Path, counts: Any, labels: Labels) -> list[tuple[str, str]]:
     plot_confusion(counts, labels.names, folder / "confusion_matrix.png")
     write_json(folder / "confusion_matrix.json", {"labels": list(labels.names), "counts": counts.tolist()})
     return [("confusion_matrix.png", "True against predicted labels of the validation split")]
 
 
-def _label_counts(counts: Mapping[str, int]) -> list[str]:
+def label_counts(counts: Mapping[str, int]) -> list[str]:
     shown = [f"{name} ({count:,})" for name, count in counts.items()][:SHOWN_LABELS]
     return ["Labels: " + ", ".join(shown) + "."] if shown else []
 
 
-def _per_label(folder: Path, rows: Sequence[dict[str, Any]], name: str) -> list[tuple[str, str]]:
+def write_per_label(folder: Path, rows: Sequence[dict[str, Any]], name: str) -> list[tuple[str, str]]:
     plot_shares(rows, [row["label"] for row in rows], folder / f"{name}.png")
     write_json(folder / f"{name}.json", list(rows))
     return [(f"{name}.png", "Precision, recall and F1, and in brackets how often each occurs in the validation split")]
@@ -259,7 +261,7 @@ def _call(is_pair: bool, task: str) -> str:
     return f"print(classify({text}{more}))"
 
 
-def _pictures(folder: Path, metric: str) -> list[tuple[str, str]]:
+def pictures_of(folder: Path, metric: str) -> list[tuple[str, str]]:
     pictures = []
     if (folder / "metrics.jsonl").is_file():
         plot_training(read_metrics(folder), folder / "training_curve.png", metric)

@@ -32,18 +32,27 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments:
-    """What to train on. With none of these, the built-in docstrings are used."""
+class FileArguments:
+    """Where data comes from, and how much of a row is read."""
 
     dataset_name: str | None = field(
         default=None, metadata={"help": "hub data set, or a local folder in its layout", "path": NAME_OR_PATH}
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "configuration of the hub data set"})
-    train_file: str | None = field(default=None, metadata={"help": "csv, tsv, json(l) or parquet file", "path": FILE})
+    train_file: str | None = field(
+        default=None, metadata={"help": "csv, tsv, json(l) or parquet; of tags CoNLL", "path": FILE}
+    )
     validation_file: str | None = field(
         default=None, metadata={"help": "likewise; default: a part of train", "path": FILE}
     )
     test_file: str | None = field(default=None, metadata={"help": "likewise; labels are not needed", "path": FILE})
+    max_seq_length: int | None = field(default=None, metadata={"help": "tokens; default: the model's, at most 512"})
+
+
+@dataclass
+class DataArguments(FileArguments):
+    """What to train on. With none of these, the built-in docstrings are used."""
+
     text_column_names: list[str] | None = field(default=None, metadata={"help": "one column, or two for pairs"})
     label_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
     label_column_names: list[str] | None = field(
@@ -52,8 +61,16 @@ class DataArguments:
     task: str | None = field(
         default=None, metadata={"help": f"{', '.join(TASKS)}; default: by the labels", "choices": TASKS}
     )
-    max_seq_length: int | None = field(default=None, metadata={"help": "tokens; default: the model's, at most 512"})
     streaming: bool = field(default=False, metadata={"help": "read and tokenize on the way to the model"})
+
+
+@dataclass
+class TokenDataArguments(FileArguments):
+    """What to train on. With none of these, names in Python's standard library are used. Files that are neither json(l)
+    nor parquet are CoNLL text: a word and its tag a line, a blank line after each sentence."""
+
+    tokens_column_name: str | None = field(default=None, metadata={"help": "lists of words; default: tokens or words"})
+    tags_column_name: str | None = field(default=None, metadata={"help": "lists of tags; default: tags or ner_tags"})
 
 
 @dataclass
