@@ -119,6 +119,7 @@ def packing(sst2: str | None) -> dict:
     """Padding in the training blocks, for texts of real lengths."""
     from finetune.data.causal_lm import prepare_corpus
     from finetune.run.flags.language import BlockArguments, CorpusArguments
+    from finetune.run.launch import Launch
 
     found: dict = {}
     sources = {"Python's manual, BPE": (None, 1024)}
@@ -128,7 +129,7 @@ def packing(sst2: str | None) -> dict:
         for kind in ("wrapped", "bfd", "none"):
             blocks = BlockArguments(tokenizer="bpe", packing=kind)
             corpus = CorpusArguments(train_file=file, text_column_name="column_1" if file else None)
-            data = prepare_corpus(corpus, blocks, None, block_size=block_size, seed=0, leads=True, reports=True)
+            data = prepare_corpus(corpus, blocks, None, block_size=block_size, seed=0, launch=Launch())
             lengths = data.splits["train"].lengths
             padding = 1 - float(lengths.sum()) / (len(lengths) * block_size)
             row = {"documents": data.account.documents["train"], "blocks": len(lengths), "padding": padding}

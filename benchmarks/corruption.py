@@ -20,12 +20,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.training.arguments import Request
-
 from finetune.errors import FinetuneError
-from finetune.run.flags.common import RunArguments
-from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.launch import Launch
+from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
+from finetune.run.recipes.seq_cls import SEQ_CLS
+from finetune.run.resolve import resolve
 from finetune.training.checkpoints.choice import checkpoint_to_resume, settle
 from finetune.training.checkpoints.manifest import checkpoints_in
 
@@ -91,10 +90,10 @@ def kind_of(name: str) -> str:
 
 def chosen(run_folder: Path, stages: bool) -> tuple[str | None, str]:
     """What `--resume auto` takes, and what it says."""
-    groups = (RunArguments, PipelineArguments) if stages else (RunArguments,)
-    request = Request(groups, {}, ["--output_dir", str(run_folder), "--resume", "auto"], Launch(), {})
+    recipe = CAUSAL_LM_PIPELINE if stages else SEQ_CLS
+    run = resolve(recipe, ["--output_dir", str(run_folder), "--resume", "auto"], Launch())
     try:
-        found = settle(request, checkpoint_to_resume(request))
+        found = settle(run, checkpoint_to_resume(run))
     except FinetuneError as error:
         return None, str(error)
     return found.checkpoint, " ".join(found.notes)

@@ -8,7 +8,7 @@ Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag 
 taken, too; `--help` lists all. The run folder (--output_dir) then opens with `pipeline("text-classification", folder)`.
 """
 
-from finetune.run.flags.text import ClassArguments, DataArguments, ModelArguments, PreparationArguments
+from finetune.run.flags.text import DataArguments, ModelArguments, PreparationArguments
 from finetune.run.main import run_recipe
 from finetune.run.recipes.seq_cls import SEQ_CLS
 
@@ -16,11 +16,10 @@ from finetune.run.recipes.seq_cls import SEQ_CLS
 def main(run):
     # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
     from finetune.data.classification import prepare
-    from finetune.models.classifier import build_classifier, find_source
+    from finetune.models.classifier import find_source
     from finetune.training.chapters import finish, trainer_of
-    from finetune.training.loss import loss_for, settle_loss_scaling
-    from finetune.training.metrics import metrics_for, settle_best_metric, settle_thresholds
-    from finetune.training.output_dir import check_same_model
+    from finetune.training.classifiers import text_classifier
+    from finetune.training.metrics import metrics_of_run, settle_thresholds
     from finetune.training.results import write_report
     from finetune.training.start import start
 
@@ -41,19 +40,11 @@ def main(run):
         trained=source.labels,
     )
     data.require_all(training)
-    trained = None if training.do_train else source.config
-    metrics = metrics_for(data.labels, session[ClassArguments].metrics, trained)
-    settle_best_metric(training, metrics, session.run.given)
+    metrics = metrics_of_run(session, data.labels, source)
     session.say(data.describe(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model: built after `start`, for ZeRO-3 shards it while it is built.
-    model = build_classifier(session[ModelArguments], source, data.labels, data.tokenizer, will_train=training.do_train)
-    settle_loss_scaling(model, label_is_float=data.labels.task != "classification")
-    check_same_model(session.checkpoint, model.config)
-    counts = [data.account.label_counts.get(name, 0) for name in data.labels.names]
-    weights = session[ClassArguments].class_weights if training.do_train else "none"
-    rows = data.account.rows.get("train", 0)
-    loss = loss_for(weights, training.label_smoothing_factor, data.labels.task, counts, rows)
+    model, loss = text_classifier(session, source, data)
 
     # Train, evaluate and predict whole sets, each row once, whatever the number of ranks; then report.
     def evaluate():

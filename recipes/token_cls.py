@@ -9,7 +9,7 @@ taken, too; `--help` lists all. The run folder (--output_dir) then opens with `p
 aggregation_strategy="simple")`. docs/token_cls.md says which files are read.
 """
 
-from finetune.run.flags.text import ClassArguments, ModelArguments, PreparationArguments, TokenDataArguments
+from finetune.run.flags.text import ModelArguments, PreparationArguments, TokenDataArguments
 from finetune.run.main import run_recipe
 from finetune.run.recipes.token_cls import TOKEN_CLS
 
@@ -18,12 +18,11 @@ def main(run):
     # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
     from finetune.data.classification import prepare
     from finetune.data.token_labels import SENTENCES
-    from finetune.models.classifier import build_classifier, find_source
+    from finetune.models.classifier import find_source
     from finetune.training.chapters import finish, trainer_of
+    from finetune.training.classifiers import text_classifier
     from finetune.training.entities import kept_of_tokens, write_entity_report
-    from finetune.training.loss import loss_for, settle_loss_scaling
-    from finetune.training.metrics import metrics_for, settle_best_metric
-    from finetune.training.output_dir import check_same_model
+    from finetune.training.metrics import metrics_of_run
     from finetune.training.start import start
 
     # Start: the machine is settled, the ranks meet, the config is checked.
@@ -44,17 +43,11 @@ def main(run):
         kind=SENTENCES,
     )
     data.require_all(training)
-    metrics = metrics_for(data.labels, session[ClassArguments].metrics)
-    settle_best_metric(training, metrics, session.run.given)
+    metrics = metrics_of_run(session, data.labels, source)
     session.say(data.describe(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model: built after `start`, for ZeRO-3 shards it while it is built.
-    model = build_classifier(session[ModelArguments], source, data.labels, data.tokenizer, will_train=training.do_train)
-    settle_loss_scaling(model, label_per_token=True)
-    check_same_model(session.checkpoint, model.config)
-    counts = [data.account.label_counts.get(name, 0) for name in data.labels.names]
-    weights = session[ClassArguments].class_weights if training.do_train else "none"
-    loss = loss_for(weights, training.label_smoothing_factor, data.labels.task, counts)
+    model, loss = text_classifier(session, source, data)
 
     # Train, evaluate and predict whole sets, each sentence once, whatever the number of ranks; then report.
     trainer = trainer_of(

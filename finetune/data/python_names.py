@@ -37,9 +37,8 @@ def name_rows() -> dict[str, dict[str, list[list[str]]]]:
         split = "validation" if zlib.crc32(path.stem.encode()) % HELD_OUT_OF == 0 else "train"
         for words, tags in sentences(path):
             splits[split].setdefault(tuple(words), tags)
-    for words in splits["validation"]:
-        if words in splits["train"]:
-            del splits["train"][words]
+    for held_out in splits["validation"]:
+        splits["train"].pop(held_out, [])
     return {
         split: {"tokens": [list(words) for words in found], "tags": list(found.values())}
         for split, found in splits.items()

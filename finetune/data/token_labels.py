@@ -246,9 +246,9 @@ def _labels_of_tokens(ids: Sequence[int], first: Sequence[int], length: int) -> 
 
 
 def _tag_counts(tables: Table, labels: Labels) -> dict[str, int]:
-    """How many entities of each type there are in the training rows."""
+    """How many training words have each tag."""
     counts = Counter(i for row in (tables["train"]["labels"][:] if "train" in tables else ()) for i in row)
-    return {name[2:]: counts[i] for i, name in enumerate(labels.names) if name.startswith("B-")}
+    return {name: counts[i] for i, name in enumerate(labels.names) if counts[i]}
 
 
 SENTENCES = Kind(

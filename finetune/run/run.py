@@ -57,7 +57,8 @@ class Run:
 
     def __getitem__(self, group: type[Group]) -> Group:
         """The values of a group of flags: `run[ModelArguments].model_size`."""
-        return group(**{f.name: self.value(f.name) for f in fields(group)})  # type: ignore[arg-type]
+        known = [f.name for f in fields(group) if f.name in self.recipe.flags]  # type: ignore[arg-type]
+        return group(**{name: self.value(name) for name in known})
 
     def settled(self, source: str, **values: Any) -> Run:
         """The same run with `values` that follow from `source`, such as the machine."""

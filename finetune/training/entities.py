@@ -36,8 +36,8 @@ print(find("Some text."))"""
 
 
 def kept_of_tokens(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The Trainer's `preprocess_logits_for_metrics`: of logits (B, T, tags) three figures a token (B, T, 3), however many
-    tags there are: the likeliest tag, its probability, and the cross entropy of the label."""
+    """The Trainer's `preprocess_logits_for_metrics`: of logits (B, T, tags) three figures a token (B, T, 3), however
+    many tags there are: the likeliest tag, its probability, and the cross entropy of the label."""
     logits = (logits[0] if isinstance(logits, tuple) else logits).float()
     chances = logits.log_softmax(-1)
     best, losses = chances.max(-1), -chances.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
@@ -55,8 +55,8 @@ def guesses_of(predicted: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]
 
 
 def entity_counts(inputs: dict[str, Any], kinds: Sequence[str]) -> npt.NDArray[np.int64]:
-    """How often an entity of one type is taken for another (types + 1, types + 1): rows are true, columns predicted, and
-    the last of both is that there is no entity of just these words. `inputs` are those of an entity metric."""
+    """How often an entity of one type is taken for another (types + 1, types + 1): rows are true, columns predicted,
+    and the last of both is that there is no entity of just these words. `inputs` are those of an entity metric."""
     place = {kind: i for i, kind in enumerate(kinds)}
     counts: npt.NDArray[np.int64] = np.zeros((len(kinds) + 1, len(kinds) + 1), dtype=np.int64)
     for guess, truth in zip(inputs["predictions"], inputs["references"], strict=True):
@@ -82,8 +82,8 @@ def entity_table(counts: npt.NDArray[np.int64], kinds: Sequence[str]) -> list[di
 
 
 def entities(tags: Sequence[str], scores: Sequence[float], words: Sequence[str]) -> list[dict[str, Any]]:
-    """What tags say: type, words from `start` to before `end`, the characters of the same in the words joined by blanks,
-    and the mean probability of its tags."""
+    """What tags say: type, words from `start` to before `end`, its characters in the words joined by blanks, and the
+    mean probability of its tags."""
     begins = np.cumsum([0, *(len(word) + 1 for word in words)])
     return [
         {

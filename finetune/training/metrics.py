@@ -76,6 +76,14 @@ def settle_thresholds(session: Any, metrics: TaskMetrics, evaluated: Any) -> Non
         save_thresholds(session.folder, metrics.labels, metrics.thresholds)
 
 
+def metrics_of_run(session: Any, labels: Labels, source: Any) -> TaskMetrics:
+    """Those that --metrics names, or the task's; the Trainer is told of the best. `source` is the model's."""
+    trained = None if session.training.do_train else source.config
+    metrics = metrics_for(labels, session.run.value("metrics"), trained)
+    settle_best_metric(session.training, metrics, session.run.given)
+    return metrics
+
+
 def settle_best_metric(training: Any, metrics: TaskMetrics, given: Mapping[str, Any]) -> None:
     """Tell the Trainer which of two models is the better one: it takes the greater for all but losses. Raises
     RequestError for a --metric_for_best_model that no evaluation will give."""

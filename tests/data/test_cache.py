@@ -10,6 +10,9 @@ import pytest
 
 from finetune.data import cache
 from finetune.errors import RunError
+from finetune.run.launch import Launch
+
+WAITING = Launch(rank=1, local_rank=1, world_size=2, local_world_size=2)
 
 
 def prepare_slowly(folder: Path) -> None:
@@ -18,7 +21,9 @@ def prepare_slowly(folder: Path) -> None:
 
 
 def once(folder: Path, leads: bool, results: multiprocessing.Queue) -> None:
-    made = cache.prepare_once(folder, prepare_slowly, what="to test", leads=leads, reports=False, timeout_seconds=20)
+    made = cache.prepare_once(
+        folder, prepare_slowly, what="to test", launch=Launch() if leads else WAITING, timeout_seconds=20
+    )
     results.put((leads, made, (folder / "data").read_text()))
 
 
@@ -40,9 +45,7 @@ def test_of_many_processes_one_prepares_and_all_see_it_whole(tmp_path: Path) -> 
 
 def test_waiting_ends_with_the_name_of_what_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"for another process to tokenize, and gave up.*--data_timeout_seconds"):
-        cache.prepare_once(
-            tmp_path / "key", prepare_slowly, what="to tokenize", leads=False, reports=True, timeout_seconds=0.3
-        )
+        cache.prepare_once(tmp_path / "key", prepare_slowly, what="to tokenize", launch=WAITING, timeout_seconds=0.3)
 
 
 def test_a_preparation_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -51,7 +54,7 @@ def test_a_preparation_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         raise ValueError("bad data")
 
     with pytest.raises(ValueError, match="bad data"):
-        cache.prepare_once(tmp_path / "key", fail, what="", leads=True, reports=False, timeout_seconds=1)
+        cache.prepare_once(tmp_path / "key", fail, what="", launch=Launch(), timeout_seconds=1)
     assert not (tmp_path / "key").exists()
     assert not (tmp_path / "key.unfinished").exists()
 
@@ -59,7 +62,7 @@ def test_a_preparation_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_what_a_killed_run_left_is_made_anew(tmp_path: Path) -> None:
     (tmp_path / "key.unfinished").mkdir()
     (tmp_path / "key.unfinished" / "old").touch()
-    assert cache.prepare_once(tmp_path / "key", prepare_slowly, what="", leads=True, reports=False, timeout_seconds=5)
+    assert cache.prepare_once(tmp_path / "key", prepare_slowly, what="", launch=Launch(), timeout_seconds=5)
     assert [path.name for path in (tmp_path / "key").iterdir()] == ["data"]
 
 

@@ -18,6 +18,7 @@ from finetune.data.packing import IGNORED
 from finetune.data.tokenizer import train_text_tokenizer
 from finetune.errors import RequestError, RunError
 from finetune.run.flags.language import BlockArguments, CorpusArguments
+from finetune.run.launch import Launch
 
 
 def prepared(tokenizer: Any = None, block_size: int = 16, blocks: dict[str, Any] | None = None, **flags: Any) -> Any:
@@ -27,8 +28,7 @@ def prepared(tokenizer: Any = None, block_size: int = 16, blocks: dict[str, Any]
         tokenizer,
         block_size=block_size,
         seed=1,
-        leads=True,
-        reports=False,
+        launch=Launch(),
     )
 
 
@@ -248,9 +248,7 @@ def test_blocks_in_which_nothing_is_learnt_are_left_out(tmp_path: Path) -> None:
 
 def test_what_is_held_out_of_the_manual_is_not_in_its_training_text() -> None:
     for seed in range(3):
-        data = prepare_corpus(
-            CorpusArguments(), BlockArguments(), None, block_size=128, seed=seed, leads=True, reports=False
-        )
+        data = prepare_corpus(CorpusArguments(), BlockArguments(), None, block_size=128, seed=seed, launch=Launch())
         train = {line.strip() for line in text_of(data, "train").splitlines()}
         lines = [line.strip() for line in text_of(data, "validation").splitlines() if len(line.strip()) >= 40]
         assert len(lines) > 50

@@ -20,6 +20,7 @@ from finetune.data.images import ImageData, prepare_images
 from finetune.errors import RequestError
 from finetune.run.flags.images import AugmentationArguments, ImageArguments
 from finetune.run.flags.text import PreparationArguments
+from finetune.run.launch import Launch
 
 
 def picture(path: Path, colour: tuple[int, ...] | int, size: tuple[int, int] = (20, 20), mode: str = "RGB") -> None:
@@ -48,8 +49,7 @@ def prepare(
         AugmentationArguments(crop_padding=crop),
         None,
         seed=7,
-        leads=True,
-        reports=False,
+        launch=Launch(),
         trained=trained,
     )
 
@@ -63,8 +63,8 @@ def test_a_folder_is_split_by_class_resized_and_said_to_be(folder: Path) -> None
     assert held_out is not None
     assert sorted(held_out.tolist()) == [0, 0, 1]
     assert data.splits["train"][0]["pixel_values"].shape == (3, 24, 24)
-    assert "24 x 24 pixels from 40 x 30, 20 x 20" in data.headline()
-    assert "1 other files not looked at" in data.headline()
+    assert "24 x 24 pixels from 40 x 30, 20 x 20" in data.describe()
+    assert "1 other files not looked at" in data.describe()
     again = prepare(train_dir=str(folder), image_size=24)
     assert np.array_equal(again.splits["train"].pixels, data.splits["train"].pixels)
 
@@ -132,7 +132,7 @@ def test_a_bad_picture_is_named_before_training_and_left_out_where_asked(spoil: 
         prepare({"validation_fraction": 0.2}, train_dir=str(folder), validation_dir=str(folder))
     data = prepare({"skip_bad_rows": True}, train_dir=str(folder), validation_dir=str(folder))
     assert data.account.rows == {"train": 29, "validation": 29}
-    assert "2 bad pictures left out" in data.headline()
+    assert "2 bad pictures left out" in data.describe()
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["a split of its own", "held out"])
@@ -155,9 +155,9 @@ def test_a_folder_that_a_dot_hides_and_a_class_of_one_picture_are_said(folder: P
     (folder / ".cache").mkdir()
     data = prepare(train_dir=str(folder))
     assert data.labels.names == ("blue", "red", "white")
-    said = data.headline()
+    said = data.describe()
     assert "hidden by a dot and left out: .green, of one picture and only trained on: white" in said
-    assert "trained on" not in prepare(train_dir=str(folder), validation_dir=str(folder)).headline()
+    assert "trained on" not in prepare(train_dir=str(folder), validation_dir=str(folder)).describe()
 
 
 def test_a_picture_larger_than_meant_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from finetune.training.arguments import Request
+from asked import run_of
 
 from finetune.errors import RequestError
 from finetune.run.engine import deepspeed_config_of
-from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import (
     HOOKS,
     KEEPS_ERRORS,
@@ -17,15 +16,13 @@ from finetune.run.flags.compression import (
     check_comm_hook,
     check_freeze,
 )
-from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.launch import Launch
 
 
 def check(*argv: str, launcher: str = "torchrun", ranks: int = 2, fp16: bool = False) -> None:
-    defaults: dict[str, Any] = {"output_dir": "out", "do_train": True}
     launch = Launch(launcher=launcher, world_size=ranks, local_world_size=ranks)
-    request = Request((RunArguments, CompressionArguments), defaults, argv, launch, {})
-    check_comm_hook(request, deepspeed_config_of(request), {"fp16": fp16, "bf16": False})
+    run = run_of(*argv, groups=(CompressionArguments,), launch=launch, do_train=True)
+    check_comm_hook(run, deepspeed_config_of(run), {"fp16": fp16, "bf16": False})
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +43,7 @@ def test_every_hook_is_taken(hook: str) -> None:
         (
             ["--ddp_comm_hook", "1bit"],
             {},
-            r"is 1bit, but it must be one of none, fp16, bf16, powersgd, topk, onebit_adam",
+            r"is '1bit' \(command line\), but it must be one of none, fp16, bf16, powersgd, topk, onebit_adam",
         ),
         (["--ddp_comm_hook", "topk"], {"launcher": "deepspeed"}, r"takes by default\).*Add --deepspeed none"),
         (["--ddp_comm_hook", "topk", "--deepspeed", "zero1"], {}, r"DeepSpeed \(zero1\) sends.*Add --deepspeed none"),
@@ -58,9 +55,9 @@ def test_every_hook_is_taken(hook: str) -> None:
         (["--ddp_comm_hook", "onebit_adam", "--optim", "sgd"], {}, "is an optimizer too, and --optim asks for sgd"),
         (["--ddp_comm_hook", "fp16", "--comm_hook_start_steps", "9"], {}, "fp16 has no first steps"),
         (["--comm_hook_start_steps", "9"], {}, "none has no first steps"),
-        (["--ddp_comm_hook", "topk", "--comm_hook_start_steps", "-1"], {}, "is -1, but it must be 0 or more"),
-        (["--ddp_comm_hook", "topk", "--topk_ratio", "0"], {}, "topk_ratio is 0, but it must be more than 0"),
-        (["--ddp_comm_hook", "powersgd", "--powersgd_rank", "0"], {}, "powersgd_rank is 0, but it must be 1 or more"),
+        (["--ddp_comm_hook", "topk", "--comm_hook_start_steps", "-1"], {}, "is -1.0 .*must be 0 or more"),
+        (["--ddp_comm_hook", "topk", "--topk_ratio", "0"], {}, "topk_ratio is 0.0 .*must be more than 0"),
+        (["--ddp_comm_hook", "powersgd", "--powersgd_rank", "0"], {}, "powersgd_rank is 0 .*must be 1 or more"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_mend(argv: list[str], how: dict[str, Any], said: str) -> None:
@@ -70,8 +67,8 @@ def test_what_cannot_be_is_refused_with_its_mend(argv: list[str], how: dict[str,
 
 def test_a_pipeline_refuses_the_flag() -> None:
     launch = Launch(launcher="deepspeed", world_size=2, local_world_size=2)
-    with pytest.raises(RequestError, match="--ddp_comm_hook: DeepSpeed sends a pipeline's gradients"):
-        Request((RunArguments, PipelineArguments), {}, ["--ddp_comm_hook", "topk"], launch, {})
+    with pytest.raises(RequestError, match=r"--ddp_comm_hook \(command line\): DeepSpeed sends a pipeline's gradients"):
+        run_of("--ddp_comm_hook", "topk", launch=launch, pipeline=True)
 
 
 def test_half_precision_goes_with_loss_scaling() -> None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from finetune.training.arguments import Request
+from asked import run_of
 
 from finetune.errors import RequestError
 from finetune.run.engine import deepspeed_config_of, fsdp_of
-from finetune.run.flags.common import RunArguments
 from finetune.run.launch import Launch
+from finetune.run.run import Run
 
 TWO = {"world_size": 2, "local_world_size": 2}
 
 
-def request(*argv: str, launcher: str = "torchrun", **launch: Any) -> Request:
-    defaults = {"output_dir": "out", "do_train": True}
-    return Request((RunArguments,), defaults, argv, Launch(launcher=launcher, **{**TWO, **launch}), {})
+def request(*argv: str, launcher: str = "torchrun", **launch: Any) -> Run:
+    return run_of(*argv, launch=Launch(launcher=launcher, **{**TWO, **launch}), do_train=True)
 
 
 @pytest.fixture(autouse=True)

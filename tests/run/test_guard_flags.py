@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from asked import run_of
+from conftest import flags
 
 from finetune.errors import RequestError
-from finetune.run.flags.guards import check_guards
+from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.guards import GuardArguments
 
-GOOD = {"save_strategy": "steps"}
 
-
-def request(**values: Any) -> Any:
-    every = {**GOOD, **values}
-    return SimpleNamespace(values=every, value=every.get)
+def ask(**values: Any) -> None:
+    run_of(*flags(values), groups=(CompressionArguments, GuardArguments))
 
 
 @pytest.mark.parametrize(
@@ -32,10 +31,10 @@ def request(**values: Any) -> Any:
 )
 def test_it_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError) as refused:
-        check_guards(request(**values))
+        ask(**values)
     assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("values", [{}, {"on_nan": "skip", "ddp_comm_hook": "fp16"}, {"hang_timeout": 0}])
 def test_it_is_taken(values: dict[str, Any]) -> None:
-    check_guards(request(**values))
+    ask(**values)

@@ -8,14 +8,16 @@ import pickle
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from asked import run_of
+from conftest import flags
 from test_manifest import LAYOUT
 
 from finetune.errors import NothingToDoError, RequestError
+from finetune.run.run import Run
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.checkpoints.manifest import MANIFEST
 from finetune.training.checkpoints.writing import About, AtomicFolder
@@ -52,10 +54,8 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def asked(folder: Path, resume: str, **values: Any) -> Any:
-    """What `choice` looks at of a request."""
-    every = {"output_dir": str(folder), "resume": resume, "max_steps": -1, "num_train_epochs": 3, **values}
-    return SimpleNamespace(values=every, value=every.get, stages=None)
+def asked(folder: Path, resume: str, **values: Any) -> Run:
+    return run_of(*flags({"output_dir": folder, "resume": resume, **values}))
 
 
 def chosen(folder: Path, resume: str, **values: Any) -> Chosen:

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from finetune.training.arguments import Request
+from asked import run_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.errors import RequestError
-from finetune.run.flags.common import RunArguments
-from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments, check_length, check_profile
-from finetune.run.launch import Launch
+from finetune.run.run import Run
 from finetune.training.profiling.callback import StepProfile
 from finetune.training.profiling.deepspeed import with_profilers
 from finetune.training.profiling.intervals import intersect, length, subtract, union
@@ -258,9 +256,8 @@ def test_a_run_that_is_too_short_is_offered_only_what_helps(first: int, steps: i
         check_length(2, int(wanted), last, done=0)
 
 
-def request(*words: str, pipeline: bool = False) -> Request:
-    groups = (ProfileArguments, RunArguments, *([PipelineArguments] if pipeline else []))
-    return Request(groups, {"output_dir": "out", "do_train": True, "report_to": ["none"]}, words, Launch(), {})
+def request(*words: str, pipeline: bool = False) -> Run:
+    return run_of(*words, groups=(ProfileArguments,), pipeline=pipeline, do_train=True, report_to=["none"])
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from asked import run_of
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
-from finetune.training.arguments import Request
 
 from finetune.errors import RequestError, RunError
-from finetune.run.flags.common import RunArguments
-from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.launch import Launch
+from finetune.run.run import Run
 from finetune.training.checkpoints.manifest import Layout as WrittenLayout
 from finetune.training.checkpoints.manifest import Manifest, files_of, write_manifest
 from finetune.training.checkpoints.tag import newest_tag
@@ -296,10 +295,9 @@ def test_a_folder_of_weights_alone_is_nothing_to_go_on_with(tmp_path: Path) -> N
         sharding_of(tmp_path)
 
 
-def asked(ranks: int, stages: int | None = None, *words: str) -> Request:
-    groups = (RunArguments, PipelineArguments) if stages else (RunArguments,)
-    flags = ["--output_dir", "o", *words, *(["--pipeline_parallel_size", str(stages)] if stages else [])]
-    return Request(groups, {}, flags, Launch(world_size=ranks), {})
+def asked(ranks: int, stages: int | None = None, *words: str) -> Run:
+    flags = [*words, *(["--pipeline_parallel_size", str(stages)] if stages else [])]
+    return run_of(*flags, launch=Launch(world_size=ranks), pipeline=stages is not None)
 
 
 def saved(folder: Path, batch: int) -> str:
@@ -321,14 +319,14 @@ def test_the_accumulation_is_changed_so_that_a_step_takes_as_many_samples(
     ranks: int, stages: int | None, micro: int, batch: int, accumulation: int, tmp_path: Path
 ) -> None:
     request = asked(ranks, stages, "--per_device_train_batch_size", str(micro))
-    line = keep_global_batch(request, saved(tmp_path, batch))
-    assert request.value("gradient_accumulation_steps") == accumulation
+    settled, line = keep_global_batch(request, saved(tmp_path, batch))
+    assert settled.value("gradient_accumulation_steps") == accumulation
     pipelines = ranks // (stages or 1)
     assert (line is None) is (accumulation == 1)
     if line:
         assert f"{accumulation} instead of 1" in line
         assert f"{micro} x {accumulation} x {pipelines} = {batch}" in line
-    assert keep_global_batch(request, saved(tmp_path, batch)) is None  # it is right now
+    assert keep_global_batch(settled, saved(tmp_path, batch)) == (settled, None)
 
 
 def test_a_batch_that_no_accumulation_keeps_is_refused_with_the_flag_that_mends_it(tmp_path: Path) -> None:
@@ -339,7 +337,7 @@ def test_a_batch_that_no_accumulation_keeps_is_refused_with_the_flag_that_mends_
     assert "32 / (16 x 4) is 0.5" in str(met.value)
     assert "Give --per_device_train_batch_size 8: 8 x 1 x 4 = 32." in str(met.value)
     mended = asked(4, None, "--per_device_train_batch_size", "8")
-    assert keep_global_batch(mended, saved(tmp_path, 32)) is None
+    assert keep_global_batch(mended, saved(tmp_path, 32))[1] is None
 
 
 def test_ranks_that_cannot_share_the_batch_are_told_how_many_can(tmp_path: Path) -> None:
@@ -351,12 +349,13 @@ def test_an_accumulation_that_was_given_and_contradicts_is_refused(tmp_path: Pat
     words = ("--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2")
     with pytest.raises(RequestError, match=r"8 x 2 x 1 = 16.*Drop --gradient_accumulation_steps 2.*8 x 4 x 1 = 32"):
         keep_global_batch(asked(1, None, *words), saved(tmp_path, 32))
-    assert keep_global_batch(asked(2, None, *words), saved(tmp_path, 32)) is None
+    assert keep_global_batch(asked(2, None, *words), saved(tmp_path, 32))[1] is None
 
 
 def test_an_older_checkpoint_of_another_batch_is_not_gone_on_from_unseen(tmp_path: Path) -> None:
     request = asked(1, None, "--per_device_train_batch_size", "8")
-    assert keep_global_batch(request, saved(tmp_path, 32))
+    request, note = keep_global_batch(request, saved(tmp_path, 32))
+    assert note
     refuse_other_batch(request, saved(tmp_path, 32))
     with pytest.raises(RequestError, match="another global batch"):
         refuse_other_batch(request, saved(tmp_path, 64))
@@ -364,8 +363,7 @@ def test_an_older_checkpoint_of_another_batch_is_not_gone_on_from_unseen(tmp_pat
 
 def test_a_start_without_a_checkpoint_changes_nothing() -> None:
     request = asked(2)
-    assert keep_global_batch(request, None) is None
-    assert "gradient_accumulation_steps" not in request.values
+    assert keep_global_batch(request, None) == (request, None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -14,6 +14,9 @@ import yaml
 from finetune.data.columns import Labels
 from finetune.errors import RunError
 from finetune.run.launch import Launch
+from finetune.run.parse import Setting
+from finetune.run.recipes.seq_cls import SEQ_CLS
+from finetune.run.run import Run
 from finetune.training.model_card import Card, model_card
 from finetune.training.plots import plot_confusion, plot_training
 from finetune.training.results import write_predictions
@@ -23,16 +26,13 @@ from finetune.training.runtime import choose_precision
 
 def test_no_secret_reaches_the_records(tmp_path: Path) -> None:
     argv = ["--hub_token", "hf_CANARY1", "--push_to_hub_token=hf_CANARY2", "--max_steps", "3", "--local_rank=0"]
-    write_records(
-        tmp_path,
-        {"hub_token": "hf_CANARY1", "max_steps": 3, "push_to_hub_token": "x", "overwrite_output_dir": True},
-        argv,
-        Launch(),
-    )
+    kept = {"hub_token": "hf_CANARY1", "max_steps": 3, "push_to_hub_token": "x", "overwrite_output_dir": True}
+    settings = {name: Setting(value, "test") for name, value in kept.items()}
+    write_records(tmp_path, Run(SEQ_CLS, Launch(), tuple(argv), settings))
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert "CANARY" not in written
     assert command_line(argv, Launch()).endswith("--hub_token '***' '--push_to_hub_token=***' --max_steps 3")
-    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text()) == {"max_steps": 3}
+    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text()) == {"recipe": "seq_cls", "max_steps": 3}
 
 
 @pytest.mark.parametrize(

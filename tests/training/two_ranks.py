@@ -8,13 +8,16 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import distributed
 
 from finetune.errors import FinetuneError
+from finetune.run.launch import Launch
+from finetune.run.parse import Setting
+from finetune.run.recipe import Recipe
+from finetune.run.run import Run
 from finetune.training.checkpoints import choice, writing
 from finetune.training.checkpoints.manifest import MANIFEST, FileRecord, Layout, record_of
 from finetune.training.checkpoints.writing import About, AtomicFolder
@@ -30,9 +33,13 @@ def save(run: Path, step: int) -> None:
             (target / "trainer_state.json").write_text(json.dumps(state))
 
 
-def asked(run: Path, resume: str) -> Any:
-    values = {"output_dir": str(run), "resume": resume}
-    return SimpleNamespace(values=values, value={"max_steps": 100}.get, stages=None)
+def asked(run: Path, resume: str) -> Run:
+    values = {
+        "output_dir": Setting(str(run), "test"),
+        "resume": Setting(resume, "test"),
+        "max_steps": Setting(100, "test"),
+    }
+    return Run(Recipe("test", "", (), {}), Launch(), (), values)
 
 
 def settle(run: Path, resume: str = "auto") -> list[Any]:
