@@ -51,7 +51,7 @@ def main(run):
         preprocess_logits=row_figures,
         callbacks=[samples],
     )
-    finish(session, trainer, samples={}, report=lambda done: write_language_report(session, data, source, samples))
+    finish(session, trainer, report=lambda done: write_language_report(session, data, source, samples))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def main(run):
         note = f"Pipeline of {trainer.parts.stages} stage(s), cut by {run.value('partition_method')}."
         return write_language_report(session, data, source, samples, note)
 
-    finish(session, trainer, samples={}, report=report)
+    finish(session, trainer, report=report)
 
 
 if __name__ == "__main__":

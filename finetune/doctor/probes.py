@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from finetune.doctor.network import hosts, hub, interfaces, meeting_place, names
-from finetune.doctor.releases import known_faults
+from finetune.doctor.releases import known_faults, untested
 from finetune.doctor.result import ABSENT, FAILED, OK, WARNING, Asked, Result
 from finetune.dsconfig.context import release
 from finetune.dsconfig.rules.precision import AMPERE
@@ -22,6 +22,7 @@ from finetune.dsconfig.toolchain import compiler, has_libaio
 
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets")
+EXTRAS = ("peft", "bitsandbytes", "trl")  # nothing is said where they are missing
 LEAST = {"deepspeed": (0, 19, 4), "transformers": (5,), "torch": (2, 6)}  # pyproject.toml
 SMALL_SHM_BYTES = 256 * 2**20  # a container's default is 64 MiB; NCCL and workers of a DataLoader want more
 NVCC = "Install the CUDA toolkit that torch was built for, and set CUDA_HOME."
@@ -57,10 +58,12 @@ def python(asked: Asked) -> Iterator[Result]:
 
 def packages(asked: Asked) -> Iterator[Result]:
     installed = {}
-    for name in PACKAGES:
+    for name in PACKAGES + EXTRAS:
         try:
             text = metadata.version(name)
         except metadata.PackageNotFoundError:
+            if name in EXTRAS:
+                continue
             yield Result(name, FAILED, "is not installed", "Run install.sh.", needed=True)
             continue
         installed[name] = release(text)
@@ -68,6 +71,9 @@ def packages(asked: Asked) -> Iterator[Result]:
         if installed[name] < least:
             wanted = ".".join(map(str, least))
             yield Result(name, FAILED, text, f"Take {name} {wanted} or later: run install.sh.", needed=True)
+        elif tested := untested(name, installed[name]):
+            mend = f"Should a run fail in it, take {name} {tested}. finetune/upstream/ lists what may have changed."
+            yield Result(name, WARNING, f"{text}, which is newer than {tested}, the release that was tested", mend)
         else:
             yield Result(name, OK, text, needed=True)
     for known in known_faults(installed):

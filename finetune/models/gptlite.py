@@ -149,7 +149,6 @@ class GPTLitePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _can_compile_fullgraph = True
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _init_weights(self, module: nn.Module) -> None:

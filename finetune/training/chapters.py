@@ -21,10 +21,22 @@ from finetune.training.output_dir import open_output_dir
 from finetune.training.pipeline.partition import describe, partition
 from finetune.training.pipeline.trainer import PipelineTrainer
 from finetune.training.profiling.callback import profiling
+from finetune.training.protocol import Closing
 from finetune.training.results import closing_line, refuse_divergence
 from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
 from finetune.training.start import Session
 from finetune.training.trainer import FinetuneTrainer, early_stopping
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a trainer reads: `train`, `validation` and `test` where they are, `lengths` of training samples in tokens,
+    to group by, and what is saved beside the weights. Recipes' own data have the same names, and more."""
+
+    splits: Mapping[str, Any]
+    collator: Any
+    processor: Any = None
+    lengths: Any = None
 
 
 def trainer_of(
@@ -38,8 +50,8 @@ def trainer_of(
     callbacks: Sequence[TrainerCallback] = (),
     kind: type[FinetuneTrainer] = FinetuneTrainer,
 ) -> FinetuneTrainer:
-    """The Trainer over `data`, which has `splits`, a `collator`, a `processor` and `lengths` of training samples or
-    None. Build the model after `start`, for ZeRO-3 shards it while it is built."""
+    """The Trainer over `data`, which has what `Data` has. Build the model after `start`, for ZeRO-3 shards it while it
+    is built."""
     return kind(
         model=model,
         args=session.training,
@@ -63,7 +75,7 @@ def pipeline_of(
     data: Any,
     *,
     compute_metrics: Any,
-    weights: Path | None,
+    weights: Path | None = None,
     collator: Any = None,
     dynamic: bool = False,
 ) -> PipelineTrainer:
@@ -111,10 +123,10 @@ class Outcome:
 
 def finish(
     session: Session,
-    trainer: Any,
+    trainer: Closing,
     *,
-    samples: Mapping[str, int],
-    report: Callable[[Outcome], Iterable[str]],
+    samples: Mapping[str, int] | None = None,
+    report: Callable[[Outcome], Iterable[str]] | None = None,
     evaluate: Callable[[], PredictionOutput | dict[str, float]] | None = None,
     predict: Callable[[], PredictionOutput] | None = None,
 ) -> None:
@@ -123,7 +135,7 @@ def finish(
     `samples` are the numbers of each split, for the record. `evaluate` overrules `trainer.evaluate`. `report` writes
     predictions, pictures and the model card on rank 0, and returns lines to say.
     """
-    training, folder, speaks = session.training, session.folder, session.launch.speaks
+    training, folder, speaks, samples = session.training, session.folder, session.launch.speaks, samples or {}
     with explained_disk_errors(folder):
         if speaks:
             open_output_dir(session.run)
@@ -142,14 +154,14 @@ def finish(
                 trainer.save_metrics("predict", {**predicted.metrics, **_count(samples, "test", "predict_samples")})
         if speaks:
             write_ds_config(folder, trainer)
-            session.say(*report(Outcome(trained, evaluated, predicted)))
+            session.say(*(report(Outcome(trained, evaluated, predicted)) if report else ()))
             refuse_divergence(folder)
             session.say(closing_line(folder))
         if training.push_to_hub:
             session.say(push(trainer))
 
 
-def _train(session: Session, trainer: Any, samples: Mapping[str, int]) -> TrainOutput:
+def _train(session: Session, trainer: Closing, samples: Mapping[str, int]) -> TrainOutput:
     trained: TrainOutput = trainer.train(resume_from_checkpoint=session.checkpoint)
     peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
     trainer.save_metrics("train", {**trained.metrics, **peaks, **_count(samples, "train", "train_samples")})

@@ -78,14 +78,31 @@ def settle_loss_scaling(model: Any, label_is_float: bool = False, label_per_toke
     return honours
 
 
+def settle_trainer(trainer: Any) -> None:
+    """The same once a Trainer is built, of a model that nobody has settled."""
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    is_settled = hasattr(model, "accepts_loss_kwargs") or trainer.compute_loss_func is not None
+    if not is_settled and hasattr(model, "config") and trainer.model_accepts_loss_kwargs:
+        found = (honours_num_items_in_batch(model, label_per_token=per_token) for per_token in (True, False))
+        trainer.model_accepts_loss_kwargs = any(found)
+
+
+def token_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A `compute_loss_func` for models with a label a token, whose own loss is a mean over each micro-batch: logits
+    (B, T, V), labels (B, T) with -100 where none is. Let a sequence-to-sequence collator make `decoder_input_ids`."""
+    logits = outputs["logits"].float().flatten(0, 1)
+    total = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    return total / ((labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
 def loss_for(kind: str, label_smoothing: float, task: str, counts: Sequence[int], rows: int = 0) -> Any:
     """The Trainer's `compute_loss_func`; None where the model's own loss serves.
 
     `counts` are the training rows of each class, of `rows` in all. Raises RequestError for what a regression, or rows
     with several labels, cannot have.
     """
-    if task == TOKENS:
-        return token_loss(None if kind == "none" else class_weights(counts), label_smoothing)
+    if task == TOKENS and kind == "none":
+        return weighted_loss([1.0] * len(counts), label_smoothing) if label_smoothing else token_loss
     if task == MULTI_LABEL:
         if label_smoothing:
             raise RequestError("--label_smoothing_factor is for rows with one label, but these have several. Drop it.")
@@ -121,27 +138,9 @@ def many_labels_loss(weights: list[float] | None) -> Any:
     return compute
 
 
-def token_loss(class_weights: list[float] | None, label_smoothing: float) -> Any:
-    """A `compute_loss_func`: cross entropy in fp32 over the tokens (B, T) that have a label, as a mean over those of
-    the global batch. A model's own is a mean of means wherever it leaves the count, as BERT's and DistilBERT's do."""
-
-    def compute(
-        outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
-        logits, labels = outputs["logits"].float().flatten(0, 1), labels.flatten()  # (B * T, tags), (B * T,)
-        losses = torch.nn.functional.cross_entropy(
-            logits, labels, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="none"
-        )
-        if class_weights is not None:
-            losses = losses * torch.tensor(class_weights, device=logits.device)[labels.clamp_min(0)]
-        count = (labels != IGNORED).sum().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
-        return losses.sum() / count
-
-    return compute
-
-
 def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
-    """A `compute_loss_func`: cross entropy with class weights, as a sum over rows by their number.
+    """A `compute_loss_func`: cross entropy with class weights, as a sum over rows, or tokens that have a label, by their
+    number.
 
     The divisor is the number of rows of the global batch, not the sum of their weights: a mean of weighted means would
     depend on how rows are spread over processes. This is what scikit-learn's `class_weight` does.
@@ -150,12 +149,12 @@ def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
     def compute(
         outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        logits = outputs["logits"].float()  # (B, classes)
+        logits, labels = outputs["logits"].float().flatten(0, -2), labels.flatten()  # (rows or tokens, classes)
         weights = torch.tensor(class_weights, device=logits.device)
         # Not `weight=`: with smoothing it would weigh the smoothed part by all classes, and swell the loss.
         rows = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="none")
-        losses = (rows * weights[labels]).sum()
-        return losses / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+        losses = (rows * weights[labels.clamp_min(0)]).sum()  # 0 where there is no label
+        return losses / ((labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
     return compute
 

@@ -20,21 +20,54 @@ class RunningLoss(TrainerCallback, ExportableState):
     """The losses since the last log, and those logged before, in each checkpoint's trainer_state.json.
 
     The Trainer forgets both (transformers 5.23, Trainer._inner_training_loop sets them to 0): the first loss that a
-    resumed run logs would leave out the steps before the cut, and `train_loss` all of them.
+    resumed run logs would leave out the steps before the cut, and `train_loss` all of them. Its own are private, so
+    they are added up here once more, as it adds them (Trainer._run_epoch), to the bit.
     """
 
     def __init__(self) -> None:
-        self.sums: list[float] = []  # since the last log, of each rank
+        self.sums: list[float] = []  # since the last log, of each rank, as of the last checkpoint
         self.logged_step = -1  # that of the last log; -1 where nothing was kept
         self.total = 0.0  # of the steps until then
+        self.first_step = 0  # after which they were counted
+        self.now = torch.zeros(())  # since the last log, of this rank, on its device
 
-    def note(self, trainer: Any) -> None:
-        """What the Trainer has now. Every rank must call it, before a checkpoint."""
-        self.sums = trainer.accelerator.gather(trainer._tr_loss.detach().reshape(1)).tolist()
-        self.logged_step, self.total = trainer._globalstep_last_logged, trainer._total_loss_scalar
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The Trainer knows after which step it begins, and what was kept is here again."""
+        step, kept = state.global_step, 0.0
+        if step and 0 <= self.logged_step <= step:
+            kept, self.first_step = self.of_rank(args.process_index, args.world_size), 0
+        else:
+            self.total, self.first_step, self.logged_step = 0.0, step, step
+        self.now = torch.tensor(kept, dtype=torch.float32, device=args.device)
+
+    def add(self, loss: torch.Tensor, step: int, filters: bool) -> None:
+        """That of a micro-batch; with `filters` the mean of those before in place of one that is no number."""
+        if filters:
+            loss = torch.where(torch.isfinite(loss), loss, self.now / (1 + step - self.logged_step))
+        self.now = self.now + loss
+
+    def window(self, step: int, gather: Any) -> float:
+        """The mean of the steps since the last log, over all ranks, each of which must call it."""
+        losses = float(self._of_ranks(gather).mean())
+        mean = losses / max(step - self.logged_step, 1)
+        self.total, self.now, self.logged_step = self.total + losses, torch.zeros_like(self.now), step
+        return mean
+
+    def mean(self, step: int, gather: Any) -> float:
+        """Of all steps, whichever launch took them."""
+        return (self.total + float(self._of_ranks(gather).mean())) / max(step - self.first_step, 1)
+
+    def note(self, gather: Any) -> None:
+        """For a checkpoint. Every rank must call it."""
+        self.sums = self._of_ranks(gather).tolist()
+
+    def _of_ranks(self, gather: Any) -> torch.Tensor:
+        found: torch.Tensor = gather(self.now.reshape(1))
+        return found
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": dict(vars(self))}
+        kept = {"sums": self.sums, "logged_step": self.logged_step, "total": self.total}
+        return {"args": {}, "attributes": kept}
 
     def of_rank(self, rank: int, world_size: int) -> float:
         """What this rank had; of a run of another world size each has the mean, which is what is logged."""
@@ -44,19 +77,21 @@ class RunningLoss(TrainerCallback, ExportableState):
 
 
 class GoOn(TrainerCallback):
-    """Once the Trainer has loaded a checkpoint, and set its sums of losses to 0, a resumed run gets what is missing."""
+    """Once the Trainer has loaded a checkpoint, and before its first step, a resumed run gets what is missing."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, kept = self.trainer, self.trainer.running_loss
-        if not state.global_step:
-            return
+        trainer = self.trainer
+        state.num_train_epochs = trainer.epochs
+        state.compute_steps(args, trainer.max_steps)  # which the checkpoint's have overruled
+        if trainer.reshard:
+            trainer.reshard.mend()
+            if state.is_world_process_zero:
+                trainer.saves.go_on()
+                print(f"going on from {trainer.saves.chosen}, after step {state.global_step}", flush=True)
         replay_cpu_adam(trainer.optimizer)
-        if 0 <= kept.logged_step <= state.global_step:
-            trainer._tr_loss += kept.of_rank(args.process_index, args.world_size)
-            trainer._globalstep_last_logged, trainer._total_loss_scalar = kept.logged_step, kept.total
 
 
 class SavesLast(TrainerCallback):

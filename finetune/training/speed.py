@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import find_batch_size
 
 from finetune.data.packing import REAL_TOKENS
 
@@ -108,7 +109,7 @@ class SpeedMeter(TrainerCallback):
         """Add a micro-batch of this rank: rows, and of text real tokens, and tokens with padding. Nothing is
         synchronised."""
         if "input_ids" not in inputs:
-            self._rows += len(next(iter(inputs.values())))
+            self._rows += find_batch_size(inputs) or 0
             return
         ids = inputs["input_ids"]  # (B, T)
         mask = inputs.get("attention_mask", inputs.get(REAL_TOKENS))

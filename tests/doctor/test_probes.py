@@ -16,6 +16,7 @@ from finetune.doctor.probes import look
 from finetune.doctor.releases import KNOWN, known_faults
 from finetune.doctor.result import ABSENT, FAILED, OK, WARNING, Asked, Result
 from finetune.training import runtime
+from finetune.upstream.row import TESTED
 
 
 def asked(tmp_path: Path, **changes: Any) -> Asked:
@@ -53,6 +54,14 @@ def test_releases_that_go_wrong_are_known() -> None:
     assert named(deepspeed=(0, 18, 2)) == ["deepspeedai/DeepSpeed#8152", "deepspeedai/DeepSpeed#7718"]
     assert "huggingface/transformers#34984" in named(deepspeed=(0, 16, 0), transformers=(4, 46, 1))
     assert all(known.mend.endswith(".") for known in KNOWN)
+
+
+def test_a_release_newer_than_the_one_tested_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {**TESTED, "transformers": "5.24.0", "torch": "2.13.0+cu130"}
+    monkeypatch.setattr(probes.metadata, "version", versions.__getitem__)
+    told = {result.name: (result.status, result.found) for result in probes.packages(asked(tmp_path))}
+    assert told.pop("transformers") == (WARNING, "5.24.0, which is newer than 5.23.0, the release that was tested")
+    assert {status for status, _ in told.values()} == {OK}
 
 
 def test_a_lock_that_nobody_holds_is_named_with_the_command_that_deletes_it(

@@ -68,6 +68,14 @@ def settle(run: Run, chosen: Chosen) -> Chosen:
         broken[Path(chosen.checkpoint).name] = in_short(found)
 
 
+def newest_verified(run_folder: Path) -> Path:
+    """For who has no run to describe: the newest of which every byte is as it was saved. All ranks must call it."""
+    for path in of_first(together(lambda: checkpoints_in(run_folder) if leads() else [])):
+        if not verify_together(path):
+            return path
+    raise RequestError(f"resume_from_checkpoint=True: {run_folder} holds no checkpoint that verifies. Name one.")
+
+
 def _newest_restored(run: Run, broken: dict[str, str]) -> Chosen:
     restore_replaced(Path(run.values["output_dir"]).expanduser())
     return _newest(run, broken)

@@ -19,7 +19,6 @@ class CommHook(TrainerCallback):
 
     def __init__(self, trainer: Any, arguments: CompressionArguments) -> None:
         self.trainer, self.arguments = trainer, arguments
-        self.checkpoint: str | None = None  # from which the Trainer resumes
         self.compression: Compression | None = None
         steps = _planned_steps(trainer)
         check_freeze(arguments, steps, trainer.args.get_warmup_steps(steps))
@@ -33,7 +32,8 @@ class CommHook(TrainerCallback):
         outer = self.trainer.optimizer  # accelerate's stands around the Trainer's
         optimizer = getattr(outer, "optimizer", outer)
         self.compression = Compression(self.arguments, model, optimizer, state.max_steps)
-        said = self.compression.restore(Path(self.checkpoint), state.global_step) if self.checkpoint else None
+        resumed = self.trainer.saves.chosen
+        said = self.compression.restore(resumed, state.global_step) if resumed else None
         if said and state.is_world_process_zero:
             print(said, flush=True)
         if state.is_world_process_zero:

@@ -12,6 +12,8 @@ from torch import distributed
 
 from finetune.training.guards.finder import Finder, Found, odd_inputs
 from finetune.training.guards.nan_guard import Finding
+from finetune.training.pipeline.evaluation import forward
+from finetune.training.pipeline.resuming import roll_back
 from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, sharding_of
 
 
@@ -30,8 +32,8 @@ class PipelineSuspect:
         if not hasattr(optimizer, "overflow"):
             optimizer.register_step_pre_hook(self._before_step)
 
-    def begin(self, window: list[dict[str, Any]], loss_before: Any) -> None:
-        self.window, self.loss_before, self.bad_norm = window, loss_before, False
+    def begin(self, window: list[dict[str, Any]]) -> None:
+        self.window, self.loss_before, self.bad_norm = window, self.trainer.running_loss.now, False
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A stage's gradients may be finite where another's are not."""
@@ -76,7 +78,7 @@ class PipelineSuspect:
         with finder.looking():
             handle = trainer.engine.module.register_forward_hook(done)
             try:
-                trainer.forward_again(self.window)
+                forward(trainer, self.window)
             finally:
                 handle.remove()
         found = [(number, first) for number, first in enumerate(firsts) if first]
@@ -88,7 +90,7 @@ class PipelineSuspect:
         return [{k: v for k, v in batch.items() if isinstance(v, torch.Tensor)} for batch in self.window]
 
     def forget_loss(self) -> None:
-        self.trainer._loss = self.loss_before
+        self.trainer.running_loss.now = self.loss_before
 
     def advance_schedule(self) -> None:
         if hasattr(self.trainer.engine.optimizer, "overflow"):  # else DeepSpeed has done it
@@ -98,7 +100,7 @@ class PipelineSuspect:
         return can_load_as_it_stands(sharding_of(folder), Sharding("pipeline", self.trainer.launch.world_size))
 
     def roll_back(self, folder: Path) -> None:
-        self.trainer.roll_back(folder)
+        roll_back(self.trainer, folder)
 
     def _samples(self, number: int) -> list[int]:
         """Of this pipeline's micro-batch `number` of the step (see finetune.training.pipeline.batches)."""

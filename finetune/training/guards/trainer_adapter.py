@@ -29,7 +29,7 @@ class TrainerSuspect:
         self.items: Any = None
         self.losses: list[torch.Tensor] = []
         self.bad_norm = False
-        self.loss_before: torch.Tensor | None = None
+        self.loss_before = torch.zeros(())  # of the steps since the last log
         self.statistics: dict[str, torch.Tensor] = {}
 
     def prepare(self) -> None:
@@ -50,7 +50,7 @@ class TrainerSuspect:
     def begin(self, window: list[dict[str, Any]], items: Any) -> None:
         """A step's micro-batches, and the number of items in them by which the loss is divided."""
         self.window, self.items, self.losses, self.bad_norm = window, items, [], False
-        self.loss_before = self.trainer._tr_loss.clone()
+        self.loss_before = self.trainer.running_loss.now
         buffers = self.trainer.model.named_buffers()
         self.statistics = {name: b.clone() for name, b in buffers if name.rpartition(".")[2].startswith(RUNNING)}
 
@@ -96,7 +96,7 @@ class TrainerSuspect:
         return [{name: value for name, value in batch.items() if name != REAL_TOKENS} for batch in kept]
 
     def forget_loss(self) -> None:
-        self.trainer._tr_loss.copy_(self.loss_before)
+        self.trainer.running_loss.now = self.loss_before
         self._restore_statistics()
 
     def advance_schedule(self) -> None:

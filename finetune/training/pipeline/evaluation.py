@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any
 
 import torch
 from torch import distributed
+from transformers import EvalPrediction
+from transformers.trainer_utils import speed_metrics
 
 from finetune.training.pipeline.batches import EvaluationShard
+from finetune.training.speed import wall_clock
+
+
+def evaluated(trainer: Any) -> dict[str, float]:
+    """The figures over the whole evaluation set, the same on every rank."""
+    start = time.monotonic()
+    sums, batches = whole_set(trainer)
+    metrics = trainer.compute_metrics(EvalPrediction(predictions=sums, label_ids=None))
+    figures: dict[str, float] = {f"eval_{name}": value for name, value in metrics.items()}
+    samples = len(trainer.eval_dataset)
+    return {**figures, **speed_metrics("eval", wall_clock(start), num_samples=samples, num_steps=batches)}
 
 
 def whole_set(trainer: Any) -> tuple[Any, int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import distributed
 
 from finetune.models.pipeline import PipelineModel
 from finetune.training.guards.nan_guard import poisoned
@@ -23,6 +24,13 @@ class StageLoss:
         self.figures: torch.Tensor | None = None
         self.real_rows: deque[int] | None = None  # of each micro-batch of an evaluation, in order; None in training
         self.watch: Callable[[torch.Tensor], None] | None = None  # told of each training loss
+
+    def count(self, labels: list[Any], group: Any, device: torch.device) -> None:
+        """The items of this pipeline's micro-batches of a step, and of the other pipelines' in `group`."""
+        items = torch.stack([self.model.items(some) for some in labels]).sum().to(device)
+        if distributed.get_world_size(group) > 1:
+            distributed.all_reduce(items, group=group)
+        self.items = items.clamp(min=1)
 
     def __call__(self, outputs: Any, labels: Any) -> torch.Tensor:
         if self.real_rows is None:

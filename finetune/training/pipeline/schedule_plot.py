@@ -10,10 +10,23 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from finetune.plan.schedule import BACKWARD, FORWARD, IDLE, RECEIVE, SEND, Schedule, bubble_share
+from finetune.training.pipeline.trace import Recorder, intervals_of, measured, plan_from
 from finetune.training.run_folder import write_json
 
 COLOURS = {FORWARD: "#2a6f97", BACKWARD: "#e07a30", SEND: "#5b8c5a", RECEIVE: "#a7c957", IDLE: "#eceff1"}
 LANE_INCHES, SMALLEST_LABELLED = 0.42, 0.012  # the latter as a share of the picture's width
+
+
+def note_schedule(trainer: Any, recorder: Recorder) -> None:
+    """What the first pipeline did: from the first of two steps the plan, from the second the picture of both."""
+    stages = intervals_of(recorder, trainer.grid, trainer.parts.stages)
+    if not trainer.launch.speaks:
+        return
+    found = measured(stages, trainer.micro_batches)
+    if trainer.state.global_step + 1 < trainer.schedule_step:
+        trainer.planned = plan_from(found)
+    else:
+        write_schedule(Path(trainer.args.output_dir), trainer.planned, found)
 
 
 def write_schedule(folder: Path, planned: Schedule, measured: Schedule) -> None:

@@ -12,53 +12,53 @@ from typing import Any
 
 import torch
 from torch import distributed
-from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
-    ExportableState,
     PrinterCallback,
     ProgressCallback,
 )
+from transformers.trainer_pt_utils import save_metrics, save_state
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from finetune.data.changes import mapped_files
 from finetune.data.image_samples import Pictures
 from finetune.data.sampling import GlobalBatchSampler
-from finetune.errors import InterruptedRunError, RequestError
+from finetune.errors import InterruptedRunError
 from finetune.models.pipeline import PipelineModel
-from finetune.run.files import STATE_FILE
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.launch import Launch
-from finetune.training.checkpoints.best import best_to_load, note_place_of_best
 from finetune.training.checkpoints.rotation import Keeper
-from finetune.training.guards.nan_guard import NanGuard, rng_state, set_rng_state
+from finetune.training.guards.nan_guard import NanGuard
 from finetune.training.guards.pipeline_adapter import PipelineSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers
-from finetune.training.model_card import results_of
 from finetune.training.pipeline.batches import TrainingShard, loader
-from finetune.training.pipeline.checkpoint import Checkpoints, read_record
+from finetune.training.pipeline.checkpoint import Checkpoints
 from finetune.training.pipeline.engine import build_engine
-from finetune.training.pipeline.evaluation import forward, note_best, whole_set
+from finetune.training.pipeline.evaluation import evaluated, note_best
 from finetune.training.pipeline.loss import StageLoss
-from finetune.training.pipeline.schedule_plot import write_schedule
+from finetune.training.pipeline.resuming import alike, load_best, resume, save_checkpoint
+from finetune.training.pipeline.schedule_plot import note_schedule
 from finetune.training.pipeline.stages import Cut, build_module
-from finetune.training.pipeline.trace import Recorder, intervals_of, measured, plan_from
-from finetune.training.reshard.for_pipeline import loadable
-from finetune.training.resuming import RunningLoss, SavesLast, ended_early, restore_callbacks
-from finetune.training.run_folder import write_json
+from finetune.training.pipeline.trace import Recorder
+from finetune.training.resuming import RunningLoss, SavesLast, ended_early
 from finetune.training.speed import SpeedMeter, peak_memory_bytes, wall_clock
 from finetune.training.watch import watching
 
 
 class PipelineTrainer:
-    """One rank of `parts.stages` stages times so many pipelines. Every method must be called on all ranks.
+    """One rank of `parts.stages` stages times so many pipelines. Every method must be called on all ranks; those of
+    finetune.training.protocol.Closing are as the Trainer's.
 
     `ds_config` has no "auto" left. `lengths` are those of the training samples, to group by. With `dynamic`,
     micro-batches may have different shapes. `weights` is a folder to start from, or None for the layers as they were
     drawn. The step `schedule_step` is recorded and drawn.
     """
+
+    is_deepspeed_enabled = True
+    save_metrics, save_state = save_metrics, save_state  # as transformers' Trainer has them
 
     def __init__(
         self,
@@ -122,8 +122,6 @@ class PipelineTrainer:
         self.handler = CallbackHandler(every, self.engine.module, processing_class, self.optimizer, self.scheduler)
         self.control = self.handler.on_init_end(args, self.state, self.control)
 
-    is_deepspeed_enabled = True
-
     @property
     def is_first(self) -> bool:
         return bool(self.stage == 0)
@@ -131,6 +129,9 @@ class PipelineTrainer:
     @property
     def is_last(self) -> bool:
         return bool(self.stage == self.parts.stages - 1)
+
+    def is_world_process_zero(self) -> bool:
+        return self.launch.rank == 0
 
     def watched(self) -> contextlib.AbstractContextManager[Any]:
         """While inside, a stage whose process is killed ends the run in words."""
@@ -143,11 +144,11 @@ class PipelineTrainer:
         return watching(name_of, self.stop, Path(self.args.output_dir), self.guards.hang_timeout)
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainOutput:
-        """Train to the end, and return the closing figures."""
+        """Train to the end."""
         args, state, handler = self.args, self.state, self.handler
         epochs = math.ceil(self.max_steps / self.steps_per_epoch)
         if resume_from_checkpoint:
-            state = self.state = self._resume(Path(resume_from_checkpoint))
+            state = self.state = resume(self, Path(resume_from_checkpoint))
             if self.launch.speaks:
                 print(f"going on from {resume_from_checkpoint}, after step {state.global_step}", flush=True)
         state.max_steps, state.num_train_epochs = self.max_steps, epochs
@@ -158,14 +159,8 @@ class PipelineTrainer:
         if args.save_strategy != SaveStrategy.NO:
             self.checkpoints.check_space(Path(args.output_dir), "before the first step", args.save_only_model)
         self.data_files = mapped_files()
-        first_step = state.global_step
-        self._logged_step, self._loss, self._total_loss = first_step, 0.0, 0.0
-        kept, steps_before = self.running_loss, first_step
-        if first_step and 0 <= kept.logged_step <= first_step:
-            self._logged_step, self._loss, self._total_loss = kept.logged_step, kept.sums[0], kept.total
-            steps_before = 0
+        first_step, start = state.global_step, time.monotonic()
         self._grad_norm: float | None = None
-        start = time.monotonic()
         self.control = handler.on_train_begin(args, state, self.control)
         if first_step and ended_early(handler.callbacks):
             self.control.should_training_stop = True
@@ -180,14 +175,14 @@ class PipelineTrainer:
                 close_trackers(handler, args, state, self.control)
                 raise
         steps = state.global_step - first_step
-        total = float(self._total_loss) + float(self._loss)
-        metrics = speed_metrics("train", wall_clock(start), num_samples=steps * self.global_batch_size, num_steps=steps)
-        metrics["train_loss"] = total / max(state.global_step - steps_before, 1)
+        samples = steps * self.global_batch_size
+        metrics: dict[str, Any] = speed_metrics("train", wall_clock(start), num_samples=samples, num_steps=steps)
+        metrics["train_loss"] = self.running_loss.mean(state.global_step, alike)
         metrics |= self.speed.summary(self._sum_over_ranks)
         metrics["peak_memory_gib"] = max(self.peak_memory_gib_per_rank())
         self.log(metrics)
         if args.load_best_model_at_end and state.best_model_checkpoint:
-            self._load_best()
+            load_best(self)
         self.control = handler.on_train_end(args, state, self.control)
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
@@ -226,12 +221,9 @@ class PipelineTrainer:
             pairs = [self.model.split(batch) for batch in some]
         if self.is_last:
             assert pairs is not None
-            items = torch.stack([self.model.items(labels) for _, labels in pairs]).sum().to(self.device)
-            if self.pipelines > 1:
-                distributed.all_reduce(items, group=self.grid.get_data_parallel_group())
-            self.loss.items = items.clamp(min=1)
+            self.loss.count([labels for _, labels in pairs], self.grid.get_data_parallel_group(), self.device)
         if self.suspect:
-            self.suspect.begin(some, self._loss)
+            self.suspect.begin(some)
         self.loss.real_rows = None
         self._learning_rate = self.scheduler.get_last_lr()[0]  # that of this step; the engine goes on to the next one's
         # The step before the one to draw gives the stages' times, from which that one is planned.
@@ -240,20 +232,9 @@ class PipelineTrainer:
         with recorder.recording() if records else contextlib.nullcontext():
             loss = self.engine.train_batch(None if pairs is None else iter(pairs))
         if records:
-            self._note_schedule(recorder)
-        self._loss = self._loss + loss.detach()
+            note_schedule(self, recorder)
+        self.running_loss.add(loss.detach(), self.state.global_step, filters=False)
         self._grad_norm = self.engine.get_global_grad_norm()
-
-    def _note_schedule(self, recorder: Recorder) -> None:
-        """What the first pipeline did: from the first of two steps the plan, from the second the picture of both."""
-        stages = intervals_of(recorder, self.grid, self.parts.stages)
-        if not self.launch.speaks:
-            return
-        found = measured(stages, self.micro_batches)
-        if self.state.global_step + 1 < self.schedule_step:
-            self.planned = plan_from(found)
-        else:
-            write_schedule(Path(self.args.output_dir), self.planned, found)
 
     def loader(self, dataset: Any, shard: Any) -> Any:
         """Batches of `shard` of `dataset`, on the CPU."""
@@ -263,14 +244,11 @@ class PipelineTrainer:
     def _log_evaluate_save(self) -> None:
         """What the callbacks have asked for, in the Trainer's order."""
         args, state = self.args, self.state
-        if self.control.should_log and state.global_step > self._logged_step:
-            steps = state.global_step - self._logged_step
-            logs = {"loss": float(self._loss) / steps}
+        if self.control.should_log and state.global_step > self.running_loss.logged_step:
+            logs = {"loss": self.running_loss.window(state.global_step, alike)}
             if self._grad_norm is not None:
                 logs["grad_norm"] = float(self._grad_norm)
             logs["learning_rate"] = self._learning_rate
-            self._total_loss = self._total_loss + self._loss
-            self._loss, self._logged_step = 0.0, state.global_step
             logs |= self.speed.window(self._sum_over_ranks)
             logs |= self.nan_guard.window(state.global_step, logs["loss"]) if self.nan_guard else {}
             self.log(logs)
@@ -279,10 +257,10 @@ class PipelineTrainer:
             if args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = is_best
         if self.control.should_save:
-            self._save()
+            save_checkpoint(self)
             self.control = self.handler.on_save(args, state, self.control)
 
-    def log(self, logs: dict[str, Any]) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Tell the callbacks: a file, the terminal, a tracker."""
         logs = {**logs, "epoch": self.state.epoch} if self.state.epoch is not None else logs
         self.state.log_history.append({**logs, "step": self.state.global_step})
@@ -290,79 +268,14 @@ class PipelineTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """The whole evaluation set, each sample once, through the pipeline; the same figures on every rank."""
-        start = time.monotonic()
-        sums, batches = whole_set(self)
-        metrics = self.compute_metrics(EvalPrediction(predictions=sums, label_ids=None))
-        metrics = {f"eval_{name}": value for name, value in metrics.items()}
-        metrics |= speed_metrics("eval", wall_clock(start), num_samples=len(self.eval_dataset), num_steps=batches)
+        metrics = evaluated(self)
         self.log(metrics)
         self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
         return {**metrics, "epoch": self.state.epoch} if self.state.epoch is not None else metrics
 
-    def forward_again(self, batches: list[dict[str, Any]]) -> None:
-        """The micro-batches of a step through the pipeline, without a step; on all ranks."""
-        forward(self, batches)
-
-    def roll_back(self, folder: Path) -> None:
-        """Weights and optimizer of a checkpoint; the schedule, the random states and the data go on from here."""
-        schedule, states = self.scheduler.state_dict(), rng_state()
-        self.checkpoints.load(folder, read_record(folder))
-        self.checkpoints.load_schedule(schedule)
-        set_rng_state(states)
-
-    def _save(self) -> None:
-        """A checkpoint, whole or not at all; and what --save_total_limit no longer keeps goes."""
-        state, folder = self.state, Path(self.args.output_dir)
-        place = folder / f"checkpoint-{state.global_step}"
-        note_place_of_best(state, place)
-        self.running_loss.sums, self.running_loss.total = [float(self._loss)], float(self._total_loss)
-        self.running_loss.logged_step = self._logged_step
-        kept = [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]
-        state.stateful_callbacks = {type(callback).__name__: callback.state() for callback in kept}
-        self.checkpoints.save(place, state, self.global_batch_size, weights_only=self.args.save_only_model)
-        if self.launch.speaks:
-            self.keeper.trust(place)
-            self.keeper.rotate(self.args.save_total_limit, place, state.best_model_checkpoint)
-
-    def _resume(self, folder: Path) -> TrainerState:
-        """Go on from a checkpoint, of whatever layout. Raises RequestError where the global batch is another."""
-        with loadable(folder, self) as found:
-            record = read_record(found)
-            batch = record["global_batch_size"]
-            if batch != self.global_batch_size:
-                raise RequestError(
-                    f"--resume: {folder} was trained with a global batch of {batch}, but this run makes "
-                    f"{self.args.train_batch_size} x {self.micro_batches} x {self.pipelines} = "
-                    f"{self.global_batch_size} (micro-batch x accumulation x pipelines). Change "
-                    "--gradient_accumulation_steps or --per_device_train_batch_size so that they agree."
-                )
-            self.checkpoints.load(found, record)
-        state = TrainerState.load_from_json(str(folder / STATE_FILE))
-        restore_callbacks(self.handler.callbacks, state, self.args.restore_callback_states_from_checkpoint)
-        if self.launch.speaks:
-            self.keeper.go_on_from(folder, state.global_step)
-        return state
-
-    def _load_best(self) -> None:
-        best = best_to_load(Path(self.args.output_dir), self.state.best_model_checkpoint)
-        if best is not None:
-            self.checkpoints.load_weights(best)
-
-    def save_model(self, output_dir: str | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The weights as the final model into the run folder: in fp32, one part a stage, with config and tokenizer."""
         self.checkpoints.save_model(Path(output_dir or self.args.output_dir))
-
-    def save_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """`train_results.json` or `eval_results.json`, and both in all_results.json, as the Trainer does."""
-        if self.launch.speaks:
-            folder = Path(self.args.output_dir)
-            write_json(folder / f"{split}_results.json", metrics)
-            write_json(folder / "all_results.json", {**results_of(folder), **metrics})
-
-    def save_state(self) -> None:
-        """`trainer_state.json` in the run folder."""
-        if self.launch.speaks:
-            self.state.save_to_json(str(Path(self.args.output_dir) / STATE_FILE))
 
     def peak_memory_gib_per_rank(self) -> list[float]:
         """In GiB."""

@@ -1,0 +1,71 @@
+"""How a pipeline's training is saved and goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
+
+from finetune.errors import RequestError
+from finetune.run.files import STATE_FILE
+from finetune.training.checkpoints.best import best_to_load, note_place_of_best
+from finetune.training.guards.nan_guard import rng_state, set_rng_state
+from finetune.training.pipeline.checkpoint import read_record
+from finetune.training.reshard.for_pipeline import loadable
+from finetune.training.resuming import restore_callbacks
+
+
+def alike(tensor: torch.Tensor) -> torch.Tensor:
+    """A gathering of what is the same on all ranks."""
+    return tensor
+
+
+def save_checkpoint(trainer: Any) -> None:
+    """A checkpoint of a PipelineTrainer, whole or not at all; and what --save_total_limit no longer keeps goes."""
+    state, args = trainer.state, trainer.args
+    place = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    note_place_of_best(state, place)
+    trainer.running_loss.note(alike)
+    kept = [callback for callback in trainer.handler.callbacks if isinstance(callback, ExportableState)]
+    state.stateful_callbacks = {type(callback).__name__: callback.state() for callback in kept}
+    trainer.checkpoints.save(place, state, trainer.global_batch_size, weights_only=args.save_only_model)
+    if trainer.launch.speaks:
+        trainer.keeper.trust(place)
+        trainer.keeper.rotate(args.save_total_limit, place, state.best_model_checkpoint)
+
+
+def roll_back(trainer: Any, folder: Path) -> None:
+    """Weights and optimizer of a checkpoint; the schedule, the random states and the data go on from here."""
+    schedule, states = trainer.scheduler.state_dict(), rng_state()
+    trainer.checkpoints.load(folder, read_record(folder))
+    trainer.checkpoints.load_schedule(schedule)
+    set_rng_state(states)
+
+
+def resume(trainer: Any, folder: Path) -> TrainerState:
+    """Go on from a checkpoint, of whatever layout. Raises RequestError where the global batch is another."""
+    with loadable(folder, trainer) as found:
+        record = read_record(found)
+        batch = record["global_batch_size"]
+        if batch != trainer.global_batch_size:
+            raise RequestError(
+                f"--resume: {folder} was trained with a global batch of {batch}, but this run makes "
+                f"{trainer.args.train_batch_size} x {trainer.micro_batches} x {trainer.pipelines} = "
+                f"{trainer.global_batch_size} (micro-batch x accumulation x pipelines). Change "
+                "--gradient_accumulation_steps or --per_device_train_batch_size so that they agree."
+            )
+        trainer.checkpoints.load(found, record)
+    state = TrainerState.load_from_json(str(folder / STATE_FILE))
+    restore_callbacks(trainer.handler.callbacks, state, trainer.args.restore_callback_states_from_checkpoint)
+    if trainer.launch.speaks:
+        trainer.keeper.go_on_from(folder, state.global_step)
+    return state
+
+
+def load_best(trainer: Any) -> None:
+    best = best_to_load(Path(trainer.args.output_dir), trainer.state.best_model_checkpoint)
+    if best is not None:
+        trainer.checkpoints.load_weights(best)

@@ -1,0 +1,97 @@
+"""How a Hugging Face Trainer saves, pushes, and goes on: FinetuneMixin's half that writes and reads folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerState
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import HubStrategy
+
+from finetune.errors import RequestError
+from finetune.run.files import STATE_FILE
+from finetune.training.checkpoints.best import best_to_load
+from finetune.training.checkpoints.final import save_final
+from finetune.training.checkpoints.writing import outer_of
+from finetune.training.hub import open_repo
+from finetune.training.reshard.for_trainer import load_best
+from finetune.training.resuming import ended_early, restore_callbacks
+from finetune.training.saved_arguments import write_arguments
+
+if TYPE_CHECKING:
+    from transformers import Trainer as AnyTrainer
+else:
+    AnyTrainer = object  # the Trainer's class is named beside the mixin
+
+
+class SavingMixin(AnyTrainer):
+    """A part of FinetuneMixin, whose `__init__` makes what is used here."""
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_world_process_zero():
+            create = super().init_hf_repo
+            open_repo(self, lambda: create(*args, **kwargs))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The run's own card stays (finetune.training.model_card), where the Trainer would write its draft over it."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's, which would push here already, without the card (transformers 5.23, Trainer.save_model)."""
+        run_folder = Path(self.args.output_dir)
+        if output_dir is None or Path(output_dir) == run_folder:
+            save_final(run_folder, self._write_model)
+            return
+        self._write_model(Path(output_dir))
+        if self.comm_hook and _internal_call and not self.args.save_only_model:
+            self.comm_hook.save(Path(output_dir))  # a checkpoint
+
+    def _write_model(self, folder: Path) -> None:
+        super().save_model(str(folder), _internal_call=True)
+        if self.args.should_save and (folder / TRAINING_ARGS_NAME).is_file():
+            write_arguments(folder, self.args)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        write = super()._save_checkpoint
+        self.running_loss.note(self.accelerator.gather)
+        self.saves.save(lambda: write(model, trial))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where the Trainer may write and delete checkpoints: beside the one that is being written it finds none, so
+        that rotation is left to ours, also at the end of the training (transformers 5.23, _finalize_training)."""
+        return str(outer_of(self.saves.place))
+
+    def _load_best_model(self) -> None:
+        """As the Trainer's, of a checkpoint that verifies; and it may be of another layout."""
+        best = best_to_load(Path(self.args.output_dir), self.state.best_model_checkpoint)
+        if best is not None:
+            self.state.best_model_checkpoint = str(best)
+            if not load_best(self, best):
+                super()._load_best_model()
+
+    def _load_callback_state(self) -> None:
+        restore_callbacks(
+            self.callback_handler.callbacks, self.state, self.args.restore_callback_states_from_checkpoint
+        )
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """As the Trainer's, but no epoch is left where --max_steps have been had, or early stopping has stopped: a run
+        that is resumed at its end would take a step more (transformers 5.23, Trainer._run_epoch looks at the number of
+        steps after each of them)."""
+        epochs, *others, self.max_steps = super().set_initial_training_values(args, dataloader)
+        self.epochs = epochs
+        if self.reshard:
+            state = TrainerState.load_from_json(str(self.reshard.folder / STATE_FILE))
+            callbacks = self.callback_handler.callbacks
+            restore_callbacks(callbacks, state, args.restore_callback_states_from_checkpoint)
+            if state.global_step >= self.max_steps or ended_early(callbacks):
+                epochs = 0
+        return (epochs, *others, self.max_steps)
+
+
+def check_push(args: Any) -> None:
+    """A checkpoint is never pushed: its folder is renamed once it is whole."""
+    if args.push_to_hub and args.hub_strategy != HubStrategy.END:
+        raise RequestError(
+            f"hub_strategy is {args.hub_strategy.value}, but a run is pushed once, at its end. Set it to end."
+        )

@@ -1,0 +1,207 @@
+"""DeepSpeed's and accelerate's insides: engines, the pipeline, files of checkpoints."""
+
+from __future__ import annotations
+
+from finetune.upstream.row import Row
+
+PIPE = "deepspeed.runtime.pipe.engine:PipelineEngine."
+ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
+PARTITION = "deepspeed.runtime.zero.partition_parameters:Init."
+
+ENGINE = (
+    Row(
+        "training/reshard/for_trainer.py",
+        "deepspeed.runtime.engine:DeepSpeedEngine._config",
+        "write",
+        "what is loaded after a universal checkpoint, such as the best one, is as DeepSpeed saves it",
+        "runtime/engine.py, load_universal_checkpoint: for the life of an engine",
+        "an argument of load_checkpoint",
+        called_from=("deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",),
+    ),
+    Row(
+        "training/reshard/for_trainer.py",
+        "deepspeed.runtime.config:DeepSpeedConfig.load_universal_checkpoint",
+        "write",
+        "as above",
+        "runtime/config.py",
+        "as above",
+        called_from=("deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",),
+    ),
+    Row(
+        "training/reshard/for_trainer.py",
+        f"{ZERO}loss_scaler",
+        "write",
+        "fp16's scale goes along to another layout",
+        "runtime/zero/stage_1_and_2.py: its universal loader leaves it out",
+        "the loader takes it",
+    ),
+    *(
+        Row(
+            f"training/guards/{adapter}_adapter.py",
+            f"{ZERO}overflow",
+            "read",
+            "whether the step was left out for gradients that are not finite",
+            "runtime/engine.py, _take_model_step",
+            "a public word for a step that was skipped, in fp32 and bf16 too",
+            called_from=("deepspeed.runtime.engine:DeepSpeedEngine._take_model_step",),
+        )
+        for adapter in ("trainer", "pipeline")
+    ),
+    Row(
+        "training/guards/trainer_adapter.py",
+        "transformers.integrations.deepspeed:deepspeed_load_checkpoint",
+        "call",
+        "a rollback loads what a resumed run loads",
+        "transformers/trainer.py, _prepare_for_training",
+        "a public method that loads a checkpoint into a Trainer that trains",
+        "deepspeed_engine, checkpoint_path, load_module_strict=",
+        ("transformers.trainer:Trainer._prepare_for_training",),
+    ),
+    *(
+        Row(where, PARTITION + name, "read", why, "runtime/zero/partition_parameters.py", "deepspeed.utils tells it")
+        for where, name, why in (
+            ("training/speed.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
+            ("training/checkpoints/space.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
+            ("bench/meter.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
+            ("bench/meter.py", "ds_tensor", "the bytes of this rank's shards"),
+            ("training/reshard/for_trainer.py", "ds_id", "whether ZeRO-3 has sharded a weight"),
+        )
+    ),
+    Row(
+        "training/resuming.py",
+        "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam.ds_opt_adam",
+        "call",
+        "brings the powers of its betas to the digits of a run that was not cut",
+        "ops/csrc/includes/cpu_adam.h, IncrementStep: keeps them in C++, where no checkpoint has them",
+        "powers derived from the step",
+        called_from=("deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam.step",),
+    ),
+    Row(
+        "training/resuming.py",
+        "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam.opt_id",
+        "read",
+        "as above",
+        "ops/adam/cpu_adam.py",
+        "as above",
+    ),
+    *(
+        Row(
+            "training/reshard/portable.py",
+            name,
+            "read",
+            "may be opened from a shard's pickle",
+            "checkpoints are pickles of these",
+            "checkpoints without pickles",
+        )
+        for name in (
+            "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
+            "deepspeed.runtime.fp16.loss_scaler:LossScaler",
+            "deepspeed.runtime.zero.config:ZeroStageEnum",
+            "deepspeed.utils.tensor_fragment:fragment_address",
+        )
+    ),
+    Row(
+        "dsconfig/make_schema.py",
+        "deepspeed.runtime.config:DtypeEnum._all_values",
+        "read",
+        "every word that a config may say for a type",
+        "runtime/config.py",
+        "a schema that DeepSpeed ships",
+    ),
+)
+
+PIPELINE = (
+    Row(
+        "training/pipeline/evaluation.py",
+        f"{PIPE}reset_activation_shape",
+        "call",
+        "an evaluation's batches have a size of their own",
+        "runtime/pipe/engine.py",
+        "eval_batch does it",
+        "self",
+    ),
+    Row(
+        "training/pipeline/evaluation.py",
+        f"{PIPE}eval_batch",
+        "call",
+        "figures are taken by the loss on the last stage, so nothing is reduced or broadcast",
+        "runtime/pipe/engine.py",
+        "it is public, and its arguments are not documented",
+        "self, data_iter, return_logits=, compute_loss=, reduce_output=, bcast_loss=, num_micro_batches=",
+    ),
+    Row(
+        "training/guards/pipeline_adapter.py",
+        f"{PIPE}agg_train_loss",
+        "read",
+        "the loss of the step, on all stages",
+        "runtime/pipe/engine.py, train_batch",
+        "train_batch's return value, where the guard is asked",
+    ),
+    *(
+        Row(
+            "training/pipeline/trace.py",
+            f"deepspeed.runtime.pipe.p2p:{name}",
+            "read",
+            "a transfer's begin and end, by the code object of the function",
+            "runtime/pipe/engine.py: no hook around it",
+            "hooks around instructions",
+            signature,
+            (f"{PIPE}_{caller}",),
+        )
+        for name, signature, caller in (
+            ("send", "tensor, dest_stage, async_op=", "exec_send_activations"),
+            ("recv", "tensor, src_stage, async_op=", "exec_recv_activations"),
+        )
+    ),
+    *(
+        Row(
+            "training/pipeline/trainer.py",
+            f"deepspeed.runtime.pipe.topology:PipelineParallelGrid.{name}",
+            "call",
+            "which stage, and which pipeline, this rank is of",
+            "runtime/pipe/topology.py",
+            "it is public, and is not documented",
+            "self",
+        )
+        for name in ("get_stage_id", "get_data_parallel_rank")
+    ),
+    Row(
+        "training/pipeline/engine.py",
+        "transformers.trainer:Trainer.get_decay_parameter_names",
+        "call",
+        "the Trainer's two groups without a Trainer: it looks at no self",
+        "transformers/trainer.py",
+        "a static method",
+        "self, model",
+    ),
+    Row(
+        "training/pipeline/trainer.py",
+        "transformers.trainer_callback:CallbackHandler",
+        "call",
+        "the Trainer's callbacks around a loop that is not the Trainer's",
+        "transformers/trainer_callback.py: internal, by its docstring",
+        "a public loop",
+        "callbacks, model, processing_class, optimizer, lr_scheduler",
+    ),
+)
+
+ACCELERATE = (
+    Row(
+        "training/runtime.py",
+        "accelerate.state:PartialState.distributed_type",
+        "write",
+        "FSDP shards CPU ranks, too",
+        "state.py, AcceleratorState.__init__: drops the FSDP plugin for MULTI_CPU",
+        "MULTI_CPU among the types that may become FSDP",
+    ),
+    Row(
+        "training/trainer.py",
+        "accelerate.data_loader:DataLoaderAdapter.base_dataloader",
+        "read",
+        "workers are given what outlives a SIGTERM",
+        "data_loader.py: what stands around torch's DataLoader gives, and does not set, its attributes",
+        "an argument of the Trainer for worker_init_fn",
+    ),
+)
+
+ROWS = (*ENGINE, *PIPELINE, *ACCELERATE)

@@ -1,0 +1,134 @@
+"""What models and the meters of memory take of transformers, torch, bitsandbytes, and of Python."""
+
+from __future__ import annotations
+
+from finetune.upstream.row import Row
+
+MODEL = "transformers.modeling_utils:PreTrainedModel."
+GPTLITE, ALEXNET, MLP = "models/gptlite.py", "models/alexnet.py", "models/mlp.py"
+# Ours, theirs, what it says, and the method that must go on asking.
+OF_A_MODEL = (
+    (GPTLITE, "_no_split_modules", "a block stays on one device, and is what FSDP wraps", "post_init"),
+    (ALEXNET, "_no_split_modules", "a block stays on one device, and is what FSDP wraps", "post_init"),
+    (GPTLITE, "_skip_keys_device_placement", "the cache lies with its layer", "post_init"),
+    (GPTLITE, "_supports_flash_attn", "attention goes through ALL_ATTENTION_FUNCTIONS", "_flash_attn_can_dispatch"),
+    (GPTLITE, "_supports_sdpa", "attention goes through ALL_ATTENTION_FUNCTIONS", "_sdpa_can_dispatch"),
+    (ALEXNET, "_supports_sdpa", "it has no attention, and the default is asked for", "_sdpa_can_dispatch"),
+    (MLP, "_supports_sdpa", "it has no attention, and the default is asked for", "_sdpa_can_dispatch"),
+    (GPTLITE, "_supports_flex_attn", "attention goes through ALL_ATTENTION_FUNCTIONS", "_flex_attn_can_dispatch"),
+    (GPTLITE, "_supports_attention_backend", "any attention function serves", "is_backend_compatible"),
+    (GPTLITE, "_tied_weights_keys", "the head is the embedding", "get_expanded_tied_weights_keys"),
+)
+
+MODELS = (
+    *(
+        Row(
+            where,
+            MODEL + name,
+            "override",
+            why,
+            "modeling_utils.py",
+            "a public name",
+            "",
+            (MODEL + by,),
+        )
+        for where, name, why, by in OF_A_MODEL
+    ),
+    *(
+        Row(
+            where,
+            f"{MODEL}_init_weights",
+            "override",
+            "how a model draws its weights",
+            "modeling_utils.py: the one way to say it",
+            "a public name",
+            "self, module",
+            (f"{MODEL}_initialize_weights",),
+        )
+        for where in (GPTLITE, ALEXNET, MLP)
+    ),
+    *(
+        Row(
+            where,
+            "transformers.configuration_utils:PreTrainedConfig._attn_implementation",
+            "write" if where in ("models/causal.py", "models/small_copy.py") else "read",
+            why,
+            "configuration_utils.py: attn_implementation is an argument, and there is no public attribute",
+            "a public attribute",
+        )
+        for where, why in (
+            ("models/causal.py", "a config is settled before its model is built"),
+            ("models/document_mask.py", "which masks the attention takes"),
+            (GPTLITE, "which function attends"),
+            ("models/small_copy.py", "a small copy attends as its model does"),
+        )
+    ),
+    Row(
+        "models/batch_norm.py",
+        "torch.nn.modules.batchnorm:_BatchNorm",
+        "read",
+        "the one class that all batch norms are of",
+        "torch/nn/modules/batchnorm.py",
+        "a public name for it",
+    ),
+    Row(
+        "models/causal.py",
+        "bitsandbytes.nn.modules:Linear4bit.support_avx512bf16_for_cpu",
+        "write",
+        "weights stay trainable after an evaluation on a CPU",
+        "autograd/_functions.py, matmul_4bit: packs weights for a kernel without a backward",
+        "packing undone on train(), or a kernel with a backward",
+        called_from=("bitsandbytes.nn.modules:Linear4bit.forward",),
+    ),
+)
+
+MEMORY = (
+    *(
+        Row(
+            where,
+            "torch.storage:UntypedStorage._cdata",
+            "read",
+            "which tensors share a storage",
+            "torch/storage.py; data_ptr is 0 for all that are empty or on meta",
+            "a public identity of storages",
+        )
+        for where in ("measure/memory.py", "bench/meter.py")
+    ),
+    *(
+        Row(
+            "measure/memory.py",
+            name,
+            "read",
+            "every operator passes by, those that torch has in Python as well",
+            "torch/utils/_python_dispatch.py: documented only in notes",
+            "public names",
+        )
+        for name in (
+            "torch.utils._python_dispatch:TorchDispatchMode",
+            "torch.utils._pytree:tree_iter",
+            "torch._C:DispatchKey",
+            "torch._C:DispatchKeySet",
+        )
+    ),
+    Row(
+        "training/checkpoints/stand_ins.py",
+        "torch:_storage_classes",
+        "read",
+        "names of storages that a pickle may hold",
+        "torch/__init__.py",
+        "torch.serialization tells which names are safe",
+    ),
+)
+
+COMMAND_LINE = (
+    Row(
+        "cli.py",
+        "argparse:ArgumentParser._actions",
+        "read",
+        "all flags, to name the nearest",
+        "argparse.py: no public list of arguments",
+        "a public list",
+    ),
+)
+
+ROWS = (*MODELS, *MEMORY, *COMMAND_LINE)

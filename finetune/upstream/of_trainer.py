@@ -1,0 +1,188 @@
+"""What FinetuneMixin overrides of transformers' Trainer, and what it and its guards call there."""
+
+from __future__ import annotations
+
+from finetune.upstream.row import Row
+
+TRAINER = "transformers.trainer:Trainer."
+MIXIN, SAVING = "training/trainer.py", "training/saving.py"
+IS_PUBLIC = "the method goes, or is no longer called from there: it is public"
+
+
+def _public(where: str, name: str, signature: str, called_from: str, why: str) -> Row:
+    callers = tuple(TRAINER + caller for caller in called_from.split())
+    return Row(where, TRAINER + name, "override", why, "trainer.py", IS_PUBLIC, signature, callers)
+
+
+PRIVATE = (
+    Row(
+        SAVING,
+        f"{TRAINER}_save_checkpoint",
+        "override",
+        "a checkpoint is whole or not there; callbacks hear of a save only once it is made (on_save)",
+        "trainer.py: writes file by file into the final folder",
+        "a hook before a save and one after all its files, or a place that may be renamed",
+        "self, model, trial",
+        (f"{TRAINER}_maybe_log_save_evaluate",),
+    ),
+    Row(
+        SAVING,
+        f"{TRAINER}_get_output_dir",
+        "override",
+        "the save above goes into a folder that is renamed, and the Trainer finds no checkpoint there to delete",
+        "trainer.py, _finalize_training: save_total_limit=1 with another best deletes the last checkpoint",
+        "a public argument for where checkpoints go; rotation that can be turned off",
+        "self, trial",
+        (f"{TRAINER}_save_checkpoint", f"{TRAINER}_finalize_training"),
+    ),
+    Row(
+        SAVING,
+        f"{TRAINER}_load_best_model",
+        "override",
+        "the best checkpoint is verified before it is opened, and may be of another layout; no callback comes before",
+        "trainer.py: opens what trainer_state.json names",
+        "a hook before the best model is loaded",
+        "self",
+        (f"{TRAINER}_finalize_training",),
+    ),
+    Row(
+        SAVING,
+        f"{TRAINER}_load_callback_state",
+        "override",
+        "callbacks keep this run's arguments, and the losses come back also where the others are not asked for",
+        "trainer.py: builds callbacks anew with the arguments of the old run; one that is new fails to save",
+        "restoring in place",
+        "self",
+        (f"{TRAINER}_init_training_state",),
+    ),
+    Row(
+        MIXIN,
+        f"{TRAINER}_get_train_sampler",
+        "override",
+        "steps that do not depend on the number of processes; the public get_train_dataloader takes no sampler",
+        "trainer.py: groups by length within a rank's share of a step",
+        "a sampler as an argument of the Trainer",
+        "self, train_dataset=",
+        (f"{TRAINER}get_train_dataloader",),
+    ),
+    Row(
+        MIXIN,
+        f"{TRAINER}_get_grad_norm",
+        "override",
+        "the norm that all ranks share says whether a step may be taken; under DeepSpeed's stage 0 it is ours",
+        "trainer.py: callbacks before the optimizer (on_pre_optimizer_step) are not told the norm",
+        "the norm given to on_pre_optimizer_step",
+        "self, model, grad_norm=",
+        (f"{TRAINER}_run_epoch",),
+    ),
+    Row(
+        MIXIN,
+        f"{TRAINER}_prepare_inputs",
+        "override",
+        "labels that are numbers keep their digits, in training and in what metrics are given",
+        "trainer.py, _prepare_input: casts every float to DeepSpeed's precision",
+        "labels left as they are",
+        "self, inputs",
+        (f"{TRAINER}training_step", f"{TRAINER}prediction_step"),
+    ),
+)
+
+CALLED = (
+    *(
+        Row(
+            "training/guards/trainer_adapter.py",
+            f"{TRAINER}{name}",
+            "call",
+            "a rollback loads what a resumed run loads, in every layout",
+            "trainer.py, _prepare_for_training",
+            "a public method that loads a checkpoint into a Trainer that trains",
+            signature,
+            (f"{TRAINER}{caller}",),
+        )
+        for name, signature, caller in (
+            ("_load_from_checkpoint", "self, resume_from_checkpoint, model=", "train"),
+            ("_load_optimizer_and_scheduler", "self, checkpoint", "_prepare_for_training"),
+            ("_load_scaler", "self, checkpoint", "_prepare_for_training"),
+        )
+    ),
+)
+
+PUBLIC = (
+    _public(
+        MIXIN,
+        "train",
+        "self, resume_from_checkpoint=, trial=, ignore_keys_for_eval=",
+        "",
+        "ranks are watched, and a checkpoint of another layout is moved first",
+    ),
+    _public(
+        SAVING,
+        "set_initial_training_values",
+        "self, args, dataloader",
+        "_inner_training_loop",
+        "a run that is resumed at its end takes no step more",
+    ),
+    _public(SAVING, "init_hf_repo", "self, token=, private=", "__init__", "a public repository is not pushed to"),
+    _public(
+        SAVING,
+        "create_model_card",
+        "self, language=, license=, tags=, model_name=, finetuned_from=, tasks=, "
+        "dataset_tags=, dataset=, dataset_args=",
+        "push_to_hub",
+        "the run's own card stays",
+    ),
+    _public(
+        SAVING,
+        "save_model",
+        "self, output_dir=, _internal_call=",
+        "_save_checkpoint",
+        "the final model is whole",
+    ),
+    _public(MIXIN, "create_optimizer", "self, model=", "_prepare_for_training", "keeps the norm"),
+    _public(MIXIN, "get_train_dataloader", "self", "_inner_training_loop", "workers outlive a SIGTERM"),
+    _public(
+        MIXIN,
+        "evaluation_loop",
+        "self, dataloader, description, prediction_loss_only=, ignore_keys=, metric_key_prefix=",
+        "evaluate predict",
+        "evaluating draws nothing from what is learnt after it",
+    ),
+    _public(
+        MIXIN,
+        "get_batch_samples",
+        "self, epoch_iterator, num_batches, device",
+        "_run_epoch",
+        "the guard sees a step's micro-batches",
+    ),
+    _public(
+        MIXIN,
+        "compute_loss",
+        "self, model, inputs, return_outputs=, num_items_in_batch=",
+        "training_step prediction_step",
+        "a loss that is not finite shows in every gradient",
+    ),
+    _public(
+        MIXIN,
+        "prediction_step",
+        "self, model, inputs, prediction_loss_only, ignore_keys=",
+        "evaluation_loop",
+        "progress is told, and figures of rows stand for their logits",
+    ),
+    _public(
+        MIXIN,
+        "training_step",
+        "self, model, inputs, num_items_in_batch=",
+        "_run_epoch",
+        "tokens and losses are counted",
+    ),
+    _public(MIXIN, "floating_point_ops", "self, inputs", "_run_epoch", "parameters are counted once"),
+    _public(
+        MIXIN,
+        "log",
+        "self, logs, start_time=",
+        "_maybe_log_save_evaluate _finalize_training evaluate",
+        "with the speed",
+    ),
+)
+
+ROWS = (*PRIVATE, *CALLED, *PUBLIC)
