@@ -65,7 +65,7 @@ def test_the_printed_commands_train_over_both_as_on_one(
     assert first.column("loss") == pytest.approx(loss_of_one_host, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("built_ops")
 def test_the_accelerate_config_for_several_hosts_trains_over_both(
     hosts: tuple[Host, Host], loss_of_one_host: list[float], tmp_path: Path

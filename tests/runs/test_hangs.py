@@ -27,9 +27,9 @@ def ended_with(run: Living, ranks: dict[int, psutil.Process]) -> list[str]:
 @pytest.mark.parametrize(
     ("culprit", "launcher", "values"),
     [
-        pytest.param(1, "torchrun", {}, id="rank 1 of DDP", marks=pytest.mark.slow),
-        pytest.param(0, "torchrun", {"deepspeed": "zero3"}, id="rank 0 of ZeRO-3", marks=pytest.mark.slow),
-        pytest.param(0, "deepspeed", SMALL_PIPELINE, id="the first stage of a pipeline", marks=pytest.mark.slow),
+        pytest.param(1, "torchrun", {}, id="rank 1 of DDP", marks=pytest.mark.nightly),
+        pytest.param(0, "torchrun", {"deepspeed": "zero3"}, id="rank 0 of ZeRO-3", marks=pytest.mark.nightly),
+        pytest.param(0, "deepspeed", SMALL_PIPELINE, id="the first stage of a pipeline", marks=pytest.mark.nightly),
     ],
 )
 def test_a_stopped_rank_is_named_and_nothing_of_the_run_is_left(
@@ -51,8 +51,8 @@ def test_a_stopped_rank_is_named_and_nothing_of_the_run_is_left(
     ("culprit", "values"),
     [
         pytest.param(1, {}, id="rank 1 of DDP"),
-        pytest.param(0, {"deepspeed": "zero2"}, id="rank 0 of ZeRO-2", marks=pytest.mark.slow),
-        pytest.param(1, SMALL_PIPELINE, id="the last stage of a pipeline", marks=pytest.mark.slow),
+        pytest.param(0, {"deepspeed": "zero2"}, id="rank 0 of ZeRO-2", marks=pytest.mark.nightly),
+        pytest.param(1, SMALL_PIPELINE, id="the last stage of a pipeline", marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_whose_batch_never_comes_is_named_with_where_it_stands(
@@ -60,8 +60,8 @@ def test_a_rank_whose_batch_never_comes_is_named_with_where_it_stands(
 ) -> None:
     recipe, folder = PIPELINE if "pipeline_parallel_size" in values else RECIPE, tmp_path / "run"
     every = {**({} if recipe == PIPELINE else TINY), **values, **LONG, "save_strategy": "no"}
-    command = [*LAUNCHERS["torchrun"](2), FAULTY, recipe, *flags({"output_dir": folder, **every})]
-    fault = {"kind": "sleep", "rank": culprit, "batch": 20}
+    command = [*LAUNCHERS["torchrun"](2), FAULTY, *flags({"output_dir": folder, **every})]
+    fault = {"recipe": recipe, "kind": "sleep", "rank": culprit, "batch": 20}
     with living(command, FAULTY, tmp_path / "log", {"FAULT": json.dumps(fault)}) as run:
         run.wait_for(lambda: steps_of(folder))
         (said,) = ended_with(run, run.ranks())
@@ -70,7 +70,7 @@ def test_a_rank_whose_batch_never_comes_is_named_with_where_it_stands(
     assert "waits for it" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_killed_rank_is_named_once(culprit: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"

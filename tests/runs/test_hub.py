@@ -22,7 +22,7 @@ def push(hub: FakeHub, folder: Path, ranks: int = 1, env: dict[str, str] | None 
     return launch(launcher, folder, {**PUSH, **values}, ranks=ranks, env=every, recipe=RECIPE, check=False)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_run_is_pushed_once_privately_with_its_card(ranks: int, tmp_path: Path) -> None:
     with fake_hub() as hub:
         run = push(hub, tmp_path / "run", ranks, save_strategy="steps", save_steps=1)

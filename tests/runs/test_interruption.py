@@ -36,7 +36,9 @@ LONG = {"max_steps": 4000, "save_strategy": "steps", "save_steps": 4000, "lr_sch
             id="deepspeed's launcher",
         ),
         pytest.param(
-            *("torchrun", signal.SIGTERM, "launcher", 1, {"deepspeed": "zero3"}), id="torchrun", marks=pytest.mark.slow
+            *("torchrun", signal.SIGTERM, "launcher", 1, {"deepspeed": "zero3"}),
+            id="torchrun",
+            marks=pytest.mark.nightly,
         ),
         pytest.param("deepspeed", signal.SIGUSR1, "rank 1", 75, SMALL_PIPELINE, id="one stage of a pipeline"),
     ],
@@ -69,7 +71,7 @@ def test_all_ranks_stop_with_a_checkpoint_from_which_the_run_goes_on(
     assert resumed.column("loss") == pytest.approx(uncut.column("loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_signal_in_the_last_evaluation_of_the_training_is_heeded_at_its_end(ranks: int, tmp_path: Path) -> None:
     folder, launcher = tmp_path / "run", "python" if ranks == 1 else "torchrun"
     values = {
@@ -93,7 +95,7 @@ def test_a_signal_in_the_last_evaluation_of_the_training_is_heeded_at_its_end(ra
     assert "nothing is left to do" in again.output  # and status 0, for a cluster
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_cannot_save_in_time_ends_with_the_same_status(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     values = {**TINY, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "stop_grace": 1}

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.usefixtures("built_ops")
     ("name", "kills", "seed"),
     [
         ("plain", 2, 2),
-        pytest.param("zero2", 5, 2, marks=pytest.mark.slow),
-        pytest.param("pipeline", 5, 3, marks=pytest.mark.slow),
-        pytest.param("image_cls", 4, 4, marks=pytest.mark.slow),
+        pytest.param("zero2", 5, 2, marks=pytest.mark.nightly),
+        pytest.param("pipeline", 5, 3, marks=pytest.mark.nightly),
+        pytest.param("image_cls", 4, 4, marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_loses_nothing(name: str, kills: int, seed: int, tmp_path: Path) -> None:
