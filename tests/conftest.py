@@ -70,6 +70,17 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, rows) if "loss" in row]
 
 
+def gate_has(some: Any, every: Sequence[Any]) -> list[Any]:
+    """Parameters of a test: `some`, one or a list of them, in the gate, and the others in the nightly set."""
+    chosen = some if isinstance(some, list) else [some]
+    assert all(one in every for one in chosen)
+    return [one if one in chosen else _nightly(one) for one in every]
+
+
+def _nightly(one: Any) -> Any:
+    return pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.nightly)
+
+
 @dataclass
 class Finished:
     """A run that has ended: its exit status, all it printed, and its folder."""

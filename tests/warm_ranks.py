@@ -198,6 +198,7 @@ class Launcher:
         own |= {"GROUP_RANK": "0", "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
         own |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"}
         own |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+        own |= {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
         if self.world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
             own["OMP_NUM_THREADS"] = "1"
         for rank in range(self.world_size):

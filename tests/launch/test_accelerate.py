@@ -23,7 +23,6 @@ def test_they_are_these() -> None:
     assert [name.removeprefix("accelerate_") for name in CONFIGS] == "ddp fsdp zero1 zero2 zero3 zero3_offload".split()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.usefixtures("built_ops")
 def test_it_trains_as_any_other_launcher(name: str, loss_of_torchrun: list[float], tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from hosts import INTERFACE, Host, names_as_debian_gives_them, sshd, two_hosts
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[Host, Host]]:

@@ -231,6 +231,7 @@ def test_a_disk_that_data_fills_is_named(variable: str, tmp_path: Path) -> None:
     assert not run.folder.exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(launcher: str, tmp_path: Path) -> None:
     values = {**TINY, "max_steps": 100_000, "output_dir": tmp_path / "run", "num_train_epochs": 1000}

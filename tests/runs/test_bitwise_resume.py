@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Finished, launch, run_warm
+from conftest import TINY, Finished, gate_has, launch, run_warm
 from durability_runs import (
     RUNS,
     STEPS_PER_EPOCH,
@@ -28,7 +28,10 @@ pytestmark = pytest.mark.usefixtures("built_ops")
 EDGE, MIDDLE = STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2  # an even step, which is logged, and an odd one
 SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 20}
 nightly = pytest.mark.nightly
-GATE = ("zero2", "pipeline", "zero3_nvme")
+CUTS = [("plain", EDGE), *((name, EDGE) for name in ("zero2", "pipeline", "pipeline_2x2", "fsdp"))]
+CUTS += [(name, MIDDLE) for name in RUNS if name != "zero3_nvme"]
+GATE = [("plain", EDGE), ("fsdp", EDGE), ("pipeline_2x2", EDGE), ("zero3_offload", MIDDLE), ("image_cls", MIDDLE)]
+GATE += [(name, MIDDLE) for name in ("ddp", "zero1", "zero2", "zero3", "pipeline", "causal_lm_streaming")]
 
 
 def launch_run(run: Run, folder: Path, cache: Path, **flags: Any) -> None:
@@ -50,20 +53,7 @@ def uncut(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("plain", EDGE),
-        ("zero2", MIDDLE),
-        ("pipeline", MIDDLE),
-        *(pytest.param(name, EDGE, marks=nightly) for name in ("zero2", "pipeline", "pipeline_2x2", "fsdp")),
-        *(
-            pytest.param(name, MIDDLE, marks=nightly)
-            for name in RUNS
-            if name not in ("zero2", "pipeline", "zero3_nvme")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "step"), gate_has(GATE, CUTS))
 def test_a_run_that_was_cut_off_ends_bit_equal(
     name: str, step: int, uncut: Callable[[str], Path], tmp_path: Path
 ) -> None:

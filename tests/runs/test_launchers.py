@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import REPO, TINY, Finished, launch
+from conftest import REPO, TINY, Finished, gate_has, launch
 
 from finetune.data.builtin import docstring_rows
 from finetune.dsconfig.load import find_config
@@ -77,12 +77,18 @@ PAIRS = [
 ]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("launcher", "config"), PAIRS)
+def in_gate(launcher: str, config: str) -> bool:
+    """Each config once, and each launcher with and without DeepSpeed."""
+    return config != "zero3_nvme" and (launcher in ("deepspeed", "accelerate") or config in ("none", "zero3"))
+
+
+@pytest.mark.parametrize(("launcher", "config"), gate_has([pair for pair in PAIRS if in_gate(*pair)], PAIRS))
 def test_training_is_the_same_under_every_launcher_and_config(
-    launcher: str, config: str, one_process: Finished, tmp_path: Path
+    launcher: str, config: str, one_process: Finished, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     skip_without_compilers(config)
+    if config == "zero3_nvme":
+        request.getfixturevalue("built_async_io")
     ranks = 1 if launcher == "python" else 2
     values = {**TINY, "per_device_train_batch_size": GLOBAL_BATCH // ranks, **config_values(config, tmp_path)}
     words: list[str] = []
@@ -98,7 +104,6 @@ def test_training_is_the_same_under_every_launcher_and_config(
         assert resolved["train_batch_size"] == GLOBAL_BATCH
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("config", ["none", "zero0", "zero1", "zero2", "zero3"])
 def test_accumulation_changes_nothing(config: str, one_process: Finished, tmp_path: Path) -> None:
     values = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, **config_values(config, tmp_path)}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LAUNCHERS, REPO, Finished, flags, launch
+from conftest import LAUNCHERS, REPO, Finished, flags, gate_has, launch
 from living import living
 from safetensors.torch import load_file
 
@@ -134,9 +134,10 @@ def test_gradients_of_two_stages_are_those_of_one_process(
     assert_same_gradients(pipe(tmp_path / "run", {**uneven, **ONE_STEP}, stages=2, accumulation=8), one_step)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("pipelines", [1, 2])
+LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]
+
+
+@pytest.mark.parametrize(("stages", "pipelines"), gate_has((2, 2), LAYOUTS))
 def test_gradients_are_the_same_at_any_layout_and_accumulation(
     stages: int, pipelines: int, uneven: dict[str, Any], one_step: Finished, tmp_path: Path
 ) -> None:
@@ -145,7 +146,6 @@ def test_gradients_are_the_same_at_any_layout_and_accumulation(
         assert_same_gradients(run, one_step)
 
 
-@pytest.mark.nightly
 def test_gradients_where_a_stage_has_only_weights_of_one_kind(
     uneven: dict[str, Any], one_step: Finished, tmp_path: Path
 ) -> None:
@@ -239,7 +239,6 @@ def test_fifty_steps_are_the_same_on_more_ranks(
     assert_same_run(run, fifty_steps)
 
 
-@pytest.mark.nightly
 def test_bf16_is_near_fp32(fifty_steps: Finished, tmp_path: Path) -> None:
     run = pipe(tmp_path / "run", {**FIFTY, "bf16": True}, stages=2, accumulation=4)
     assert run.column("loss") == pytest.approx(fifty_steps.column("loss"), rel=2e-2)
@@ -272,11 +271,9 @@ def test_a_resumed_run_is_as_if_never_cut(saved: Finished, tmp_path: Path) -> No
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stages", "pipelines", "accumulation"),
-    [(1, 1, 4), (4, 1, 4), (1, 2, 2), (2, 2, 2), (4, 2, 4)],
-    ids=["1 stage", "4 stages", "2 pipelines", "2 x 2", "4 x 2"],
+    gate_has((1, 2, 2), [(1, 1, 4), (4, 1, 4), (1, 2, 2), (2, 2, 2), (4, 2, 4)]),
 )
 def test_a_run_goes_on_at_another_layout(
     stages: int, pipelines: int, accumulation: int, saved: Finished, tmp_path: Path
@@ -329,8 +326,7 @@ def test_the_folder_opens_as_any_other_and_starts_another_pipeline(saved: Finish
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", gate_has(2, [1, 2]))
 def test_checkpointed_activations_give_the_same_gradients_with_dropout(stages: int, tmp_path: Path) -> None:
     values = {**ONE_STEP, "config_overrides": f"{SHAPE},dropout=0.3"}
     runs = {
@@ -372,7 +368,6 @@ def assert_is_1f1b(schedule: dict[str, Any], stages: int, micro_batches: int) ->
     assert {"send", "receive"} <= {event["kind"] for event in schedule["events"]}
 
 
-@pytest.mark.nightly
 def test_early_stopping_keeps_the_best_and_a_tracker_is_told(tmp_path: Path) -> None:
     """At a rate that only makes it worse, the first evaluation is the best."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
@@ -460,7 +455,6 @@ def test_what_cannot_be_is_refused_once_before_anything_is_built(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.nightly
 def test_resume_refuses_another_global_batch_and_goes_on_by_the_other_engine(saved: Finished, tmp_path: Path) -> None:
     folder = cut_off(saved, tmp_path / "run")
     run = pipe(folder, {**SAVED, "resume": "auto", "per_device_train_batch_size": 2}, stages=2, check=False)
@@ -477,6 +471,7 @@ def test_few_micro_batches_are_warned_of_with_what_they_cost(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_stage_ends_the_others_with_a_message_that_names_it(victim: int, tmp_path: Path) -> None:
     values = {**TINY, "schedule_step": 0, "max_steps": 10_000, "save_strategy": "steps", "save_steps": 5}

@@ -158,7 +158,6 @@ def test_one_rank_goes_on_as_four(to: str, tmp_path: Path) -> None:
     assert deviation(run, alone, FIRST) < SAME
 
 
-@pytest.mark.nightly
 def test_bf16_goes_on_within_its_own_noise(tmp_path: Path) -> None:
     """The noise is what uncut runs of other layouts differ by, which add up in another order."""
     half = (("bf16", True),)
@@ -172,7 +171,6 @@ def test_bf16_goes_on_within_its_own_noise(tmp_path: Path) -> None:
         assert deviation(run, uncut[moves[name][0]], FIRST) < 3 * noise
 
 
-@pytest.mark.nightly
 def test_the_best_checkpoint_of_another_layout_is_what_the_run_ends_with(tmp_path: Path) -> None:
     """The highest loss is called the best, so the first evaluation has it; the run is cut and goes on elsewhere."""
     more = (
