@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from finetune.doctor import network, probes
+from finetune.doctor import probes
+from finetune.host import network
 from finetune.doctor.probes import look
 from finetune.doctor.releases import KNOWN, known_faults
 from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result
