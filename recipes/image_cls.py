@@ -22,7 +22,7 @@ def main(run):
     from finetune.models.images import find_image_source
     from finetune.training.chapters import finish
     from finetune.training.image_trainers import image_trainer
-    from finetune.training.metrics import CountedMetrics, check_metric
+    from finetune.training.metrics import CountedMetrics, settle_best_metric
     from finetune.training.results import write_image_report
     from finetune.training.start import start
 
@@ -42,11 +42,11 @@ def main(run):
         trained=source.labels,
     )
     data.require_all(training)
-    check_metric(training.metric_for_best_model, data.labels)
+    metrics = CountedMetrics(len(data.labels.names), session.run.value("metrics"))
+    settle_best_metric(training, metrics, session.run.given)
     session.say(data.describe(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model and trainer: with --pipeline_parallel_size the engine is DeepSpeed's pipeline.
-    metrics = CountedMetrics(len(data.labels.names))
     trainer = image_trainer(session, source, data, metrics)
 
     # Train, evaluate and predict whole sets, each picture once, whatever the number of ranks; then report.

@@ -1,4 +1,4 @@
-"""Fine-tune a text classifier (or regressor), on one CPU core or on many GPUs.
+"""Fine-tune a text classifier (or regressor, or one of several labels a text), on one CPU core or on many GPUs.
 
     deepspeed --num_gpus 2 recipes/seq_cls.py           # small, offline, on built-in text
     deepspeed --num_gpus 8 recipes/seq_cls.py --deepspeed zero3 --train_file reviews.csv --model_name_or_path FOLDER
@@ -19,7 +19,7 @@ def main(run):
     from finetune.models.classifier import find_source
     from finetune.training.chapters import finish, trainer_of
     from finetune.training.classifiers import text_classifier
-    from finetune.training.metrics import check_metric, metrics_for
+    from finetune.training.metrics import metrics_of_run, settle_thresholds
     from finetune.training.results import write_report
     from finetune.training.start import start
 
@@ -40,21 +40,26 @@ def main(run):
         trained=source.labels,
     )
     data.require_all(training)
-    check_metric(training.metric_for_best_model, data.labels)
+    metrics = metrics_of_run(session, data.labels, source)
     session.say(data.describe(), f"model: {source.description}; --model_name_or_path takes any other")
 
     # Model: built after `start`, for ZeRO-3 shards it while it is built.
     model, loss = text_classifier(session, source, data)
 
     # Train, evaluate and predict whole sets, each row once, whatever the number of ranks; then report.
-    trainer = trainer_of(session, model, data, compute_metrics=metrics_for(data.labels), compute_loss=loss)
+    def evaluate():
+        evaluated = trainer.predict(data.splits["validation"], metric_key_prefix="eval")
+        settle_thresholds(session, metrics, evaluated)
+        return evaluated
+
+    trainer = trainer_of(session, model, data, compute_metrics=metrics, compute_loss=loss)
     finish(
         session,
         trainer,
         samples=data.account.rows,
-        evaluate=lambda: trainer.predict(data.splits["validation"], metric_key_prefix="eval"),
+        evaluate=evaluate,
         predict=lambda: trainer.predict_in_input_order(data.splits["test"]),
-        report=lambda done: write_report(session, data, source, done.evaluated, done.predicted),
+        report=lambda done: write_report(session, data, source, metrics, done.evaluated, done.predicted),
     )
 
 

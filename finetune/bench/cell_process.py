@@ -11,7 +11,7 @@ from finetune.bench.grid import Cell, Grid
 from finetune.bench.layouts import DEEPSPEED, LAYOUTS, PYTHON
 from finetune.bench.models import IN_STAGES
 from finetune.dsconfig.load import find_config
-from finetune.hardware import cores_here, gpus_here
+from finetune.host.hardware import cores_here, gpus_here
 from finetune.measure.processes import words
 from finetune.run.launch import free_port
 

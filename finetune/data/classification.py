@@ -6,26 +6,26 @@ import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from transformers import AutoTokenizer, DataCollatorWithPadding
+from transformers import AutoTokenizer, DataCollatorForTokenClassification, DataCollatorWithPadding
 
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
-from finetune.data.columns import Columns, Labels
+from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels
 from finetune.data.splits import require_splits
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, clean_tables, load_tables
 from finetune.data.tokenizer import identity, train_wordpiece
-from finetune.run.flags.text import DataArguments, PreparationArguments
+from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
 MANY_NUMBERS = 20  # more labels than these, all of them integers, may be amounts
-FORMAT = 5  # raise it when what is cached changes
+FORMAT = 6  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Account:
     label_counts: dict[str, int]  # of the training rows; empty for regression
     max_seq_length: int
     stream: Survey | None = None  # where the training rows are streamed
+    notes: tuple[str, ...] = ()  # what was read otherwise than it was written
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,13 @@ class ClassificationData:
         """One line for the log: what is used, and which flags change it."""
         account, names = self.account, self.labels.names
         rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
-        kind = f"{len(names)} labels" if names else "regression"
+        kind = f"{len(names)} {'tags' if self.labels.task == TOKENS else 'labels'}" if names else "regression"
+        kind += ", any number of them a row" if self.labels.task == MULTI_LABEL else ""
         left_out = sum(account.skipped.values())
         cut = f", {left_out:,} bad rows left out" if left_out else ""
+        cut += "".join(f"; {note}" for note in account.notes)
+        if truncated := sum(account.truncated.values()):
+            cut += f"; {truncated:,} rows cut to {account.max_seq_length} tokens"
         more = "; --train_file takes your own" if account.source.startswith("built-in") else ""
         if len(names) > MANY_NUMBERS and all(name.lstrip("-").isdigit() for name in names):
             more = "; if these are amounts and no classes, --task regression"
@@ -82,11 +87,28 @@ class ClassificationData:
         """Pads a batch to its longest row; a stream's rows are tokenized on the way."""
         if self.account.stream:
             return StreamCollator(self.tokenizer, self.account.max_seq_length)
+        if self.labels.task == TOKENS:
+            return DataCollatorForTokenClassification(self.tokenizer)
         return DataCollatorWithPadding(self.tokenizer)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What one kind of text data does in its own way between its files and the cache. `kept` are the columns of words
+    and rows that tokenizing leaves as they are; the cache has a folder called `name`."""
+
+    name: str
+    read: Callable[[Any], tuple[Table, str]]
+    clean: Callable[..., CleanTables]
+    encoder: Callable[[Any, Columns, int], Callable[[dict[str, list[Any]]], dict[str, list[Any]]]]
+    texts: Callable[[CleanTables], Iterator[str]]
+    count: Callable[[Table, Labels], dict[str, int]]
+    kept: tuple[str, ...]
+    lowercase: bool = True  # where a tokenizer is trained
+
+
 def prepare(
-    arguments: DataArguments,
+    arguments: Any,
     preparation: PreparationArguments,
     tokenizer: Any | None,
     *,
@@ -95,15 +117,18 @@ def prepare(
     seed: int,
     launch: Launch,
     trained: Labels | None = None,
+    kind: Kind | None = None,
 ) -> ClassificationData:
     """The data of one run, from the cache or made on the rank that leads its node. `max_seq_length` is in tokens.
+    `arguments` are those of its `kind`: DataArguments for texts, which it is without one.
 
     Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text. `trained` are the labels of
     a trained model, whose order of ids is kept where it has the data's classes. Raises RequestError for bad data
     and RunError when the rank that prepares takes longer than --data_timeout_seconds.
     """
-    job = _Preparation(arguments, preparation, tokenizer, max_seq_length, vocab_size, seed, trained)
-    folder = cache_home() / "classification" / job.key()
+    kind = kind or TEXTS
+    job = _Preparation(kind, arguments, preparation, tokenizer, max_seq_length, vocab_size, seed, trained)
+    folder = cache_home() / kind.name / job.key()
     timeout = preparation.data_timeout_seconds
     prepare_once(folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
     data = load(folder)
@@ -118,7 +143,8 @@ def prepare(
 class _Preparation:
     """All that decides what the prepared data looks like, and how it is made."""
 
-    arguments: DataArguments
+    kind: Kind
+    arguments: Any
     preparation: PreparationArguments
     tokenizer: Any | None
     max_seq_length: int
@@ -144,27 +170,30 @@ class _Preparation:
 
     def make(self, folder: Path) -> None:
         """Read, clean, tokenize and save."""
-        arguments, preparation, seed = self.arguments, self.preparation, self.seed
-        tables, source = load_tables(arguments)
+        arguments, preparation, seed, kind = self.arguments, self.preparation, self.seed, self.kind
+        tables, source = kind.read(arguments)
         found = None
-        if arguments.streaming:
+        if kind is TEXTS and arguments.streaming:
             found = survey(arguments, preparation, "validation" in tables, seed, self.trained)
         if found and found.held_out:
             tables["validation"] = held_out_rows(arguments, found, seed)
         known = (found.columns, found.labels) if found else None
-        clean = clean_tables(tables, arguments, preparation, seed, known, self.trained)
+        clean = kind.clean(tables, arguments, preparation, seed, known, self.trained)
         tokenizer = self.tokenizer
         if tokenizer is None:
-            texts = some_texts(arguments, found) if found else _texts(clean)
-            tokenizer = train_wordpiece(texts, self.vocab_size, self.max_seq_length)
+            texts = some_texts(arguments, found) if found else kind.texts(clean)
+            tokenizer = train_wordpiece(texts, self.vocab_size, self.max_seq_length, kind.lowercase)
         workers = preparation.preprocessing_num_workers or os.cpu_count()
-        tokenized, truncated = tokenize_tables(clean.splits, clean.columns, tokenizer, self.max_seq_length, workers)
-        counts = found.label_counts if found else _label_counts(tokenized, clean.labels)
+        encode = kind.encoder(tokenizer, clean.columns, self.max_seq_length)
+        tokenized, truncated = tokenize_tables(clean.splits, encode, kind.kept, workers)
+        counts = found.label_counts if found else kind.count(tokenized, clean.labels)
         rows = {split: len(table) for split, table in tokenized.items()}
         skipped = clean.skipped
         if found:
             rows, skipped = {"train": found.rows, **rows}, {"train": found.skipped, **skipped}
-        account = Account(source, clean.columns, rows, skipped, truncated, counts, self.max_seq_length, found)
+        account = Account(
+            source, clean.columns, rows, skipped, truncated, counts, self.max_seq_length, found, clean.notes
+        )
         save(folder, tokenized, clean.labels, account, tokenizer)
 
 
@@ -175,13 +204,16 @@ def _texts(clean: CleanTables) -> Iterator[str]:
 def _label_counts(tables: Table, labels: Labels) -> dict[str, int]:
     if labels.task == "regression" or "train" not in tables:
         return {}
-    return dict(Counter(labels.names[i] for i in tables["train"]["labels"]))
+    ids = tables["train"]["labels"]
+    if labels.task == MULTI_LABEL:
+        return dict(zip(labels.names, np.sum(ids, axis=0, dtype=int).tolist(), strict=True))
+    return dict(Counter(labels.names[i] for i in ids))
 
 
 def tokenize_tables(
-    tables: Table, columns: Columns, tokenizer: Any, max_seq_length: int, workers: int | None
+    tables: Table, encode: Any, kept: Sequence[str], workers: int | None
 ) -> tuple[Table, dict[str, int]]:
-    """Columns `input_ids` (and `token_type_ids` where the model has them), `labels` and `length` in tokens.
+    """Columns `input_ids` (and `token_type_ids` where the model has them), `labels` and `length` in tokens, and `kept`.
 
     Returns, too, how many rows of each split were cut to `max_seq_length`. Validation rows are sorted by length, for
     metrics do not depend on order and padding does.
@@ -190,10 +222,10 @@ def tokenize_tables(
     truncated: dict[str, int] = {}
     for split, table in tables.items():
         table = table.map(
-            _encoder(tokenizer, columns, max_seq_length),
+            encode,
             batched=True,
             num_proc=workers if workers and len(table) > 1000 * workers else None,
-            remove_columns=[name for name in table.column_names if name not in ("label", ROW)],
+            remove_columns=[name for name in table.column_names if name not in kept],
             desc=f"tokenizing {split}",
         )
         truncated[split] = int(np.sum(table["truncated"]))
@@ -225,6 +257,9 @@ def _encoder(
     return encode
 
 
+TEXTS = Kind("classification", load_tables, clean_tables, _encoder, _texts, _label_counts, ("label", ROW))
+
+
 def save(folder: Path, splits: Table, labels: Labels, account: Account, tokenizer: Any) -> None:
     """Write what `load` reads."""
     for split, table in splits.items():
@@ -241,5 +276,5 @@ def load(folder: Path) -> ClassificationData:
     found = stored["account"]
     columns = Columns(tuple(found["columns"]["text"]), found["columns"]["label"])
     stream = Survey(**{**found["stream"], "columns": columns, "labels": labels}) if found["stream"] else None
-    account = Account(**{**found, "columns": columns, "stream": stream})
+    account = Account(**{**found, "columns": columns, "stream": stream, "notes": tuple(found["notes"])})
     return ClassificationData(splits, labels, account, AutoTokenizer.from_pretrained(str(folder / "tokenizer")))

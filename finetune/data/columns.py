@@ -25,6 +25,9 @@ PAIR_NAMES = (
     ("query", "passage"),
 )
 MAX_SHOWN = 5
+MULTI_LABEL = "multi_label_classification"  # transformers' word for it
+TOKENS = "token_classification"
+IGNORED = -100  # the label of a token that is not judged, as torch has it
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Columns:
 class Labels:
     """`names` are the classes in the order of their ids; empty for regression."""
 
-    task: str  # "classification" or "regression"
+    task: str  # "classification", "regression", MULTI_LABEL or TOKENS
     names: tuple[str, ...]
 
     def encode(self, value: Any) -> int | float:

@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 from transformers import DataCollatorWithPadding
 
 from finetune.data.changes import UnchangedFiles, unchanged_rows
-from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text
+from finetune.data.columns import MULTI_LABEL, Columns, Labels, find_columns, find_labels, is_empty, label_text
 from finetune.data.files import open_file, open_hub
 from finetune.data.tables import HEAD_ROWS, ROW
 from finetune.errors import RequestError, RunError
@@ -69,6 +69,8 @@ def survey(
     stream = open_stream(arguments)
     head = list(islice(stream, HEAD_ROWS))
     columns = find_columns(head, arguments.text_column_names, arguments.label_column_name, "the training data")
+    if arguments.label_column_names or arguments.task == MULTI_LABEL or isinstance(head[0][str(columns.label)], list):
+        raise RequestError("--streaming: rows with several labels each are not read from a stream. Leave it out.")
     fraction = 0.0 if has_validation else preparation.validation_fraction
     most_held_out = preparation.max_eval_samples or HELD_OUT_ROWS
     most = preparation.max_train_samples or sys.maxsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from datasets import ClassLabel, Dataset
 from sklearn.model_selection import train_test_split
 
 from finetune.data.builtin import docstring_rows
-from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text
+from finetune.data.columns import MULTI_LABEL, Columns, Labels, find_columns, find_labels, is_empty, label_text
 from finetune.data.files import open_file, open_hub
+from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
 from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
 
@@ -59,6 +61,7 @@ class CleanTables:
     columns: Columns
     labels: Labels
     skipped: dict[str, int]
+    notes: tuple[str, ...] = ()
 
 
 def clean_tables(
@@ -74,10 +77,13 @@ def clean_tables(
     `known` are the columns and labels of a training set that is not among the tables, because it is streamed;
     `trained` are the labels of a trained model, which keep their ids, and serve alone where there is no training set.
     """
+    tables, arguments = merge_label_columns(tables, arguments)
     if known is None and "train" not in tables:
         known = _known_without_training(tables, arguments, trained)
     columns = known[0] if known else _columns_of(tables["train"], arguments)
-    names = None if known else _class_names(tables["train"], columns.label)
+    tables, names = name_lists(tables, columns.label, arguments.task, trained)
+    if known is None and names is None:
+        names = _class_names(tables["train"], columns.label)
     skipped: dict[str, int] = {}
     cleaned: Table = {}
     for split, table in tables.items():
@@ -112,8 +118,10 @@ def _columns_of(table: Dataset, arguments: DataArguments, split: str = "training
 
 
 def _labels_of(
-    train: Dataset, columns: Columns, task: str | None, names: list[str] | None, trained: Labels | None
+    train: Dataset, columns: Columns, task: str | None, names: Sequence[str] | None, trained: Labels | None
 ) -> Labels:
+    if has_lists(train, columns.label):
+        return find_many_labels(train[columns.label], names, trained)
     return find_labels(Counter(train[columns.label]), task, names, "the training data", trained)
 
 
@@ -169,18 +177,18 @@ def _encode(table: Dataset, columns: Columns, labels: Labels, split: str) -> Dat
     if columns.label not in table.column_names:
         return table
     values = table[columns.label][:]
-    if labels.task == "classification":
-        known = labels.ids
-        unknown = Counter(label_text(value) for value in values if label_text(value) not in known)
+    if labels.task == "regression":
+        ids: list[Any] = [_as_number(value, split) for value in values]
+    else:
+        lists = values if labels.task == MULTI_LABEL else [[label_text(value)] for value in values]
+        unknown = Counter(name for names in lists for name in names if name not in labels.ids)
         if unknown:
             shown = ", ".join(f"{name!r} ({count} rows)" for name, count in unknown.most_common(5))
             raise RequestError(
                 f"the {split} data has labels that are not in the training data: {shown}. "
                 f"Training has: {', '.join(labels.names[:20])}. Check that both files use the same names."
             )
-        ids: list[Any] = [known[label_text(value)] for value in values]
-    else:
-        ids = [_as_number(value, split) for value in values]
+        ids = list(multi_hot(lists, labels)) if labels.task == MULTI_LABEL else [labels.ids[name] for (name,) in lists]
     return table.remove_columns(columns.label).add_column("label", ids)
 
 
@@ -192,10 +200,13 @@ def _as_number(value: Any, split: str) -> float:
 
 
 def _split_off_validation(train: Dataset, labels: Labels, fraction: float, seed: int) -> Table:
-    """A seeded split, stratified by class; a class of a single row stays in train."""
+    """A seeded split, stratified by class, or by a row's rarest label; a class of a single row stays in train."""
     ids = np.asarray(train["label"])
+    classes = len(labels.names)  # 0 for regression
+    if labels.task == MULTI_LABEL:
+        ids, classes = strata(ids), classes + 1
     mend = "Check --label_column_name, or add --validation_file."
-    kept, held_out = hold_out(ids, len(labels.names) if labels.task == "classification" else 0, fraction, seed, mend)
+    kept, held_out = hold_out(ids, classes, fraction, seed, mend)
     return {"train": train.select(kept), "validation": train.select(held_out)}
 
 

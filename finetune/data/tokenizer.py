@@ -40,13 +40,13 @@ def letters_of(tokenizer: Any) -> frozenset[str] | None:
     return letters if one_each and not by_bytes and tokenizer.unk_token_id is None else None
 
 
-def train_wordpiece(texts: Iterable[str], vocab_size: int, max_length: int) -> Any:
-    """A lower-casing WordPiece tokenizer as BERT's, with a vocabulary of at most `vocab_size`.
+def train_wordpiece(texts: Iterable[str], vocab_size: int, max_length: int, lowercase: bool = True) -> Any:
+    """A WordPiece tokenizer as BERT's, lower-casing unless told, with a vocabulary of at most `vocab_size`.
 
     The same texts give the same vocabulary. `max_length` is in tokens, [CLS] and [SEP] included.
     """
-    vocabulary = _train_vocabulary(list(texts), vocab_size)
-    tokenizer = _tokenizer(vocabulary)
+    vocabulary = _train_vocabulary(list(texts), vocab_size, lowercase)
+    tokenizer = _tokenizer(vocabulary, lowercase)
     cls, sep = SPECIAL["cls_token"], SPECIAL["sep_token"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}",
@@ -62,20 +62,20 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, max_length: int) -> A
     )
 
 
-def _tokenizer(vocabulary: dict[str, int] | None) -> Tokenizer:
+def _tokenizer(vocabulary: dict[str, int] | None, lowercase: bool) -> Tokenizer:
     model = models.WordPiece(vocabulary, unk_token=SPECIAL["unk_token"]) if vocabulary else models.WordPiece()
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokenizer
 
 
-def _train_vocabulary(texts: list[str], vocab_size: int) -> dict[str, int]:
+def _train_vocabulary(texts: list[str], vocab_size: int, lowercase: bool) -> dict[str, int]:
     """The trainer numbers the pieces "##a", "##b", ... as a hash map yields words, and settles ties between merges by
     these numbers, so that two runs differ (tokenizers 0.23, models/bpe/trainer.rs, tokenize_words). Naming
     them beforehand, as if they were special, numbers them in order. The vocabulary alone is kept.
     """
-    tokenizer = _tokenizer(None)
+    tokenizer = _tokenizer(None, lowercase)
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(tokenizer.normalizer.normalize_str(text))

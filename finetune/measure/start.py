@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 from finetune.errors import RequestError, RunError
-from finetune.hardware import cores_here, gpus_here
+from finetune.host.hardware import cores_here, gpus_here
 from finetune.measure.outcome import CRASHED, UNSUPPORTED, outcome_of
 from finetune.measure.processes import run, words
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job

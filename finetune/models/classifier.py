@@ -10,12 +10,14 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     DistilBertConfig,
     DistilBertForSequenceClassification,
+    DistilBertForTokenClassification,
 )
 
-from finetune.data.columns import Labels
+from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError
 from finetune.models.source import from_pretrained, positions_of, refuse_without_weights
@@ -43,11 +45,15 @@ class Source:
 
 def trained_labels(config: Any | None) -> Labels | None:
     """What the model of a config tells apart; None without a config, or where it was never told."""
-    if getattr(config, "problem_type", None) == "regression":
+    problem = getattr(config, "problem_type", None)
+    if problem == "regression":
         return Labels("regression", ())
+    task = MULTI_LABEL if problem == MULTI_LABEL else "classification"
+    if any(name.endswith("ForTokenClassification") for name in getattr(config, "architectures", None) or ()):
+        task = TOKENS
     names = dict(getattr(config, "id2label", None) or {})
     ordered = tuple(str(names[i]) for i in sorted(names))
-    return None if not ordered or ordered[0] == "LABEL_0" else Labels("classification", ordered)
+    return None if not ordered or ordered[0] == "LABEL_0" else Labels(task, ordered)
 
 
 def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source:
@@ -97,15 +103,19 @@ def build_classifier(
         )
     label_config: dict[str, Any] = {
         "num_labels": len(labels.names) or 1,
-        "problem_type": "regression" if labels.task == "regression" else "single_label_classification",
+        "problem_type": {"classification": "single_label_classification", TOKENS: None}.get(labels.task, labels.task),
     }
+    of_tokens = labels.task == TOKENS
     if labels.names:
         label_config["id2label"] = dict(enumerate(labels.names))
         label_config["label2id"] = {name: i for i, name in enumerate(labels.names)}
     if source.config is None:
         # Not by `from_config`: under ZeRO-3 it draws the weights in another order, and the run would start elsewhere.
-        return DistilBertForSequenceClassification(_scratch_config(arguments, tokenizer, label_config))
+        kind = DistilBertForTokenClassification if of_tokens else DistilBertForSequenceClassification
+        return kind(_scratch_config(arguments, tokenizer, label_config))
     config = source.config
+    if will_train and hasattr(config, "thresholds"):
+        del config.thresholds  # of the weights that were
     for key, value in label_config.items():
         setattr(config, key, value)
     if config.pad_token_id is None:
@@ -115,7 +125,8 @@ def build_classifier(
             f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {config.vocab_size:,}. "
             "Use the model's own tokenizer."
         )
-    return AutoModelForSequenceClassification.from_pretrained(
+    kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    return kind.from_pretrained(
         arguments.model_name_or_path,
         config=config,
         revision=arguments.model_revision,

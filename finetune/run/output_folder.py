@@ -8,6 +8,7 @@ from pathlib import Path
 from finetune.dsconfig.context import NVME_FOLDER
 from finetune.errors import RequestError
 from finetune.run.files import LOCK, RUN_RECORD
+from finetune.run.paths import named_in
 from finetune.run.run import Run
 
 
@@ -44,9 +45,10 @@ def check_output_dir(run: Run) -> None:
             "ours and is not deleted. Empty it by hand, or give another folder."
         )
     for name in run.recipe.inputs:
-        given = Path(str(run.value(name) or "")).expanduser()
-        if run.value(name) and given.exists() and given.resolve().is_relative_to(folder.resolve()):
-            raise RequestError(
-                f"--overwrite_output_dir would delete {folder}, which holds --{name} {given}. Give another "
-                "--output_dir."
-            )
+        for given in named_in(run.value(name)):
+            path = Path(given).expanduser()
+            if path.exists() and path.resolve().is_relative_to(folder.resolve()):
+                raise RequestError(
+                    f"--overwrite_output_dir would delete {folder}, which holds --{name} {given}. Give another "
+                    "--output_dir."
+                )

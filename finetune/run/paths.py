@@ -17,11 +17,16 @@ def check_paths(run: Any) -> None:
     mistakes = []
     for flag in run.recipe.flags.values():
         value = run.value(flag.name)
-        if flag.path in (FILE, FOLDER, NAME_OR_PATH) and isinstance(value, str) and value:
-            fault = KINDS[flag.path](value)
-            mistakes += [f"{run.said(flag.name)}, but {fault}"] if fault else []
+        if flag.path in KINDS:
+            faults = [KINDS[flag.path](name) for name in named_in(value)]
+            mistakes += [f"{run.said(flag.name)}, but {fault}" for fault in faults if fault]
     if mistakes:
         raise RequestError("\n".join(mistakes))
+
+
+def named_in(value: Any) -> list[str]:
+    """The paths that a flag's value names: one, several, or none."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
 
 
 def _file(name: str) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS
 from finetune.errors import RequestError
 
 PROBE_ROWS, PROBE_TOKENS = 2, 4
@@ -87,18 +88,25 @@ def settle_trainer(trainer: Any) -> None:
 
 
 def token_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A `compute_loss_func` for sequence-to-sequence models, whose own loss is a mean over each micro-batch: logits
-    (B, T, V), labels (B, T) with -100 where none is. Let the collator make `decoder_input_ids`."""
+    """A `compute_loss_func` for models with a label a token, whose own loss is a mean over each micro-batch: logits
+    (B, T, V), labels (B, T) with -100 where none is. Let a sequence-to-sequence collator make `decoder_input_ids`."""
     logits = outputs["logits"].float().flatten(0, 1)
     total = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
-    return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+    return total / ((labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-def loss_for(kind: str, label_smoothing: float, task: str, counts: Sequence[int]) -> Any:
+def loss_for(kind: str, label_smoothing: float, task: str, counts: Sequence[int], rows: int = 0) -> Any:
     """The Trainer's `compute_loss_func`; None where the model's own loss serves.
 
-    `counts` are the training rows of each class. Raises RequestError for what a regression cannot have.
+    `counts` are the training rows of each class, of `rows` in all. Raises RequestError for what a regression, or rows
+    with several labels, cannot have.
     """
+    if task == TOKENS and kind == "none":
+        return weighted_loss([1.0] * len(counts), label_smoothing) if label_smoothing else token_loss
+    if task == MULTI_LABEL:
+        if label_smoothing:
+            raise RequestError("--label_smoothing_factor is for rows with one label, but these have several. Drop it.")
+        return many_labels_loss(None if kind == "none" else positive_weights(counts, rows))
     if task == "regression" and (kind != "none" or label_smoothing):
         flag = "class_weights" if kind != "none" else "label_smoothing_factor"
         raise RequestError(f"--{flag} is for classes, but the labels are numbers to predict. Drop it.")
@@ -113,8 +121,26 @@ def regression_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any 
     return errors.sum() / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
 
 
+def many_labels_loss(weights: list[float] | None) -> Any:
+    """A `compute_loss_func`: binary cross entropy in fp32 over logits and labels of 0 and 1 (B, labels), its positives
+    weighted by label, as a mean over all cells of the global batch: the Trainer counts each as an item."""
+
+    def compute(
+        outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        logits = outputs["logits"].float()
+        positive = None if weights is None else torch.tensor(weights, device=logits.device)
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, labels.float(), pos_weight=positive, reduction="sum"
+        )
+        return losses / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+    return compute
+
+
 def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
-    """A `compute_loss_func`: cross entropy with class weights, as a sum over rows by their number.
+    """A `compute_loss_func`: cross entropy with class weights, as a sum over rows, or labelled tokens, by their
+    number.
 
     The divisor is the number of rows of the global batch, not the sum of their weights: a mean of weighted means would
     depend on how rows are spread over processes. This is what scikit-learn's `class_weight` does.
@@ -123,12 +149,12 @@ def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
     def compute(
         outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        logits = outputs["logits"].float()  # (B, classes)
+        logits, labels = outputs["logits"].float().flatten(0, -2), labels.flatten()  # (rows or tokens, classes)
         weights = torch.tensor(class_weights, device=logits.device)
         # Not `weight=`: with smoothing it would weigh the smoothed part by all classes, and swell the loss.
         rows = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="none")
-        losses = (rows * weights[labels]).sum()
-        return losses / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+        losses = (rows * weights[labels.clamp_min(0)]).sum()  # 0 where there is no label
+        return losses / ((labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
     return compute
 
@@ -136,3 +162,8 @@ def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
 def class_weights(counts: Sequence[int]) -> list[float]:
     """Weights that let every class count alike: rows / (classes x rows of the class), as scikit-learn's "balanced"."""
     return [sum(counts) / (len(counts) * count) if count else 0.0 for count in counts]
+
+
+def positive_weights(counts: Sequence[int], rows: int) -> list[float]:
+    """Weights that let the rows with a label count as much as those without: absent / present, of each label."""
+    return [(rows - count) / count if count else 1.0 for count in counts]

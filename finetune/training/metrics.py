@@ -4,26 +4,93 @@ over batches and ranks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, matthews_corrcoef, mean_squared_error
+from sklearn.metrics import confusion_matrix
 
-from finetune.data.columns import Labels
+from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
+from finetune.training.metric_modules import load_metrics
+from finetune.training.thresholds import choose_thresholds, given_labels, save_thresholds, sigmoid, thresholds_of
 
 Metrics = Callable[[Any], dict[str, float]]
 
+MOST_SAMPLED = 8  # classes among the rows that a metric is tried on
+LOSS = "loss"
 
-CLASSIFICATION = ("loss", "accuracy", "f1_macro", "matthews")
-REGRESSION = ("loss", "mse", "pearson")
+
+class TaskMetrics:
+    """A `compute_metrics` for the Trainer: the metrics called `names`, each through `evaluate`, or else the task's own.
+
+    It returns `loss` too, the exact mean over rows: the Trainer's own is a mean over batches, in which rows that fill
+    up the last batch of a rank count twice (transformers 5.23, Trainer.evaluation_loop). The Trainer lets it win.
+    `thresholds` (labels,) are the probabilities from which labels are given, where a row may have several. Raises
+    RequestError for a metric that cannot be had, or that fails on the task, before anything heavy.
+    """
+
+    def __init__(
+        self, labels: Labels, names: Sequence[str] | None = None, thresholds: Sequence[float] | None = None
+    ) -> None:
+        self.labels, self.thresholds = labels, thresholds
+        self.task = TASKS[labels.task]
+        inputs, _ = self.task.inputs(*self.task.sample(len(labels.names)), self)
+        kind = labels.task.replace("_", " ")
+        self.metrics = load_metrics(names or self.task.metrics, self.task.config, inputs, kind, (LOSS,))
+
+    def __call__(self, evaluated: Any) -> dict[str, float]:
+        inputs, loss = self.inputs(evaluated)
+        return {LOSS: loss, **self.figures(inputs)}
+
+    def inputs(self, evaluated: Any) -> tuple[dict[str, Any], float]:
+        """What the metrics take of an evaluation, and its loss."""
+        return self.task.inputs(first_output(evaluated.predictions), np.asarray(evaluated.label_ids), self)
+
+    def figures(self, inputs: Mapping[str, Any]) -> dict[str, float]:
+        """What the metrics say of `predictions` and `references`, without the loss."""
+        return {name: value for metric in self.metrics for name, value in metric.compute(inputs).items()}
+
+    @property
+    def greater_is_better(self) -> dict[str, bool]:
+        """Every figure of an evaluation, and whether the greater of two is the better one."""
+        found = {figure: metric.greater_is_better for metric in self.metrics for figure in metric.figures}
+        return {LOSS: False, **found}
 
 
-def check_metric(name: str | None, labels: Labels) -> None:
-    """Raises RequestError for a --metric_for_best_model that no evaluation will give."""
-    _refuse_other_than(REGRESSION if labels.task == "regression" else CLASSIFICATION, name, labels.task)
+def metrics_for(labels: Labels, names: Sequence[str] | None = None, trained: Any | None = None) -> TaskMetrics:
+    """The metrics called `names`, or the task's own. `trained` is the config of a model that is not trained any more,
+    and gives its labels at the thresholds that it carries."""
+    return TaskMetrics(labels, names, thresholds_of(trained, labels))
+
+
+def settle_thresholds(session: Any, metrics: TaskMetrics, evaluated: Any) -> None:
+    """From here on give labels at the thresholds that suit the held-out rows best, and write them into the run folder.
+    Nothing where rows have one label each, or where a trained model has brought its own."""
+    if metrics.labels.task != MULTI_LABEL or not session.training.do_train:
+        return
+    metrics.thresholds = choose_thresholds(first_output(evaluated.predictions), np.asarray(evaluated.label_ids))
+    if session.launch.speaks:
+        save_thresholds(session.folder, metrics.labels, metrics.thresholds)
+
+
+def metrics_of_run(session: Any, labels: Labels, source: Any) -> TaskMetrics:
+    """Those that --metrics names, or the task's; the Trainer is told of the best. `source` is the model's."""
+    trained = None if session.training.do_train else source.config
+    metrics = metrics_for(labels, session.run.value("metrics"), trained)
+    settle_best_metric(session.training, metrics, session.run.given)
+    return metrics
+
+
+def settle_best_metric(training: Any, metrics: TaskMetrics, given: Mapping[str, Any]) -> None:
+    """Tell the Trainer which of two models is the better one: it takes the greater for all but losses. Raises
+    RequestError for a --metric_for_best_model that no evaluation will give."""
+    name, there = training.metric_for_best_model, metrics.greater_is_better
+    _refuse_other_than(tuple(there), name, metrics.labels.task.replace("_", " "))
+    if name is not None and "greater_is_better" not in given:
+        training.greater_is_better = there[name.removeprefix("eval_")]
 
 
 def _refuse_other_than(there: tuple[str, ...], name: str | None, kind: str) -> None:
@@ -69,66 +136,32 @@ def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, An
             training.eval_steps = training.eval_steps or training.save_steps
 
 
-def metrics_for(labels: Labels) -> Metrics:
-    """A `compute_metrics` for the Trainer.
-
-    It returns `loss` too, the exact mean over rows: the Trainer's own is a mean over batches, in which rows that fill
-    up the last batch of a rank count twice (transformers 5.23, Trainer.evaluation_loop). The Trainer lets it win.
-    """
-    return regression_metrics if labels.task == "regression" else classification_metrics
-
-
-def classification_metrics(evaluated: Any) -> dict[str, float]:
-    """loss (cross entropy), accuracy, macro-F1 and Matthews, from logits (N, classes) and ids (N,)."""
-    logits, ids = _logits(evaluated.predictions), np.asarray(evaluated.label_ids)
-    predicted = logits.argmax(axis=-1)
-    return {
-        "loss": float(-log_softmax(logits)[np.arange(len(ids)), ids].mean()),
-        "accuracy": float(accuracy_score(ids, predicted)),
-        "f1_macro": float(f1_score(ids, predicted, average="macro", zero_division=0)),
-        "matthews": float(matthews_corrcoef(ids, predicted)),
-    }
-
-
 class CountedMetrics:
-    """The figures of `classification_metrics`, and in `counts` the confusion matrix of the last evaluation (classes,
+    """The figures of a classification, and in `counts` the confusion matrix of the last evaluation (classes,
     classes). It takes logits and ids, or the sums of a pipeline's evaluation (1, 1 + classes^2): the loss over all
     rows, and a confusion matrix row by row."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, classes: int, names: Sequence[str] | None = None) -> None:
         self.counts: npt.NDArray[Any] = np.zeros((classes, classes), dtype=np.int64)
+        self.of_rows = TaskMetrics(Labels("classification", tuple(map(str, range(classes)))), names)
+        self.labels, self.greater_is_better = self.of_rows.labels, self.of_rows.greater_is_better
 
     def __call__(self, evaluated: Any) -> dict[str, float]:
         if evaluated.label_ids is not None:
             self.counts = confusion(evaluated.predictions, evaluated.label_ids, len(self.counts))
-            return classification_metrics(evaluated)
+            return self.of_rows(evaluated)
         loss, *cells = np.asarray(evaluated.predictions, dtype=np.float64)[0]
         self.counts = np.rint(cells).astype(np.int64).reshape(self.counts.shape)
         truth, predicted = np.nonzero(self.counts)  # each pair of classes that was seen, weighed by how often
-        weights, rows = self.counts[truth, predicted], self.counts.sum()
-        return {
-            "loss": float(loss / rows),
-            "accuracy": float(np.trace(self.counts) / rows),
-            "f1_macro": float(f1_score(truth, predicted, sample_weight=weights, average="macro", zero_division=0)),
-            "matthews": float(matthews_corrcoef(truth, predicted, sample_weight=weights)),
-        }
-
-
-def regression_metrics(evaluated: Any) -> dict[str, float]:
-    """loss and mse (one and the same), and Pearson's correlation, from predictions (N, 1) and numbers (N,)."""
-    predicted, truth = _logits(evaluated.predictions).reshape(-1), np.asarray(evaluated.label_ids, dtype=np.float64)
-    if not np.isfinite(predicted).all():  # diverged, which the end of the run says; scikit-learn would raise here
-        return {"loss": math.nan, "mse": math.nan, "pearson": 0.0}
-    mse = float(mean_squared_error(truth, predicted))
-    flat = predicted.std() == 0 or truth.std() == 0  # no correlation with a constant
-    return {"loss": mse, "mse": mse, "pearson": 0.0 if flat else float(np.corrcoef(truth, predicted)[0, 1])}
+        pairs = {"predictions": predicted, "references": truth, "sample_weight": self.counts[truth, predicted]}
+        return {LOSS: float(loss / self.counts.sum()), **self.of_rows.figures(pairs)}
 
 
 def language_metrics(tokens_per_byte: float, tokens_per_character: float) -> Metrics:
     """A `compute_metrics` over the rows' figures (N, 3): loss in nats, right guesses, tokens (models.chunked_loss)."""
 
     def metrics(evaluated: Any) -> dict[str, float]:
-        nats, right, count = _logits(evaluated.predictions).sum(axis=0)
+        nats, right, count = first_output(evaluated.predictions).sum(axis=0)
         loss = nats / count
         bits = loss / math.log(2)
         return {
@@ -142,6 +175,79 @@ def language_metrics(tokens_per_byte: float, tokens_per_character: float) -> Met
     return metrics
 
 
+def _class_inputs(logits: npt.NDArray[Any], ids: npt.NDArray[Any], _: Any) -> tuple[dict[str, Any], float]:
+    """From logits (N, classes) and ids (N,). Of two classes the score is that of the second, as ROC AUC wants it."""
+    chances = log_softmax(logits)
+    scores = np.exp(chances)
+    scores = scores[:, 1] if scores.shape[1] == 2 else scores
+    inputs = {"predictions": logits.argmax(axis=-1), "references": ids, "prediction_scores": scores}
+    return inputs, float(-chances[np.arange(len(ids)), ids].mean())
+
+
+def _number_inputs(predictions: npt.NDArray[Any], truth: npt.NDArray[Any], _: Any) -> tuple[dict[str, Any], float]:
+    """From predictions (N, 1) and numbers (N,). The loss is the mean squared error."""
+    predicted, truth = predictions.reshape(-1), truth.astype(np.float64)
+    return {"predictions": predicted, "references": truth}, float(((predicted - truth) ** 2).mean())
+
+
+def _many_inputs(logits: npt.NDArray[Any], truth: npt.NDArray[Any], of: TaskMetrics) -> tuple[dict[str, Any], float]:
+    """From logits (N, labels) and rows of 0 and 1 (N, labels). The loss is the mean binary cross entropy."""
+    given = given_labels(logits, of.thresholds)
+    inputs = {"predictions": given, "references": truth.astype(np.int64), "prediction_scores": sigmoid(logits)}
+    return inputs, float((np.logaddexp(0, logits) - truth * logits).mean())
+
+
+def _token_inputs(guessed: npt.NDArray[Any], ids: npt.NDArray[Any], of: TaskMetrics) -> tuple[dict[str, Any], float]:
+    """From the figures of `finetune.training.entities.kept_of_tokens` (N, T, 3) and ids (N, T), of which IGNORED ones
+    are not judged. The loss is the mean over tokens."""
+    judged, names = ids != IGNORED, np.asarray(of.labels.names)
+    rows = [(names[guess[where].astype(int)], names[row[where]])
+            for guess, row, where in zip(guessed[..., 0], ids, judged, strict=True)]  # fmt: skip
+    inputs = {"predictions": [guess.tolist() for guess, _ in rows], "references": [row.tolist() for _, row in rows]}
+    return inputs, float(guessed[..., 2][judged].mean()) if judged.any() else math.nan
+
+
+def _class_sample(classes: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Every class once right, and the first once wrong."""
+    ids = np.arange(min(classes, MOST_SAMPLED))
+    return np.eye(classes)[np.append(ids, 1 % classes)], np.append(ids, 0)
+
+
+def _token_sample(tags: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """A sentence of every tag, found right, and one that has been taken for another."""
+    ids = np.stack([np.arange(tags), np.arange(tags)[::-1]])
+    return np.stack([ids[:1].repeat(2, axis=0), np.ones_like(ids), np.zeros_like(ids)], axis=-1), ids
+
+
+def _number_sample(_: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    return np.array([[0.5], [1.0], [3.0]]), np.array([0.0, 1.0, 2.0])
+
+
+def _many_sample(labels: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Each label given to one row and kept from others, and one row without any."""
+    truth = np.concatenate([np.eye(labels), np.zeros((1, labels))])
+    return 2 * truth - 1, truth
+
+
+@dataclass(frozen=True)
+class _Task:
+    """How a task is measured: its own metrics under one of `evaluate`'s configurations, what they take, and rows to try
+    a metric on."""
+
+    metrics: tuple[str, ...]
+    config: str | None
+    inputs: Callable[..., tuple[dict[str, Any], float]]
+    sample: Callable[[int], tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+
+
+TASKS = {
+    "classification": _Task(("accuracy", "f1", "matthews"), None, _class_inputs, _class_sample),
+    "regression": _Task(("mse", "pearson"), None, _number_inputs, _number_sample),
+    TOKENS: _Task(("entity_f1",), None, _token_inputs, _token_sample),
+    MULTI_LABEL: _Task(("f1", "accuracy"), "multilabel", _many_inputs, _many_sample),
+}
+
+
 def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Log-probabilities along the last axis, in float64."""
     shifted: npt.NDArray[Any] = logits - logits.max(axis=-1, keepdims=True)
@@ -151,12 +257,12 @@ def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def confusion(predictions: Any, ids: Any, classes: int) -> npt.NDArray[Any]:
     """Counts (classes, classes): rows are true labels, columns predicted ones."""
     counts: npt.NDArray[Any] = confusion_matrix(
-        np.asarray(ids), _logits(predictions).argmax(axis=-1), labels=range(classes)
+        np.asarray(ids), first_output(predictions).argmax(axis=-1), labels=range(classes)
     )
     return counts
 
 
-def _logits(predictions: Any) -> npt.NDArray[Any]:
+def first_output(predictions: Any) -> npt.NDArray[Any]:
     """Some models give a tuple of which the logits are the first."""
     first = predictions[0] if isinstance(predictions, tuple) else predictions
     return np.asarray(first, dtype=np.float64)

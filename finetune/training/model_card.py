@@ -37,6 +37,15 @@ tags: [finetune, deepspeed]
 {%- for picture, alt in card.pictures %}
 ![{{ alt }}]({{ picture }})
 {% endfor %}
+{%- for title, rows in card.tables %}
+{{ title | cell }}
+
+| {{ rows[0] | join(" | ") }} |
+|{{ "---|" * rows[0] | length }}
+{% for row in rows[1:] -%}
+| {{ row | map("cell") | join(" | ") }} |
+{% endfor %}
+{%- endfor %}
 ## Data
 
 {{ card.source | cell }}
@@ -85,6 +94,7 @@ class Card:
     pictures: Sequence[tuple[str, str]]
     use: str
     sample: str = ""
+    tables: Sequence[tuple[str, Sequence[Sequence[Any]]]] = ()  # more of them: a sentence, a header, rows
 
 
 def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any]) -> str:

@@ -50,8 +50,31 @@ def plot_confusion(counts: npt.NDArray[Any], names: Sequence[str], path: Path) -
         _confusion_figure(counts, names).savefig(path, dpi=120)
 
 
+def plot_shares(rows: Sequence[dict[str, Any]], names: Sequence[str], path: Path) -> None:
+    """Precision, recall and F1 of each name as bars beside one another, the first name on top."""
+    shown = list(zip(names, rows, strict=True))[:MOST_NAMED]
+    figure = Figure(figsize=(7, 1.2 + 0.45 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    places = np.arange(len(shown))
+    for i, (figure_name, colour) in enumerate((("precision", BLUE), ("recall", ORANGE), ("f1", GREY))):
+        axes.barh(
+            places + 0.27 * (i - 1), [row[figure_name] for _, row in shown], 0.25, color=colour, label=figure_name
+        )
+    axes.set_yticks(places, [_short(f"{name} ({row['support']:,})") for name, row in shown])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.grid(axis="x", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper right", ncols=3, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= SHOWN_LETTERS else name[: SHOWN_LETTERS - 1] + "…"
+
+
 def _confusion_figure(counts: npt.NDArray[Any], names: Sequence[str]) -> Figure:
-    shown = [name if len(name) <= SHOWN_LETTERS else name[: SHOWN_LETTERS - 1] + "…" for name in names]
+    shown = [_short(name) for name in names]
     many = len(names) > MANY_CLASSES
     cells = min(max(2.4, CELL_INCHES * len(names)), MOST_INCHES)
     labels = LETTER_INCHES * max(map(len, shown))

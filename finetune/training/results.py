@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,25 +11,29 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.columns import Labels
+from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.errors import RunError
 from finetune.models.adapters import write_merged
 from finetune.run.flags.language import CausalModelArguments
 from finetune.safe_read import read_json_object
-from finetune.training.metrics import confusion, log_softmax
+from finetune.training.metrics import TaskMetrics, confusion, first_output, log_softmax
 from finetune.training.model_card import Card, results_of, write_card
-from finetune.training.plots import plot_confusion, plot_training
+from finetune.training.plots import plot_confusion, plot_shares, plot_training
 from finetune.training.run_folder import read_metrics, write_json
 from finetune.training.samples import Samples
 from finetune.training.start import Session
+from finetune.training.thresholds import given_labels, label_table, sigmoid
 
 SHOWN_AT_THE_END = (
     "eval_accuracy",
+    "eval_f1",
     "eval_f1_macro",
+    "eval_f1_micro",
     "eval_pearson",
     "eval_loss",
     "eval_bits_per_byte",
     "predict_accuracy",
+    "predict_f1",
     "predict_pearson",
     "real_tokens_per_second",
 )
@@ -63,12 +68,14 @@ def write_predictions(
     truth: Sequence[Any] | None,
     rows: Sequence[Any],
     row_name: str = "index",
+    thresholds: Sequence[float] | None = None,
 ) -> None:
     """One line a row, in input order: which it is, `prediction`, the `label` where known, and each class's probability.
 
     `rows` names them under `row_name`: `index` is the row's number in the file, from 0, and bad rows that were left out
     leave gaps.
-    `logits` has shape (N, classes), or (N, 1) for regression.
+    `logits` has shape (N, classes), or (N, 1) for regression. Where a row may have several labels, `prediction` and
+    `label` are JSON lists, and `thresholds` the probabilities from which a label is given.
     """
     logits = np.asarray(logits[0] if isinstance(logits, tuple) else logits, dtype=np.float64)
     temporary = path.with_name(path.name + ".unfinished")
@@ -76,31 +83,55 @@ def write_predictions(
         writer = csv.writer(file)
         known = [] if truth is None else ["label"]
         writer.writerow([row_name, "prediction", *known, *(f"probability_{name}" for name in labels.names)])
-        probabilities = np.exp(log_softmax(logits)) if labels.names else None
+        many = labels.task == MULTI_LABEL
+        probabilities = sigmoid(logits) if many else np.exp(log_softmax(logits)) if labels.names else None
+        given = given_labels(logits, thresholds) if many else []
         for i, row in enumerate(logits):
-            predicted = labels.names[int(row.argmax())] if labels.names else repr(float(row[0]))
-            true = [] if truth is None else [labels.names[truth[i]] if labels.names else truth[i]]
+            if many:
+                predicted, true_label = _listed(labels, given[i]), "" if truth is None else _listed(labels, truth[i])
+            elif labels.names:
+                predicted, true_label = labels.names[int(row.argmax())], "" if truth is None else labels.names[truth[i]]
+            else:
+                predicted, true_label = repr(float(row[0])), "" if truth is None else truth[i]
+            true = [] if truth is None else [true_label]
             chances = [] if probabilities is None else [f"{p:.6f}" for p in probabilities[i]]
             writer.writerow([rows[i], predicted, *true, *chances])
     temporary.replace(path)
 
 
-def write_report(session: Session, data: Any, source: Any, evaluated: Any | None, predicted: Any | None) -> list[str]:
+def _listed(labels: Labels, given: Any) -> str:
+    return json.dumps(
+        [name for name, is_given in zip(labels.names, given, strict=True) if is_given], ensure_ascii=False
+    )
+
+
+CURVES = {"regression": "eval_pearson", MULTI_LABEL: "eval_f1_macro"}
+
+
+def write_report(
+    session: Session, data: Any, source: Any, metrics: TaskMetrics, evaluated: Any | None, predicted: Any | None
+) -> list[str]:
     """`predictions.csv`, `training_curve.png`, `confusion_matrix.png` and README.md, from what the run wrote and its
-    last evaluation."""
-    folder = session.folder
+    last evaluation. Rows with several labels have `per_label.png` and `per_label.json` in place of the matrix."""
+    folder, thresholds = session.folder, metrics.thresholds
     if predicted is not None:
-        rows = data.splits["test"]["row"]
-        write_predictions(folder / "predictions.csv", predicted.predictions, data.labels, predicted.label_ids, rows)
-    metric = "eval_pearson" if data.labels.task == "regression" else "eval_accuracy"
-    pictures = _pictures(folder, metric)
-    if evaluated is not None and data.labels.names:
+        rows, path = data.splits["test"]["row"], folder / "predictions.csv"
+        write_predictions(
+            path, predicted.predictions, data.labels, predicted.label_ids, rows, thresholds=metrics.thresholds
+        )
+    pictures = pictures_of(folder, CURVES.get(data.labels.task, "eval_accuracy"))
+    tables: list[Any] = []
+    if evaluated is not None and data.labels.task == MULTI_LABEL:
+        rows = label_table(first_output(evaluated.predictions), evaluated.label_ids, data.labels, thresholds)
+        pictures += write_per_label(folder, rows, "per_label")
+        tables = [per_label_table(rows, "At each label's threshold, chosen on these same rows if the run has trained:")]
+    elif evaluated is not None and data.labels.names:
         counts = confusion(evaluated.predictions, evaluated.label_ids, len(data.labels.names))
-        pictures += _confusion_matrix(folder, counts, data.labels)
+        pictures += write_confusion(folder, counts, data.labels)
     account = data.account
-    facts = [f"Text: {', '.join(account.columns.text)}.", *_label_counts(account.label_counts)]
+    facts = [f"Text: {', '.join(account.columns.text)}.", *label_counts(account.label_counts)]
     card = Card(
-        task=f"text {data.labels.task}",
+        task=f"text {data.labels.task.replace('multi_label_', 'multi-label ')}",
         pipeline_tag="text-classification",
         model=source.description,
         base_model=source.hub_id,
@@ -115,7 +146,8 @@ def write_report(session: Session, data: Any, source: Any, evaluated: Any | None
         ],
         facts=facts,
         pictures=pictures,
-        use=USE_CLASSIFIER + _call(len(account.columns.text) == 2, not data.labels.names),
+        use=USE_CLASSIFIER + _call(len(account.columns.text) == 2, data.labels.task),
+        tables=tables,
     )
     write_card(folder, card)
     return []
@@ -130,9 +162,9 @@ def write_image_report(
     if predicted is not None:
         rows, path = data.names["test"], folder / "predictions.csv"
         write_predictions(path, predicted.predictions, data.labels, predicted.label_ids, rows, row_name="picture")
-    pictures = _pictures(folder, "eval_accuracy")
+    pictures = pictures_of(folder, "eval_accuracy")
     if counts is not None:
-        pictures += _confusion_matrix(folder, counts, data.labels)
+        pictures += write_confusion(folder, counts, data.labels)
     if (folder / "schedule.png").is_file():
         pictures.append(SCHEDULE)
     own = OWN_IMAGE_MODELS.get(read_json_object(folder / "config.json")["model_type"])
@@ -151,7 +183,7 @@ def write_image_report(
         facts=[
             f"Pictures of {account.side} x {account.side} pixels, from {', '.join(account.sizes)}.",
             *([f"Trained as a pipeline of {stages} stage(s)."] if stages else []),
-            *_label_counts(account.label_counts),
+            *label_counts(account.label_counts),
         ],
         pictures=pictures,
         use=USE_IMAGES.format(known=known),
@@ -174,7 +206,7 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
         + ".",
         *([note] if note else []),
     ]
-    pictures = _pictures(folder, "eval_bits_per_byte")
+    pictures = pictures_of(folder, "eval_bits_per_byte")
     if (folder / "schedule.png").is_file():
         pictures.append(SCHEDULE)
     card = Card(
@@ -200,23 +232,36 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
     return said
 
 
-def _confusion_matrix(folder: Path, counts: Any, labels: Labels) -> list[tuple[str, str]]:
+def write_confusion(folder: Path, counts: Any, labels: Labels) -> list[tuple[str, str]]:
     plot_confusion(counts, labels.names, folder / "confusion_matrix.png")
     write_json(folder / "confusion_matrix.json", {"labels": list(labels.names), "counts": counts.tolist()})
     return [("confusion_matrix.png", "True against predicted labels of the validation split")]
 
 
-def _label_counts(counts: Mapping[str, int]) -> list[str]:
+def label_counts(counts: Mapping[str, int]) -> list[str]:
     shown = [f"{name} ({count:,})" for name, count in counts.items()][:SHOWN_LABELS]
     return ["Labels: " + ", ".join(shown) + "."] if shown else []
 
 
-def _call(is_pair: bool, is_regression: bool) -> str:
+def write_per_label(folder: Path, rows: Sequence[dict[str, Any]], name: str) -> list[tuple[str, str]]:
+    plot_shares(rows, [row["label"] for row in rows], folder / f"{name}.png")
+    write_json(folder / f"{name}.json", list(rows))
+    return [(f"{name}.png", "Precision, recall and F1, and in brackets how often each occurs in the validation split")]
+
+
+def per_label_table(rows: Sequence[dict[str, Any]], said: str) -> tuple[str, list[Sequence[Any]]]:
+    """A table for the model card, its numbers to three digits."""
+    shown = [[f"{v:.3f}" if isinstance(v, float) else v for v in row.values()] for row in rows[:SHOWN_LABELS]]
+    return said, [list(rows[0]), *shown]
+
+
+def _call(is_pair: bool, task: str) -> str:
     text = '{"text": "One text.", "text_pair": "Another."}' if is_pair else '"Some text."'
-    return f"print(classify({text}{', function_to_apply=' + repr('none') if is_regression else ''}))"
+    more = {"regression": ", function_to_apply='none'", MULTI_LABEL: ", top_k=None"}.get(task, "")
+    return f"print(classify({text}{more}))"
 
 
-def _pictures(folder: Path, metric: str) -> list[tuple[str, str]]:
+def pictures_of(folder: Path, metric: str) -> list[tuple[str, str]]:
     pictures = []
     if (folder / "metrics.jsonl").is_file():
         plot_training(read_metrics(folder), folder / "training_curve.png", metric)

@@ -12,7 +12,7 @@ import pytest
 
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError, RunError
-from finetune.hardware import cores_here
+from finetune.host.hardware import cores_here
 from finetune.measure import start
 from finetune.measure.calibrate import calibrate
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job

@@ -103,7 +103,6 @@ def test_a_trained_model_predicts_without_the_training_data(
     assert set(predictions(run)[0]) == {"index", "prediction", "probability_bad", "probability_good"}
 
 
-@pytest.mark.slow
 def test_predictions_do_not_depend_on_the_number_of_ranks(
     own_run: Finished, own_csv: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -124,7 +123,6 @@ def test_predictions_do_not_depend_on_the_number_of_ranks(
         assert run.json("all_results.json")[name] == pytest.approx(own_run.json("all_results.json")[name], rel=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", ["none", "zero2"])
 def test_a_run_resumed_in_the_middle_of_an_epoch_ends_as_the_uncut_one(config: str, tmp_path: Path) -> None:
     # Six steps an epoch, so it is cut in the second.
@@ -224,7 +222,6 @@ def test_a_stream_of_named_classes_is_learnt_with_their_names(tmp_path: Path) ->
     assert run.json("eval_results.json")["eval_accuracy"] > 0.9
 
 
-@pytest.mark.slow
 def test_a_stream_is_trained_on_alike_by_one_rank_and_by_two(own_csv: dict[str, Any], tmp_path: Path) -> None:
     # Twelve global batches and a half, with no --max_steps given: the last is filled up.
     values = {**TINY, "train_file": own_csv["train_file"], "streaming": True, "max_train_samples": 200}
@@ -237,7 +234,6 @@ def test_a_stream_is_trained_on_alike_by_one_rank_and_by_two(own_csv: dict[str, 
         assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [{"class_weights": "balanced", "label_smoothing_factor": 0.1}, {"task": "regression"}]
 )
@@ -338,3 +334,54 @@ def test_every_shipped_yaml_runs(path: Path, minilm: Path, own_csv: dict[str, An
         values |= own_csv
     run = launch("python", tmp_path / "run", values)
     assert len(run.steps) == 2
+
+
+TOPICS = {"art": "museum brush poem", "law": "court judge clause", "war": "tank siege truce"}
+
+
+def write_topics(path: Path, rows: int, seed: int) -> str:
+    """Texts that hold a word of each of their topics: of none, of one or of several."""
+    generator = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(rows):
+            labels = [name for name, share in zip(TOPICS, (0.5, 0.3, 0.3), strict=True) if generator.random() < share]
+            words = [generator.choice(TOPICS[name].split()) for name in labels for _ in range(2)]
+            words += generator.choices(["the", "of", "was"], k=generator.randint(2, 6))
+            generator.shuffle(words)
+            file.write(json.dumps({"text": " ".join(words), "labels": labels}) + "\n")
+    return str(path)
+
+
+def test_several_labels_a_text_are_learnt_alike_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    """The losses of 60 steps; then what stands in the folder: thresholds, predictions by them, a table, a picture."""
+    files = {
+        "train_file": write_topics(tmp_path / "a.jsonl", 400, 1),
+        "test_file": write_topics(tmp_path / "b.jsonl", 60, 2),
+    }
+    flags = {**OWN, **files, "max_steps": 60, "max_train_samples": 320, "class_weights": "balanced"}
+    two = launch(
+        "deepspeed", tmp_path / "two", {**flags, "deepspeed": "zero2", "per_device_train_batch_size": 8}, ranks=2
+    )
+    one = launch("python", tmp_path / "one", {**flags, "per_device_train_batch_size": 16})
+    losses = [[step["loss"] for step in run.steps] for run in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+    results = two.json("all_results.json")
+    assert {"eval_f1_micro", "eval_f1_macro", "eval_subset_accuracy"} <= set(results)
+    thresholds = two.json("thresholds.json")["thresholds"]
+    assert two.json("config.json")["thresholds"] == list(thresholds.values())
+    assert two.json("config.json")["problem_type"] == "multi_label_classification"
+    assert [row["threshold"] for row in two.json("per_label.json")] == list(thresholds.values())
+    assert (two.folder / "per_label.png").is_file()
+    right = 0
+    for row in predictions(two):
+        given = [name for name, cut in thresholds.items() if float(row[f"probability_{name}"]) >= cut]
+        assert json.loads(row["prediction"]) == given
+        right += row["prediction"] == row["label"]
+    assert results["predict_subset_accuracy"] == pytest.approx(right / 60)
+    assert results["predict_f1_micro"] > 0.8
+
+    from transformers import pipeline
+
+    scores = pipeline("text-classification", str(two.folder))("the court of the museum", top_k=None)
+    assert {score["label"] for score in scores if score["score"] >= thresholds[score["label"]]} == {"art", "law"}

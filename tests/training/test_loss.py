@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from finetune.data.columns import MULTI_LABEL
 from finetune.errors import RequestError
 from finetune.training.loss import class_weights, honours_num_items_in_batch, loss_for, settle_loss_scaling
 
@@ -106,3 +107,19 @@ def test_a_regression_has_no_classes_to_weigh() -> None:
     for kind, smoothing in (("balanced", 0.0), ("none", 0.1)):
         with pytest.raises(RequestError, match="is for classes"):
             loss_for(kind, smoothing, "regression", [])
+
+
+@pytest.mark.parametrize("kind", ["none", "balanced"])
+def test_the_loss_of_several_labels_a_row_adds_up_over_ranks(kind: str) -> None:
+    """The Trainer counts every cell as an item: `labels.ne(-100).sum()`."""
+    torch.manual_seed(0)
+    compute = loss_for(kind, 0.0, MULTI_LABEL, [10, 5, 1], 40)
+    logits, labels = torch.randn(7, 3), (torch.rand(7, 3) < 0.4).float()
+    whole = compute({"logits": logits}, labels, num_items_in_batch=21)
+    parts = [compute({"logits": logits[part]}, labels[part], 21) for part in (slice(0, 2), slice(2, 7))]
+    assert float(sum(parts)) == pytest.approx(float(whole), rel=1e-6)
+    weights = torch.tensor([3.0, 7.0, 39.0]) if kind == "balanced" else None
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, pos_weight=weights)
+    assert float(whole) == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(RequestError, match="--label_smoothing_factor is for rows with one label"):
+        loss_for(kind, 0.1, MULTI_LABEL, [10, 5, 1], 40)

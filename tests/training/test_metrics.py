@@ -10,17 +10,23 @@ import numpy as np
 import pytest
 from transformers import TrainingArguments
 
+from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.errors import RequestError
 from finetune.run.flags.language import CorpusArguments
 from finetune.training.metrics import (
     CountedMetrics,
-    classification_metrics,
     confusion,
     language_metrics,
     log_softmax,
-    regression_metrics,
+    metrics_for,
+    settle_best_metric,
     settle_language_arguments,
 )
+from finetune.training.thresholds import given_labels
+
+CLASSES = Labels("classification", ("bad", "good"))
+NUMBERS = Labels("regression", ())
+TOPICS = Labels(MULTI_LABEL, ("art", "law", "war"))
 
 
 def test_a_language_models_figures_are_over_all_tokens() -> None:
@@ -61,7 +67,7 @@ def test_a_stream_is_saved_and_evaluated_by_steps(tmp_path: Path) -> None:
 
 def test_classification_metrics_are_right_on_four_rows() -> None:
     logits = np.array([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0], [0.0, 0.0]])
-    found = classification_metrics(SimpleNamespace(predictions=logits, label_ids=np.array([0, 1, 1, 0])))
+    found = metrics_for(CLASSES)(SimpleNamespace(predictions=logits, label_ids=np.array([0, 1, 1, 0])))
     rows = [math.log(1 + math.exp(-2)), math.log(1 + math.exp(-1)), math.log(1 + math.exp(3)), math.log(2)]
     assert found["loss"] == pytest.approx(sum(rows) / 4)
     assert found["accuracy"] == 0.75
@@ -71,12 +77,12 @@ def test_classification_metrics_are_right_on_four_rows() -> None:
 
 
 def test_regression_metrics_are_right_and_a_constant_has_no_correlation() -> None:
-    found = regression_metrics(
+    found = metrics_for(NUMBERS)(
         SimpleNamespace(predictions=np.array([[1.0], [2.0], [4.0]]), label_ids=np.array([1, 2, 3]))
     )
     assert found["mse"] == found["loss"] == pytest.approx(1 / 3)
     assert found["pearson"] == pytest.approx(np.corrcoef([1, 2, 4], [1, 2, 3])[0, 1])
-    flat = regression_metrics(SimpleNamespace(predictions=np.ones((3, 1)), label_ids=np.array([1, 2, 3])))
+    flat = metrics_for(NUMBERS)(SimpleNamespace(predictions=np.ones((3, 1)), label_ids=np.array([1, 2, 3])))
     assert flat["pearson"] == 0.0
 
 
@@ -94,7 +100,7 @@ def test_a_pipelines_sums_give_the_figures_of_the_rows() -> None:
     random = np.random.default_rng(0)
     logits = random.normal(size=(50, 4)) - [0, 0, 50, 50]
     ids = random.choice([0, 1, 2], size=50)
-    whole = classification_metrics(SimpleNamespace(predictions=logits, label_ids=ids))
+    whole = metrics_for(Labels("classification", tuple("abcd")))(SimpleNamespace(predictions=logits, label_ids=ids))
     counts = confusion(logits, ids, 4)
     sums = np.concatenate([[whole["loss"] * 50], counts.ravel()])[None]  # (1, 1 + classes^2)
     of_sums, of_rows = CountedMetrics(4), CountedMetrics(4)
@@ -102,3 +108,63 @@ def test_a_pipelines_sums_give_the_figures_of_the_rows() -> None:
     assert of_rows(SimpleNamespace(predictions=logits, label_ids=ids)) == pytest.approx(whole)
     assert np.array_equal(of_sums.counts, counts)
     assert np.array_equal(of_rows.counts, counts)
+
+
+def test_the_figures_are_those_of_scikit_learn_on_the_same_rows() -> None:
+    """What the metrics gave before they went through `evaluate`, by the same calls; of diverged numbers as well."""
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+    random = np.random.default_rng(1)
+    logits, ids = random.normal(size=(200, 5)), random.integers(0, 4, 200)  # the last class never occurs
+    found = metrics_for(Labels("classification", tuple("abcde")))(SimpleNamespace(predictions=logits, label_ids=ids))
+    guess = logits.argmax(axis=-1)
+    loss = -log_softmax(logits)[np.arange(200), ids].mean()
+    f1 = f1_score(ids, guess, average="macro", zero_division=0)
+    assert list(found.items()) == [
+        ("loss", loss),
+        ("accuracy", accuracy_score(ids, guess)),
+        ("f1_macro", f1),
+        ("matthews", matthews_corrcoef(ids, guess)),
+    ]
+    diverged = metrics_for(NUMBERS)(SimpleNamespace(predictions=np.array([[np.nan], [1.0]]), label_ids=np.ones(2)))
+    assert math.isnan(diverged["loss"])
+    assert math.isnan(diverged["mse"])
+    assert diverged["pearson"] == 0.0
+
+
+def test_several_labels_a_row_are_measured_label_by_label_and_row_by_row() -> None:
+    truth = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0], [0, 1, 1]])
+    logits = np.array([[2.0, -1, -1], [1, -2, -1], [-1, -1, 3], [-1, 1, 1]])
+    evaluated = SimpleNamespace(predictions=logits, label_ids=truth.astype(np.float32))
+    metrics = metrics_for(TOPICS)
+    found = metrics(evaluated)
+    # art: all right; law: 1 of 2 found, none wrongly; war: 1 of 1 found, one wrongly
+    assert found["f1_macro"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
+    assert found["f1_micro"] == pytest.approx(2 * 4 / (5 + 5))
+    assert found["subset_accuracy"] == 0.5
+    cells = np.where(truth == 1, np.log1p(np.exp(-logits)), np.log1p(np.exp(logits)))
+    assert found["loss"] == pytest.approx(cells.mean())
+    metrics.thresholds = [0.5, 0.1, 0.9]  # which give the second row its law, and take war from the last
+    assert given_labels(logits, metrics.thresholds).tolist() == [[1, 1, 0], [1, 1, 0], [0, 1, 1], [0, 1, 0]]
+    assert metrics(evaluated)["subset_accuracy"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("labels", "metric", "greater"),
+    [
+        (CLASSES, "f1_macro", True),
+        (CLASSES, "eval_loss", False),
+        (NUMBERS, "mse", False),
+        (NUMBERS, "pearson", True),
+        (TOPICS, "subset_accuracy", True),
+    ],
+)
+def test_the_best_model_has_more_of_some_metrics_and_less_of_others(
+    labels: Labels, metric: str, greater: bool, tmp_path: Path
+) -> None:
+    training = TrainingArguments(output_dir=str(tmp_path), metric_for_best_model=metric, use_cpu=True)
+    settle_best_metric(training, metrics_for(labels), {})
+    assert training.greater_is_better is greater
+    training.metric_for_best_model = "bleu"
+    with pytest.raises(RequestError, match=r"--metric_for_best_model bleu: a .* has loss, "):
+        settle_best_metric(training, metrics_for(labels), {})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from finetune.run.flag import FILE, NAME_OR_PATH
 from finetune.run.sizes import DISTILBERT_SIZES
 
-TASKS = ("classification", "regression")
+TASKS = ("classification", "multi_label_classification", "regression")
 
 
 @dataclass
@@ -32,25 +32,45 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments:
-    """What to train on. With none of these, the built-in docstrings are used."""
+class FileArguments:
+    """Where data comes from, and how much of a row is read."""
 
     dataset_name: str | None = field(
         default=None, metadata={"help": "hub data set, or a local folder in its layout", "path": NAME_OR_PATH}
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "configuration of the hub data set"})
-    train_file: str | None = field(default=None, metadata={"help": "csv, tsv, json(l) or parquet file", "path": FILE})
+    train_file: str | None = field(
+        default=None, metadata={"help": "csv, tsv, json(l) or parquet; of tags CoNLL", "path": FILE}
+    )
     validation_file: str | None = field(
         default=None, metadata={"help": "likewise; default: a part of train", "path": FILE}
     )
     test_file: str | None = field(default=None, metadata={"help": "likewise; labels are not needed", "path": FILE})
+    max_seq_length: int | None = field(default=None, metadata={"help": "tokens; default: the model's, at most 512"})
+
+
+@dataclass
+class DataArguments(FileArguments):
+    """What to train on. With none of these, the built-in docstrings are used."""
+
     text_column_names: list[str] | None = field(default=None, metadata={"help": "one column, or two for pairs"})
     label_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
-    task: str | None = field(
-        default=None, metadata={"help": f"{' or '.join(TASKS)}; default: by the labels", "choices": TASKS}
+    label_column_names: list[str] | None = field(
+        default=None, metadata={"help": "several labels a row: a column of 0 and 1 for each"}
     )
-    max_seq_length: int | None = field(default=None, metadata={"help": "tokens; default: the model's, at most 512"})
+    task: str | None = field(
+        default=None, metadata={"help": f"{', '.join(TASKS)}; default: by the labels", "choices": TASKS}
+    )
     streaming: bool = field(default=False, metadata={"help": "read and tokenize on the way to the model"})
+
+
+@dataclass
+class TokenDataArguments(FileArguments):
+    """What to train on. With none of these, names in Python's standard library are used. Files that are neither json(l)
+    nor parquet are CoNLL text: a word and its tag a line, a blank line after each sentence."""
+
+    tokens_column_name: str | None = field(default=None, metadata={"help": "lists of words; default: tokens or words"})
+    tags_column_name: str | None = field(default=None, metadata={"help": "lists of tags; default: tags or ner_tags"})
 
 
 @dataclass
@@ -76,9 +96,16 @@ class PreparationArguments:
 
 @dataclass
 class ClassArguments:
-    """How classes count."""
+    """How classes count, and what is measured."""
 
     class_weights: str = field(
         default="none",
         metadata={"help": "'balanced': every class counts alike in the loss", "choices": ("none", "balanced")},
+    )
+    metrics: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "names in finetune/metrics/, or files with an evaluate.Metric; default: the task's",
+            "path": NAME_OR_PATH,
+        },
     )

@@ -1,0 +1,187 @@
+"""Rows with several labels each: lists of names, multi-hot lists, or columns of 0 and 1, all made lists of names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from datasets import ClassLabel, Dataset, LargeList, List, Value
+
+from finetune.data.columns import MAX_SHOWN, MULTI_LABEL, Labels, is_empty, label_text
+from finetune.errors import RequestError
+
+MERGED = "label_column_names"  # the column that those of the flag are made into
+MEND = "Give lists of names, lists of 0 and 1 of one length, or a column of 0 and 1 a label by --label_column_names."
+ZEROS_AND_ONES = {"0": 0, "1": 1, "false": 0, "true": 1}
+
+Table = dict[str, Dataset]
+
+
+def merge_label_columns(tables: Table, arguments: Any) -> tuple[Table, Any]:
+    """The columns of --label_column_names as one of lists of names, and the arguments that say so. Raises RequestError
+    for a column that is not there, and for a cell that is neither 0 nor 1."""
+    names = arguments.label_column_names
+    if not names:
+        return tables, arguments
+    if arguments.label_column_name:
+        raise RequestError("--label_column_name and --label_column_names are both given. Keep one.")
+    if len(set(names)) < len(names):
+        raise RequestError(f"--label_column_names {' '.join(names)}: names a column twice. Name each once.")
+    merged = {split: _merged(table, names, split) for split, table in tables.items()}
+    return merged, replace(arguments, label_column_name=MERGED)
+
+
+def _merged(table: Dataset, names: Sequence[str], split: str) -> Dataset:
+    missing = [name for name in names if name not in table.column_names]
+    if split == "test" and len(missing) == len(names):
+        return table
+    if missing:
+        raise RequestError(
+            f"the {split} data has no column {missing[0]!r} (--label_column_names). "
+            f"It has: {', '.join(table.column_names)}."
+        )
+    columns = [
+        [_zero_or_one(cell, f"{split} data, row {i + 1}, column {name}") for i, cell in enumerate(table[name])]
+        for name in names
+    ]
+    rows = [None if None in row else [i for i, cell in enumerate(row) if cell] for row in zip(*columns, strict=True)]
+    return table.remove_columns(list(names)).add_column(MERGED, rows, feature=List(ClassLabel(names=list(names))))
+
+
+def _zero_or_one(cell: Any, where: str) -> int | None:
+    if is_empty(cell):
+        return None  # a bad row, which is refused or skipped with the others
+    found = ZEROS_AND_ONES.get(label_text(cell).lower())
+    if found is None and label_text(cell) in ("0.0", "1.0"):
+        found = int(float(cell))
+    if found is None:
+        raise RequestError(f"{where}: is {str(cell)[:40]!r}, but a label's column holds 0 or 1 alone. {MEND}")
+    return found
+
+
+def has_lists(table: Dataset, label: str | None) -> bool:
+    """Whether the rows' labels are lists."""
+    return label in table.column_names and isinstance(table.features[label], List | LargeList)
+
+
+def name_lists(
+    tables: Table, label: str | None, task: str | None, trained: Labels | None
+) -> tuple[Table, Sequence[str] | None]:
+    """The tables with lists of names as labels, where the labels are lists, and as they are otherwise; with the names
+    that the training data declare beside those that occur. Raises RequestError for lists that are neither names nor
+    multi-hot, and where `task` or a model that is not trained any more wants the other kind."""
+    labelled = {
+        split: table
+        for split, table in tables.items()
+        if label in table.column_names and table.features[label] != Value("null")
+    }
+    lists = [split for split, table in labelled.items() if has_lists(table, label)]
+    wants_lists = task == MULTI_LABEL or ("train" not in tables and trained and trained.task == MULTI_LABEL)
+    if labelled and not lists and wants_lists:
+        raise RequestError(
+            f"the column {label!r} holds one label a row, but several are to be told ({MULTI_LABEL}). {MEND}"
+        )
+    if not lists:
+        return tables, None
+    if task not in (None, MULTI_LABEL):
+        raise RequestError(
+            f"--task {task}: the column {label!r} holds lists. Say --task {MULTI_LABEL}, or leave it out."
+        )
+    if trained and trained.task != MULTI_LABEL and "train" not in tables:
+        raise RequestError(
+            f"the column {label!r} holds lists, but the model gives one label a row. Take another model."
+        )
+    if other := sorted(set(labelled) - set(lists)):
+        raise RequestError(f"the {lists[0]} data has lists in {label!r}, but the {other[0]} data has one value. {MEND}")
+    hot = MultiHot(trained)
+    named = {split: _named(labelled[split], str(label), split, hot) for split in lists}
+    return {**tables, **{split: table for split, (table, _) in named.items()}}, named[lists[0]][1]
+
+
+class MultiHot:
+    """Lists of 0 and 1, one for each label, all of one length, whichever table they are in."""
+
+    def __init__(self, trained: Labels | None) -> None:
+        self.trained = trained
+        self.width, self.first = 0, ""
+
+    def names(self) -> Sequence[str]:
+        """What the places of a row are called: as a trained model has it, or by their number."""
+        if self.trained and len(self.trained.names) == self.width:
+            return self.trained.names
+        return [f"label_{i}" for i in range(self.width)]
+
+    def places(self, row: Sequence[Any] | None, where: str) -> list[int] | None:
+        """Where a row has its ones; None for none. Raises RequestError."""
+        if row is None:
+            return None
+        if not self.first:
+            self.width, self.first = len(row), where
+        wrong = [value for value in row if value not in (0, 1)]
+        if wrong:
+            raise RequestError(f"{where}: has the value {wrong[0]}, but a list of numbers holds 0 and 1 alone. {MEND}")
+        if len(row) != self.width:
+            raise RequestError(
+                f"{where}: has {len(row)} values, but {self.first} has {self.width}: a list of numbers holds a 0 or a "
+                f"1 for every label. {MEND}"
+            )
+        return [i for i, value in enumerate(row) if value]
+
+
+def _named(table: Dataset, label: str, split: str, hot: MultiHot) -> tuple[Dataset, Sequence[str] | None]:
+    """One table with its lists as names, and the names that it declares."""
+    inside, lists = table.features[label].feature, table[label][:]
+    declared: Sequence[str] | None = None
+    where = [f"{split} data, row {i + 1}" for i in range(len(lists))]
+    if isinstance(inside, ClassLabel):
+        declared, places = inside.names, lists
+    elif isinstance(inside, Value) and any(kind in inside.dtype for kind in ("int", "float", "bool")):
+        places = [hot.places(row, place) for row, place in zip(lists, where, strict=True)]
+        declared = hot.names()
+    if declared is not None:
+        named = [None if row is None else [declared[i] for i in row] for row in places]
+    else:
+        named = [None if row is None else [label_text(name) for name in row] for row in lists]
+        for row, raw, place in zip(named, lists, where, strict=True):
+            if row and any(is_empty(name) for name in raw):
+                raise RequestError(f"{place}: has an empty name among its labels. Take it out.")
+    return table.remove_columns(label).add_column(label, named, feature=List(Value("string"))), declared
+
+
+def find_many_labels(lists: Sequence[Sequence[str]], declared: Sequence[str] | None, trained: Labels | None) -> Labels:
+    """The labels of training rows (names each), in the order of a trained model, or as declared, or by name. Raises
+    RequestError for a label that no row has."""
+    counts = Counter(name for names in lists for name in names)
+    if trained and counts and set(counts) <= set(trained.names):
+        return Labels(MULTI_LABEL, trained.names)
+    names = tuple(declared or sorted(counts))
+    never = [name for name in names if not counts[name]]
+    if never or not names:
+        shown = ", ".join(never[:MAX_SHOWN])
+        what = f"of {len(names)} labels no training row has {shown}" if never else "no training row has a label"
+        raise RequestError(
+            f"{what}: there is nothing to learn it from. Take it out of the data, or add rows that have it."
+        )
+    return Labels(MULTI_LABEL, names)
+
+
+def multi_hot(lists: Sequence[Sequence[str]], labels: Labels) -> npt.NDArray[np.float32]:
+    """Rows of 0.0 and 1.0 (rows, labels). Raises KeyError for a name that is no label."""
+    rows: npt.NDArray[np.float32] = np.zeros((len(lists), len(labels.names)), dtype=np.float32)
+    for row, names in zip(rows, lists, strict=True):
+        row[[labels.ids[name] for name in names]] = 1.0
+    return rows
+
+
+def strata(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """For rows (rows, labels) of 0 and 1 the rarest label of each, or the number of labels for a row without any: what
+    a split into parts keeps the shares of. Common labels then fall on both sides by themselves."""
+    rarest_first = np.argsort(rows.sum(axis=0), kind="stable")
+    found: npt.NDArray[np.int64] = np.where(
+        rows.any(axis=1), rarest_first[np.argmax(rows[:, rarest_first] > 0, axis=1)], rows.shape[1]
+    )
+    return found

@@ -1,0 +1,113 @@
+"""Tags of words as CoNLL text has them, in whichever scheme, made BIO, which `pipeline` groups into entities.
+
+B- begins an entity and I- goes on with it; L- or E- ends one, U- or S- is one of a single word. In IOB1 an entity
+begins with I-, and with B- only right after another of its type.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import RequestError
+
+OUTSIDE = "O"  # the tag of no entity
+PREFIXES = {"B": "B", "I": "I", "L": "L", "E": "L", "U": "U", "S": "U"}
+SHOWN = 5
+
+
+def read_conll(path: Path) -> Iterator[tuple[list[str], list[str] | None]]:
+    """Words and tags of each sentence: the first column and the last, which tabs or blanks part. A blank line ends a
+    sentence, and so does -DOCSTART-. A file of one column has words alone. Raises RequestError."""
+    words: list[str] = []
+    tags: list[str] = []
+    width = 0
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            cells = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
+            if not line.strip() or cells[0] == "-DOCSTART-":
+                if words:
+                    yield words, tags if width > 1 else None
+                words, tags = [], []
+                continue
+            width = width or len(cells)
+            if len(cells) != width:
+                raise RequestError(
+                    f"{path}: line {number} has {len(cells)} columns, and the lines before it have {width}: a word, "
+                    "its tag, and the same columns between them on every line. Mend it."
+                )
+            words.append(cells[0])
+            tags.append(cells[-1].strip())
+    if words:
+        yield words, tags if width > 1 else None
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How tags say where an entity begins. `name` is for people."""
+
+    name: str
+    has_prefixes: bool
+    merges: bool = True  # of plain types: words of one type in a row are one entity
+
+
+def find_scheme(rows: Sequence[Sequence[str] | None]) -> tuple[Scheme, str]:
+    """The scheme of all tags together, and what there is to say of it: nothing for whole BIO. Raises RequestError for
+    tags of which some have a prefix and some have none."""
+    kinds = Counter(tag for row in rows for tag in row or () if tag != OUTSIDE)
+    bare = [tag for tag in kinds if tag[1:2] != "-" or tag[:1] not in PREFIXES or not tag[2:]]
+    if bare and len(bare) < len(kinds):
+        raise RequestError(
+            f"some tags begin with B-, I- or their like, and others do not: {', '.join(sorted(bare)[:SHOWN])}. Give "
+            "each a prefix, or none."
+        )
+    if bare:
+        merges = any(OUTSIDE in (row or ()) for row in rows)
+        how = "words of one type in a row are one entity" if merges else "every word is an entity of its own"
+        return Scheme("plain", False, merges), f"plain tags: {how}"
+    prefixes = {PREFIXES[tag[0]] for tag in kinds}
+    if prefixes & {"L", "U"}:
+        name = "BIOES" if any(tag[0] in "ES" for tag in kinds) else "BILOU"
+        broken = _broken(rows)
+        said = f"; {broken:,} tags go on with an entity that did not begin, and begin one now" if broken else ""
+        return Scheme(name, True), f"{name} tags, read as BIO{said}"
+    broken = _broken(rows)
+    if broken and _is_iob1(rows):
+        return Scheme("IOB1", True), "IOB1 tags, read as BIO"
+    said = f"{broken:,} tags I- go on with an entity that did not begin, and begin one now" if broken else ""
+    return Scheme("BIO", True), said
+
+
+def _broken(rows: Sequence[Sequence[str] | None]) -> int:
+    """How many tags go on with an entity of which there is none."""
+    return sum(
+        1
+        for row in rows
+        for tag, made in zip(row or (), to_bio(row or (), Scheme("BIO", True)), strict=True)
+        if PREFIXES.get(tag[0]) in ("I", "L") and tag != OUTSIDE and made[0] == "B"
+    )
+
+
+def _is_iob1(rows: Sequence[Sequence[str] | None]) -> bool:
+    """Whether every B- parts two neighbours of one type, as it does nowhere else in IOB1."""
+    return all(
+        i > 0 and row[i - 1][2:] == tag[2:] for row in rows if row for i, tag in enumerate(row) if tag.startswith("B-")
+    )
+
+
+def to_bio(tags: Sequence[str], scheme: Scheme) -> list[str]:
+    """A sentence's tags as BIO. What goes on with an entity that is not open begins one."""
+    made = []
+    open_type = None
+    for tag in tags:
+        prefix, kind = (PREFIXES[tag[0]], tag[2:]) if scheme.has_prefixes and tag != OUTSIDE else ("I", tag)
+        if tag == OUTSIDE:
+            made.append(OUTSIDE)
+            open_type = None
+            continue
+        begins = prefix in ("B", "U") or kind != open_type or not scheme.merges
+        made.append(("B-" if begins else "I-") + kind)
+        open_type = None if prefix in ("L", "U") else kind
+    return made

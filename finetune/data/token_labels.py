@@ -1,0 +1,263 @@
+"""Sentences whose words carry tags: CoNLL text, or tables with `tokens` and `tags`; and where their first tokens lie.
+
+Whatever scheme the tags follow (IOB1, BIO, BILOU or BIOES, or plain types), they are made BIO, which `pipeline` groups
+into entities.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import ClassLabel, Dataset, Features, List, Value
+
+from finetune.data.classification import Kind
+from finetune.data.columns import IGNORED, TOKENS, Columns, Labels
+from finetune.data.files import open_file, open_hub
+from finetune.data.python_names import name_rows
+from finetune.data.tables import HIDDEN_LABEL, ROW, SPLITS, CleanTables, Table, at_most
+from finetune.data.tag_schemes import OUTSIDE, find_scheme, read_conll, to_bio
+from finetune.errors import RequestError
+from finetune.run.flags.text import PreparationArguments, TokenDataArguments
+
+TOKEN_NAMES, TAG_NAMES = ("tokens", "words"), ("tags", "ner_tags", "labels", "label")
+PARSED = (".json", ".jsonl", ".parquet")  # every other file is CoNLL text
+WORDS = "words"  # the words of a test row, which its prediction names
+SHOWN = 5
+
+
+def load_sentences(arguments: TokenDataArguments) -> tuple[Table, str]:
+    """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
+    files = {name: getattr(arguments, f"{name}_file") for name in SPLITS if getattr(arguments, f"{name}_file")}
+    if arguments.dataset_name and files:
+        raise RequestError(f"--dataset_name and --{next(iter(files))}_file are both given. Keep one.")
+    if arguments.dataset_name:
+        found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in SPLITS}
+        tables = {name: table for name, table in found.items() if table is not None}
+        return tables, " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
+    if files:
+        return {name: _open(name, file) for name, file in files.items()}, ", ".join(
+            Path(f).name for f in files.values()
+        )
+    built_in = {name: Dataset.from_dict(rows) for name, rows in name_rows().items()}
+    return built_in, "built-in names in the source of Python's standard library, held out by module"
+
+
+def _open(split: str, name: str) -> Dataset:
+    path = Path(name).expanduser()
+    if path.suffix.lower() in PARSED or not path.is_file():
+        return open_file(f"{split}_file", name)
+    try:
+        rows = list(read_conll(path))
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"--{split}_file {name}: is not UTF-8 text (byte {error.start}). Save it as UTF-8."
+        ) from error
+    if not rows:
+        raise RequestError(f"--{split}_file {name}: the file has no sentences.")
+    columns = {"tokens": [words for words, _ in rows]}
+    return Dataset.from_dict(columns if rows[0][1] is None else {**columns, "tags": [tags for _, tags in rows]})
+
+
+def clean_sentences(
+    tables: Table,
+    arguments: TokenDataArguments,
+    cut: PreparationArguments,
+    seed: int,
+    known: Any = None,
+    trained: Labels | None = None,
+) -> CleanTables:
+    """Columns `tokens` and, where a split is labelled, `label` with the ids of BIO tags. Raises RequestError."""
+    if "train" not in tables and trained is None:
+        raise RequestError(
+            "there is no training data to learn the tags from. Give --train_file, or to evaluate or predict only, "
+            "--do_train False and --model_name_or_path with a trained model."
+        )
+    first = "train" if "train" in tables else next(iter(tables))
+    columns = _columns(tables[first], arguments, first)
+    cleaned, skipped = {}, {}
+    for split, table in tables.items():
+        cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, cut.skip_bad_rows)
+    tags = {split: table["tags"][:] for split, table in cleaned.items() if "tags" in table.column_names}
+    scheme, note = find_scheme([row for rows in tags.values() for row in rows])
+    bio = {split: [to_bio(row, scheme) for row in rows] for split, rows in tags.items()}
+    labels = _labels(bio.get("train", []), trained)
+    for split, rows in bio.items():
+        cleaned[split] = cleaned[split].remove_columns("tags").add_column("label", _ids(rows, labels, split))
+    if "validation" not in cleaned and "train" in cleaned:
+        cleaned |= _held_out(cleaned["train"], cut.validation_fraction, seed)
+    for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
+        if split in cleaned and most is not None:
+            rows = at_most(len(cleaned[split]), most, None if split == "test" else seed)
+            cleaned[split] = cleaned[split].select(rows)
+    return CleanTables(cleaned, columns, labels, skipped, (note,) if note else ())
+
+
+def _columns(table: Dataset, arguments: TokenDataArguments, split: str) -> Columns:
+    there = table.column_names
+
+    def find(flag: str, given: str | None, names: Sequence[str], needed: bool) -> str | None:
+        found = given or next((name for name in names if name in there), None)
+        if (found is None and needed) or (found is not None and found not in there):
+            raise RequestError(
+                f"the {split} data has no column {found or ' or '.join(names)!r}; it has {', '.join(there)}. Say which "
+                f"it is by --{flag}."
+            )
+        return found
+
+    tokens = find("tokens_column_name", arguments.tokens_column_name, TOKEN_NAMES, True)
+    return Columns((str(tokens),), find("tags_column_name", arguments.tags_column_name, TAG_NAMES, split != "test"))
+
+
+def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) -> tuple[Dataset, int]:
+    """Columns `tokens`, and `tags` as names where there are any. A row without words, or with another number of tags,
+    is refused or left out."""
+    words = table[columns.text[0]][:]
+    if not all(row is None or isinstance(row, list) for row in words[:SHOWN]):
+        raise RequestError(f"the {split} data: {columns.text[0]!r} holds no lists of words. Give a list a row.")
+    tags = _named(table, str(columns.label), split) if columns.label in table.column_names else None
+    if split == "test" and tags is not None and not any(tags):
+        tags = None
+    if tags is None and split != "test":
+        raise RequestError(f"the {split} data has no column {columns.label!r}. Give the tags of its words.")
+    good = [
+        i for i, row in enumerate(words)
+        if row and all(word and word.strip() for word in row) and (tags is None or len(tags[i] or ()) == len(row))
+    ]  # fmt: skip
+    bad = len(words) - len(good)
+    if bad and not skip:
+        rows = sorted(set(range(len(words))) - set(good))[:SHOWN]
+        raise RequestError(
+            f"the {split} data has {bad:,} of {len(words):,} sentences without words, with an empty word, or with "
+            f"another number of tags than words (counted from 1: {', '.join(str(i + 1) for i in rows)}). Mend them, or "
+            "leave them out by --skip_bad_rows True."
+        )
+    if not good:
+        raise RequestError(f"the {split} data has no sentence with a tag for each word. Check the column names.")
+    content: dict[str, Any] = {"tokens": [[str(word).strip() for word in words[i]] for i in good]}
+    features: dict[str, Any] = {"tokens": List(Value("string"))}
+    if split == "test":
+        content |= {WORDS: content["tokens"], ROW: good}
+        features |= {WORDS: List(Value("string")), ROW: Value("int64")}
+    if tags is not None:
+        content["tags"], features["tags"] = [tags[i] for i in good], List(Value("string"))
+    return Dataset.from_dict(content, Features(features)), bad
+
+
+def _named(table: Dataset, label: str, split: str) -> list[list[str] | None]:
+    inside, rows = getattr(table.features[label], "feature", None), table[label][:]
+    if isinstance(inside, ClassLabel):
+        return [None if row is None or HIDDEN_LABEL in row else [inside.names[i] for i in row] for row in rows]
+    if isinstance(inside, Value) and "string" in inside.dtype:
+        return [row and [str(tag).strip() for tag in row] for row in rows]
+    if not any(rows):
+        return [None] * len(rows)
+    raise RequestError(
+        f"the {split} data: {label!r} holds no lists of tags, but {str(next(filter(None, rows)))[:40]!r}. Give their "
+        "names, such as B-person and O, or ids of a data set that names them."
+    )
+
+
+def _labels(train: Sequence[Sequence[str]], trained: Labels | None) -> Labels:
+    found = {tag for row in train for tag in row}
+    if trained and found <= set(trained.names):
+        return Labels(TOKENS, trained.names)
+    kinds = sorted({tag[2:] for tag in found if tag != OUTSIDE})
+    if not kinds:
+        raise RequestError("every word of the training data is tagged O: there is no entity to learn. Check the tags.")
+    return Labels(TOKENS, (OUTSIDE, *(prefix + kind for kind in kinds for prefix in ("B-", "I-"))))
+
+
+def _ids(rows: Sequence[Sequence[str]], labels: Labels, split: str) -> list[list[int]]:
+    unknown = Counter(tag[2:] for row in rows for tag in row if tag not in labels.ids)
+    if unknown:
+        shown = ", ".join(f"{name!r} ({count} words)" for name, count in unknown.most_common(SHOWN))
+        raise RequestError(
+            f"the {split} data has entities that are not in the training data: {shown}. Check that both use the same "
+            "names."
+        )
+    return [[labels.ids[tag] for tag in row] for row in rows]
+
+
+def _held_out(train: Dataset, fraction: float, seed: int) -> Table:
+    """A seeded part of the sentences. The same sentence is on one side alone."""
+    if not 0 < fraction < 1:
+        raise RequestError(f"--validation_fraction is {fraction}, but it must lie between 0 and 1.")
+    keys = [tuple(words) for words in train["tokens"][:]]
+    unique = sorted(set(keys))
+    random.Random(seed).shuffle(unique)
+    held = set(unique[: max(1, round(fraction * len(unique)))])
+    rows = {"train": [i for i, key in enumerate(keys) if key not in held],
+            "validation": [i for i, key in enumerate(keys) if key in held]}  # fmt: skip
+    if not rows["train"]:
+        raise RequestError("the training data has too few sentences to hold some out. Add --validation_file.")
+    return {split: train.select(kept) for split, kept in rows.items()}
+
+
+def word_encoder(
+    tokenizer: Any, columns: Columns, max_length: int
+) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+    """Words to token ids, by the text that they make with blanks between them: so the tokenizer meets them as it will
+    in `pipeline`, whether blanks belong to its tokens or not. A word's label is that of its first token; a test row
+    has in `first` where that is, -1 for a word that was cut off or has no token."""
+
+    def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        texts = [" ".join(words) for words in rows["tokens"]]
+        found = tokenizer(
+            texts, truncation=True, max_length=max_length, return_attention_mask=False, return_offsets_mapping=True
+        )
+        offsets = found.pop("offset_mapping")
+        firsts = [
+            _first_tokens(words, text, spans) for words, text, spans in zip(rows["tokens"], texts, offsets, strict=True)
+        ]
+        lengths = [len(ids) for ids in found["input_ids"]]
+        encoded = {**found, "length": lengths, "truncated": [-1 in first for first in firsts]}
+        if "label" in rows:
+            encoded["labels"] = [
+                _labels_of_tokens(ids, first, length)
+                for ids, first, length in zip(rows["label"], firsts, lengths, strict=True)
+            ]
+        return {**encoded, "first": firsts} if WORDS in rows else encoded
+
+    return encode
+
+
+def _first_tokens(words: Sequence[str], text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
+    """For each word the first of the tokens (characters from, to) that begin in it, but for blanks; -1 for none."""
+    word_at = [i for i, word in enumerate(words) for _ in range(len(word) + 1)]
+    first = [-1] * len(words)
+    for place, (start, end) in enumerate(spans):
+        while start < end and text[start].isspace():
+            start += 1
+        if start < end and first[word_at[start]] < 0:
+            first[word_at[start]] = place
+    return first
+
+
+def _labels_of_tokens(ids: Sequence[int], first: Sequence[int], length: int) -> list[int]:
+    labels = [IGNORED] * length
+    for label, place in zip(ids, first, strict=True):
+        if place >= 0:
+            labels[place] = label
+    return labels
+
+
+def _tag_counts(tables: Table, labels: Labels) -> dict[str, int]:
+    """How many training words have each tag."""
+    counts = Counter(i for row in (tables["train"]["labels"][:] if "train" in tables else ()) for i in row)
+    return {name: counts[i] for i, name in enumerate(labels.names) if counts[i]}
+
+
+SENTENCES = Kind(
+    name=TOKENS,
+    read=load_sentences,
+    clean=clean_sentences,
+    encoder=word_encoder,
+    texts=lambda clean: (" ".join(words) for words in clean.splits["train"]["tokens"]),
+    count=_tag_counts,
+    kept=(ROW, WORDS),
+    lowercase=False,  # a capital letter tells a name
+)

@@ -1,0 +1,24 @@
+"""Matthews' correlation coefficient, which guessing the largest class does not raise above 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import evaluate
+from sklearn.metrics import matthews_corrcoef
+
+
+class Matthews(evaluate.Metric):
+    """`matthews`, between -1 and 1."""
+
+    def _info(self) -> Any:
+        return evaluate.MetricInfo(
+            description="The correlation of predicted with true classes.",
+            citation="B. W. Matthews, Comparison of the predicted and observed secondary structure, 1975",
+            inputs_description="predictions, references: ids. sample_weight: how often a row counts.",
+            features=datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}),
+        )
+
+    def _compute(self, predictions: Any, references: Any, sample_weight: Any = None) -> dict[str, float]:
+        return {"matthews": float(matthews_corrcoef(references, predictions, sample_weight=sample_weight))}

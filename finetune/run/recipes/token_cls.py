@@ -1,0 +1,40 @@
+"""recipes/token_cls.py: the words of sentences to tags, and these to entities."""
+
+from __future__ import annotations
+
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.flags.profiling import ProfileArguments
+from finetune.run.flags.text import ClassArguments, ModelArguments, PreparationArguments, TokenDataArguments
+from finetune.run.recipe import Recipe
+
+TOKEN_CLS = Recipe(
+    name="token_cls",
+    task="token-classification",
+    groups=(
+        ModelArguments,
+        TokenDataArguments,
+        PreparationArguments,
+        ClassArguments,
+        ProfileArguments,
+        RunArguments,
+        CompressionArguments,
+        GuardArguments,
+    ),
+    defaults={
+        "output_dir": "runs/token_cls",
+        "do_train": True,
+        "do_eval": True,
+        "per_device_train_batch_size": 16,
+        "per_device_eval_batch_size": 32,
+        "num_train_epochs": 3,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "save_total_limit": 2,
+        "logging_steps": 10,
+        "report_to": ["none"],
+    },
+    # A model from scratch wants a higher rate than a pretrained one.
+    scratch_defaults={"learning_rate": 1e-3, "num_train_epochs": 3, "warmup_steps": 0.1},
+)

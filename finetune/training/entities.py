@@ -1,0 +1,156 @@
+"""Token classification: what an evaluation keeps of each token, entities from tags, and what a run leaves to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from seqeval.metrics.sequence_labeling import get_entities
+
+from finetune.data.columns import TOKENS, Labels
+from finetune.data.tables import ROW
+from finetune.data.tag_schemes import OUTSIDE
+from finetune.data.token_labels import WORDS
+from finetune.training.metrics import TaskMetrics
+from finetune.training.model_card import Card, write_card
+from finetune.training.results import (
+    label_counts,
+    per_label_table,
+    pictures_of,
+    write_confusion,
+    write_per_label,
+)
+from finetune.training.run_folder import write_text
+from finetune.training.start import Session
+
+NO_ENTITY = "no entity"
+USE = """from transformers import pipeline
+
+find = pipeline("token-classification", "path/to/this/folder", aggregation_strategy="simple")
+print(find("Some text."))"""
+
+
+def kept_of_tokens(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The Trainer's `preprocess_logits_for_metrics`: of logits (B, T, tags) three figures a token (B, T, 3), however
+    many tags there are: the likeliest tag, its probability, and the cross entropy of the label."""
+    logits = (logits[0] if isinstance(logits, tuple) else logits).float()
+    chances = logits.log_softmax(-1)
+    best, losses = chances.max(-1), -chances.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    return torch.stack([best.indices.float(), best.values.exp(), losses], dim=-1)
+
+
+def guesses_of(predicted: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """Ids of tags (N, T) and their probabilities, of a prediction: where no labels are known its logits were kept."""
+    found = predicted.predictions
+    if predicted.label_ids is None:
+        logits = torch.from_numpy(np.asarray(found[0] if isinstance(found, tuple) else found)).float()
+        best = logits.softmax(-1).max(-1)
+        return best.indices.numpy(), best.values.numpy()
+    return found[..., 0].astype(np.int64), found[..., 1]
+
+
+def entity_counts(inputs: dict[str, Any], kinds: Sequence[str]) -> npt.NDArray[np.int64]:
+    """How often an entity of one type is taken for another (types + 1, types + 1): rows are true, columns predicted,
+    and the last of both is that there is no entity of just these words. `inputs` are those of an entity metric."""
+    place = {kind: i for i, kind in enumerate(kinds)}
+    counts: npt.NDArray[np.int64] = np.zeros((len(kinds) + 1, len(kinds) + 1), dtype=np.int64)
+    for guess, truth in zip(inputs["predictions"], inputs["references"], strict=True):
+        guessed, true = ({(a, b): place[kind] for kind, a, b in get_entities(tags)} for tags in (guess, truth))
+        for words in guessed.keys() | true.keys():
+            counts[true.get(words, -1), guessed.get(words, -1)] += 1
+    return counts
+
+
+def entity_table(counts: npt.NDArray[np.int64], kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """For each type precision, recall, F1 and how many entities there are, from `entity_counts`."""
+    right, support, guessed = np.diag(counts), counts.sum(axis=1), counts.sum(axis=0)
+    return [
+        {
+            "label": kind,
+            "precision": float(right[i] / max(guessed[i], 1)),
+            "recall": float(right[i] / max(support[i], 1)),
+            "f1": float(2 * right[i] / max(guessed[i] + support[i], 1)),
+            "support": int(support[i]),
+        }
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def entities(tags: Sequence[str], scores: Sequence[float], words: Sequence[str]) -> list[dict[str, Any]]:
+    """What tags say: type, words from `start` to before `end`, its characters in the words joined by blanks, and the
+    mean probability of its tags."""
+    begins = np.cumsum([0, *(len(word) + 1 for word in words)])
+    return [
+        {
+            "type": kind,
+            "start": first,
+            "end": last + 1,
+            "start_char": int(begins[first]),
+            "end_char": int(begins[last + 1]) - 1,
+            "text": " ".join(words[first : last + 1]),
+            "score": round(float(np.mean(scores[first : last + 1])), 6),
+        }
+        for kind, first, last in get_entities(list(tags))
+    ]
+
+
+def write_spans(path: Path, test: Any, labels: Labels, predicted: Any) -> None:
+    """A line of JSON for each sentence of the `test` split, in input order: its number in the file, words, tags and the
+    entities that they make; the true tags where they are known. Words that were cut off are tagged O."""
+    ids, scores = guesses_of(predicted)
+    lines = []
+    for i, (row, words, first) in enumerate(zip(test[ROW][:], test[WORDS][:], test["first"][:], strict=True)):
+        tags = [OUTSIDE if place < 0 else labels.names[ids[i, place]] for place in first]
+        chances = [0.0 if place < 0 else float(scores[i, place]) for place in first]
+        found: dict[str, Any] = {"index": row, "tokens": words, "tags": tags, "spans": entities(tags, chances, words)}
+        if predicted.label_ids is not None:
+            known = predicted.label_ids[i]
+            found["labels"] = [None if place < 0 else labels.names[known[place]] for place in first]
+        if cut := sum(place < 0 for place in first):
+            found["words_without_prediction"] = cut
+        lines.append(json.dumps(found, ensure_ascii=False))
+    write_text(path, "".join(line + "\n" for line in lines))
+
+
+def write_entity_report(
+    session: Session, data: Any, source: Any, metrics: TaskMetrics, evaluated: Any | None, predicted: Any | None
+) -> list[str]:
+    """`predictions.jsonl`, the pictures and tables of entities by type, and README.md."""
+    folder, account = session.folder, data.account
+    if predicted is not None:
+        write_spans(folder / "predictions.jsonl", data.splits["test"], data.labels, predicted)
+    pictures, tables = pictures_of(folder, "eval_f1"), []
+    if evaluated is not None:
+        kinds = tuple(name[2:] for name in data.labels.names if name.startswith("B-"))
+        inputs, _ = metrics.inputs(evaluated)
+        counts = entity_counts(inputs, kinds)
+        rows = entity_table(counts, kinds)
+        pictures += write_per_label(folder, rows, "per_type")
+        pictures += write_confusion(folder, counts, Labels(TOKENS, (*kinds, NO_ENTITY)))
+        tables = [per_label_table(rows, "Entities of the validation split, each right where words and type are:")]
+    card = Card(
+        task="token classification",
+        pipeline_tag="token-classification",
+        model=source.description,
+        base_model=source.hub_id,
+        recipe="recipes/token_cls.py",
+        source=account.source,
+        table=[
+            ("split", "sentences", "left out", f"cut to {account.max_seq_length} tokens"),
+            *(
+                (name, n, account.skipped.get(name, 0), account.truncated.get(name, 0))
+                for name, n in account.rows.items()
+            ),
+        ],
+        facts=[*(f"{note}." for note in account.notes), *label_counts(account.label_counts)],
+        pictures=pictures,
+        use=USE,
+        tables=tables,
+    )
+    write_card(folder, card)
+    return []

@@ -1,0 +1,109 @@
+"""Metrics of `evaluate`, ours by name and anybody's by path, tried on a few rows before a run begins.
+
+They are imported from where they lie. `evaluate.load` opens the same files, but copies them to the user's home first,
+and lets the ranks of a node wait a second each for one cache file whenever they compute.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import evaluate
+
+import finetune.metrics
+from finetune.data.cache import cache_home
+from finetune.errors import RequestError, first_line
+
+FOLDER = Path(finetune.metrics.__file__).parent
+NAMES = tuple(sorted(path.stem for path in FOLDER.glob("[!_]*.py")))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One of a run's metrics: its name as given, and the figures that it has been seen to compute."""
+
+    name: str
+    module: Any
+    figures: tuple[str, ...]
+    greater_is_better: bool
+
+    def compute(self, inputs: Mapping[str, Any]) -> dict[str, float]:
+        """Its figures of `inputs`, of which it takes those that it has a feature for."""
+        return {name: float(value) for name, value in _compute(self.module, inputs).items()}
+
+
+def load_metrics(
+    names: Sequence[str], config: str | None, sample: Mapping[str, Any], task: str, taken: Sequence[str] = ()
+) -> tuple[Metric, ...]:
+    """Those metrics, under the configuration `config` of `evaluate`, each tried on `sample`.
+
+    Raises RequestError for one that cannot be had, that fails on rows of the `task`, or that gives what is no number or
+    what another gives, or the run itself (`taken`).
+    """
+    found: list[Metric] = []
+    givers = dict.fromkeys(taken, "the run itself")
+    for name in names:
+        said = f"--metrics {name}"
+        module = _open(name, config, said)
+        try:
+            figures = _compute(module, sample)
+        except Exception as error:  # whatever a stranger's metric raises
+            raise RequestError(
+                f"{said}: fails on rows of a {task}: {type(error).__name__}: {first_line(error, 300)} "
+                "Leave it out, or mend it."
+            ) from error
+        for figure, value in figures.items():
+            if not isinstance(value, numbers.Real):
+                raise RequestError(
+                    f"{said}: {figure} is a {type(value).__name__}, but must be a number. Give its mean."
+                )
+            if figure in givers:
+                raise RequestError(f"{said}: gives {figure}, and so does {givers[figure]}. Drop or rename one.")
+            givers[figure] = name
+        better = bool(getattr(module, "greater_is_better", True))
+        found.append(Metric(name, module, tuple(figures), better))
+    return tuple(found)
+
+
+def _compute(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What the metric says. Scores are handed to those alone that ask for them, as ROC AUC does."""
+    features = module.features[0] if isinstance(module.features, list) else module.features
+    wanted = {name: value for name, value in inputs.items() if name in features or name == "sample_weight"}
+    found = module.compute(**wanted)
+    if not isinstance(found, dict) or not found:
+        raise TypeError(f"its compute gives {found!r}, but must give a dictionary of numbers.")
+    return found
+
+
+def _open(name: str, config: str | None, said: str) -> Any:
+    path = FOLDER / f"{name}.py" if name in NAMES else Path(name).expanduser()
+    if not path.is_file():
+        raise RequestError(
+            f"{said}: is no metric of ours ({', '.join(NAMES)}) and no file. Give one, or the path of a Python "
+            "file with a subclass of evaluate.Metric."
+        )
+    if path.suffix != ".py":
+        raise RequestError(f"{said}: is no Python file. Give one with a subclass of evaluate.Metric.")
+    spec = importlib.util.spec_from_file_location(f"finetune_metric_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(script)
+        kinds = [kind for kind in vars(script).values() if _is_metric(kind) and kind.__module__ == script.__name__]
+        if len(kinds) == 1:
+            return kinds[0](config_name=config, keep_in_memory=True, cache_dir=str(cache_home() / "metrics"))
+    except Exception as error:  # whatever a stranger's file raises
+        raise RequestError(
+            f"{said}: cannot be loaded: {type(error).__name__}: {first_line(error, 300)} Mend the file."
+        ) from error
+    raise RequestError(f"{said}: holds {len(kinds)} subclasses of evaluate.Metric, but must hold one.")
+
+
+def _is_metric(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, evaluate.EvaluationModule)

@@ -1,0 +1,98 @@
+"""Metrics as files: ours open with `evaluate`, a user's is tried before a run begins."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from finetune.data.columns import MULTI_LABEL, Labels
+from finetune.errors import RequestError
+from finetune.training.metric_modules import FOLDER, NAMES
+from finetune.training.metrics import metrics_for
+
+CLASSES = Labels("classification", ("bad", "good"))
+OWN = """
+import datasets, evaluate
+
+class Own(evaluate.Metric):
+    {better}
+    def _info(self):
+        value = datasets.Value({value!r})
+        features = {{"predictions": value, "references": value{more}}}
+        return evaluate.MetricInfo(description="", citation="", features=datasets.Features(features))
+
+    def _compute(self, predictions, references, **more):
+        return {result}
+"""
+
+
+def own(folder: Path, result: str, better: str = "", value: str = "int64", more: str = "") -> str:
+    path = folder / "own.py"
+    path.write_text(OWN.format(result=result, better=better, value=value, more=more))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluate_opens_every_metric_of_ours_without_a_network(name: str, tmp_path: Path) -> None:
+    """In a process of its own: `evaluate` reads where its caches lie when it is imported."""
+    script = f"import evaluate; print(evaluate.load({str(FOLDER / name)!r} + '.py').features)"
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert "predictions" in done.stdout, done.stderr
+
+
+def test_a_metric_of_ones_own_is_computed_beside_ours(tmp_path: Path) -> None:
+    wrong = own(
+        tmp_path, '{"wrong": sum(p != r for p, r in zip(predictions, references))}', "greater_is_better = False"
+    )
+    metrics = metrics_for(CLASSES, ["accuracy", wrong])
+    evaluated = SimpleNamespace(predictions=np.array([[1.0, 0], [1, 0], [0, 1]]), label_ids=np.array([0, 1, 1]))
+    found = metrics(evaluated)
+    assert {name: found[name] for name in ("accuracy", "wrong")} == pytest.approx({"accuracy": 2 / 3, "wrong": 1})
+    assert metrics.greater_is_better == {"loss": False, "accuracy": True, "wrong": False}
+
+
+def test_a_metric_that_asks_for_scores_gets_them(tmp_path: Path) -> None:
+    """As evaluate's own roc_auc does: of two classes, the probability of the second."""
+    more = ', "prediction_scores": datasets.Value("float64")'
+    path = own(tmp_path, '{"highest": max(more["prediction_scores"])}', more=more)
+    evaluated = SimpleNamespace(predictions=np.array([[0.0, 0], [0, np.log(3)]]), label_ids=np.array([0, 1]))
+    assert metrics_for(CLASSES, [path])(evaluated)["highest"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        pytest.param("1 / 0", r"own.py: fails on rows of a classification: ZeroDivisionError", id="raises"),
+        pytest.param("{'each': [0.1, 0.2]}", r"each is a list, but must be a number", id="no number"),
+        pytest.param("{}", r"must give a dictionary of numbers", id="nothing"),
+        pytest.param("{'loss': 1.0}", r"gives loss, and so does the run itself", id="the name of the loss"),
+        pytest.param("{'accuracy': 1.0}", r"gives accuracy, and so does accuracy", id="another's name"),
+    ],
+)
+def test_a_metric_that_does_not_work_is_refused_before_the_run(result: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=said):
+        metrics_for(CLASSES, ["accuracy", own(tmp_path, result)])
+
+
+def test_a_metric_of_another_task_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"--metrics matthews: fails on rows of a multi label classification"):
+        metrics_for(Labels(MULTI_LABEL, ("a", "b")), ["matthews"])
+
+
+def test_a_file_that_holds_no_metric_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.py"
+    path.write_text("x = 1\n")
+    with pytest.raises(RequestError, match=r"holds 0 subclasses of evaluate\.Metric"):
+        metrics_for(CLASSES, [str(path)])
+    path.write_text("import nothing_of_this_name\n")
+    with pytest.raises(RequestError, match="cannot be loaded: ModuleNotFoundError"):
+        metrics_for(CLASSES, [str(path)])
+    with pytest.raises(RequestError, match=r"--metrics bleu: is no metric of ours \(accuracy, "):
+        metrics_for(CLASSES, ["bleu"])
