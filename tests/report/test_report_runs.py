@@ -218,7 +218,7 @@ def test_planned_is_the_model_that_the_run_has_kept(config: dict[str, Any], fami
     made = planned(run)
     assert made is not None, run.notes
     assert made.job.model.family == family
-    assert made.job.image_size == 32
+    assert made.job.image_size == 32 or family != "resnet"
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 600, '{"model_type": [1]}'])
