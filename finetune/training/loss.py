@@ -139,8 +139,8 @@ def many_labels_loss(weights: list[float] | None) -> Any:
 
 
 def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
-    """A `compute_loss_func`: cross entropy with class weights, as a sum over rows, or over the tokens that have a label,
-    by their number.
+    """A `compute_loss_func`: cross entropy with class weights, as a sum over rows (or tokens with a label) by their
+    number.
 
     The divisor is the number of rows of the global batch, not the sum of their weights: a mean of weighted means would
     depend on how rows are spread over processes. This is what scikit-learn's `class_weight` does.
