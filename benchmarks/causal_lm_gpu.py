@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainerCallb
 from finetune.data.tokenizer import train_text_tokenizer
 from finetune.models.chunked_loss import LossHead, use_chunked_loss
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
-from finetune.plan.forward.losses import CHUNK_TOKENS
+from finetune.run.facts import CHUNK_TOKENS
 from finetune.run.sizes import GPTLITE_SIZES
 from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, multiplied_parameters, peak_flops, peak_memory_bytes
 

@@ -5,7 +5,6 @@ Every import is inside its handler, so that answers come at once."""
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import os
 import sys
@@ -46,10 +45,19 @@ class _Parser(argparse.ArgumentParser):
             if not word.startswith("-"):
                 raise RequestError(f"{word}: that is one argument too many for `{self.prog}`. `--help` lists them.")
             names = [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
-            near = difflib.get_close_matches(word.lstrip("-").partition("=")[0], names, 1)
-            mend = f"Did you mean --{near[0]}?" if near else f"`{self.prog} --help` lists them."
-            raise RequestError(f"{word} is no flag of `{self.prog}`. {mend}")
+            from finetune.run.meanings import meant
+
+            mend = meant(word.partition("=")[0], names).replace("`--help`", f"`{self.prog} --help`")
+            raise RequestError(f"{word} is no flag of `{self.prog}`.{mend}")
         return known, unknown
+
+
+class _RecipeFlag(argparse.Action):
+    """Keeps the words of a recipe's flag in `flags`, which the recipe's own parser reads."""
+
+    def __call__(self, _: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        words = values if isinstance(values, list) else [] if values is None else [values]
+        namespace.flags = {**namespace.flags, self.dest: words}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,7 +95,11 @@ def parser() -> argparse.ArgumentParser:
     add("--hostfile", metavar="FILE", help="the hosts of a run, which must have addresses and answer")
     add("--master_addr", metavar="HOST", help="where the ranks meet, if it is another host, which must be reached")
     add("--master_port", type=int, default=29500, metavar="PORT", help="where the ranks meet (default 29500)")
-    _plan_options(commands.add_parser("plan", help="what a run takes and how fast it goes, before anything is loaded"))
+    _plan_options(
+        commands.add_parser(
+            "plan", allow_abbrev=False, help="what a run takes and how fast it goes, before anything is loaded"
+        )
+    )
     _bench_options(commands.add_parser("bench", help="run a grid of models and layouts, each for real, and compare"))
     report = commands.add_parser(
         "report", help="what runs and benches did, as one page that loads nothing, or Markdown"
@@ -142,11 +154,15 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     add("--verify", action="store_true", help="run what is planned on this machine, and print both")
     add("--calibrate", metavar="FILE", help="measure this machine into a profile for --gpu; two minutes")
     add("--ranks", type=int, default=2, metavar="N", help="processes that --calibrate measures with (default 2)")
-    recipe = command.add_argument_group("flags of the recipes, over those of the YAML")
-    from finetune.plan.flags import RECIPE_FLAGS
+    from finetune.run.choose import recipes
 
-    for name in RECIPE_FLAGS:
-        recipe.add_argument(f"--{name}", metavar="VALUE")
+    flags = {flag.name: flag for recipe in recipes().values() for flag in recipe.flags.values()}
+    add("--recipe", choices=tuple(recipes()), help="whose run it is (default: as the YAML says, else by its flags)")
+    command.set_defaults(flags={})
+    for flag in flags.values():
+        many: Any = "+" if flag.many else "?" if flag.kind == "bool" else 1
+        add(f"--{flag.name}", nargs=many, action=_RecipeFlag, help=argparse.SUPPRESS)
+    command.epilog = "And every flag of the recipes, over the YAML's: recipes/NAME.py --help lists them."
 
 
 def _bench_options(command: argparse.ArgumentParser) -> None:

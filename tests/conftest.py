@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from compiled_ops import build, enter, folder_of_this_stack
+from nightly_record import pytest_addoption, pytest_terminal_summary  # noqa: F401  (hooks)
+from warm_ranks import WarmRanks, is_warm, kill_family
 
 REPO = Path(__file__).resolve().parents[1]
 SHARED = REPO.parent / "shared"
 RECIPE = "recipes/seq_cls.py"
 TIMEOUT_SECONDS = 300
-STARTED = time.monotonic()
 
 # Small enough for two cores, and without anything random beyond the order of the samples.
 TINY = {
@@ -47,9 +46,9 @@ LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "accelerate": lambda ranks: [
         *(tool("accelerate"), "launch", "--num_processes", str(ranks), "--num_machines", "1"),
         *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", free_port()),
-        *(["--multi_gpu"] if ranks > 1 else []),  # its word for several processes, on a CPU too
     ],
 }
+WARM = WarmRanks()
 
 
 def tool(name: str) -> str:
@@ -69,6 +68,17 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     log = folder / "metrics.jsonl"
     rows = log.read_text().splitlines() if log.is_file() else []
     return [row for row in map(json.loads, rows) if "loss" in row]
+
+
+def gate_has(some: Any, every: Sequence[Any]) -> list[Any]:
+    """Parameters of a test: `some`, one or a list of them, in the gate, and the others in the nightly set."""
+    chosen = some if isinstance(some, list) else [some]
+    assert all(one in every for one in chosen)
+    return [one if one in chosen else _nightly(one) for one in every]
+
+
+def _nightly(one: Any) -> Any:
+    return pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.nightly)
 
 
 @dataclass
@@ -105,22 +115,38 @@ def flags(values: dict[str, Any]) -> list[str]:
 
 
 def launch(
-    launcher: str | Sequence[str],
+    launcher: str,
     folder: Path,
     values: dict[str, Any],
     *,
     ranks: int = 1,
+    words: Sequence[str] = (),
     env: dict[str, str] | None = None,
     recipe: str = RECIPE,
     check: bool = True,
+    cold: bool = False,
 ) -> Finished:
-    """Run the recipe to its end. With `check`, a status other than 0 fails the test and shows the output's end."""
-    start = LAUNCHERS[launcher](ranks) if isinstance(launcher, str) else list(launcher)
-    command = [*start, recipe, *flags({"output_dir": folder, **values})]
-    status, output = run_to_its_end(command, {"HF_HUB_OFFLINE": "1", **(env or {})})
+    """Run the recipe to its end, with `words` of the launcher's own. With `check`, a status other than 0 fails the test
+    and shows the output's end. The ranks are warm (warm_ranks.py) unless the true launcher is asked for, by `cold`, or
+    needed for what `env` changes."""
+    command = [*LAUNCHERS[launcher](ranks), *words]
+    if launcher == "accelerate" and ranks > 1 and not words:
+        command.append("--multi_gpu")  # its word for several processes, on a CPU too
+    script = [recipe, *flags({"output_dir": folder, **values})]
+    env = {"HF_HUB_OFFLINE": "1", **(env or {})}
+    if cold or not is_warm(launcher, ranks, env):
+        status, output = run_to_its_end([*command, *script], env)
+    else:
+        status, output = run_warm([*command, *script], ranks, {**os.environ, **env})
     if check:
-        assert status == 0, f"{' '.join(command)}\n{output[-6000:]}"
+        assert status == 0, f"{' '.join([*command, *script])}\n{output[-6000:]}"
     return Finished(status, output, folder)
+
+
+def run_warm(command: Sequence[str], ranks: int, env: dict[str, str]) -> tuple[int, str]:
+    """As `run_to_its_end`, of a launcher's command, by ranks that need not import."""
+    script = next(i for i, word in enumerate(command) if word.endswith(".py"))
+    return WARM.run(list(command[:script]), list(command[script:]), ranks, env, TIMEOUT_SECONDS)
 
 
 def run_to_its_end(command: Sequence[str], env: dict[str, str] | None = None, cwd: Path = REPO) -> tuple[int, str]:
@@ -136,72 +162,42 @@ def run_to_its_end(command: Sequence[str], env: dict[str, str] | None = None, cw
     return process.returncode, output
 
 
-def kill_family(pid: int) -> None:
-    """A process and all that came of it."""
-    try:
-        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-
-
-BUILD_OPS = "from finetune.doctor.trials import ON_DISK, compile_ops; raise SystemExit(compile_ops(ON_DISK))"
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """DeepSpeed's compiled ops lie with this checkout. In the user's folder of them, another virtual environment would
-    build them over while a test runs, and a process killed there leaves a lock on which every later start waits."""
+    """What all launches of a session share: its caches, and DeepSpeed's compiled ops. Workers get it from the first
+    process."""
     # As activated: another ninja than that of the environment has another log, and builds every op over.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    folder = config.cache.mkdir("torch_extensions") if config.cache else None
-    if folder is None or "TORCH_EXTENSIONS_DIR" in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
         return
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
-    sessions = (folder / "sessions").open("a")
-    with suppress(BlockingIOError):  # another test session of this checkout goes on, and may be building
-        fcntl.flock(sessions, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for lock in folder.rglob("lock"):
-            lock.unlink()
-    fcntl.flock(sessions, fcntl.LOCK_SH)
-    config.add_cleanup(sessions.close)
+    home = Path(tempfile.mkdtemp(prefix="finetune-tests-"))
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+    os.environ["FINETUNE_CACHE"] = str(home / "prepared")  # shared by the runs of one test session, and by nothing else
+    os.environ["HF_HOME"] = str(home / "hub")  # what a user has downloaded is not there for a test
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        sessions = enter(folder_of_this_stack())
+        config.add_cleanup(sessions.close)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow_minutes", type=float, help="begin no slow test later than this; the quick ones go first")
+def pytest_unconfigure(config: pytest.Config) -> None:
+    WARM.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --slow_minutes the slow tests come last, from another file on in each hour: what one run leaves out, another
-    has time for."""
-    if config.getoption("slow_minutes") is None:
-        return
-    quick = [item for item in items if not item.get_closest_marker("slow")]
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    files = list(dict.fromkeys(item.path for item in slow))  # whose fixtures are shared
-    first = int(time.time() // 3600) % max(1, len(files))
-    order = {path: index for index, path in enumerate(files[first:] + files[:first])}
-    items[:] = quick + sorted(slow, key=lambda item: order[item.path])
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    minutes = item.config.getoption("slow_minutes")
-    if minutes is not None and item.get_closest_marker("slow") and time.monotonic() - STARTED > 60 * minutes:
-        pytest.skip(f"slow, and {minutes:g} minutes are over: `pytest -m slow` runs it")
+    """Files that launch come first: the short ones at the end let all workers be done at about the same time."""
+    items.sort(key=lambda item: item.path.parent.name not in ("runs", "launch", "export", "security"))
 
 
 @pytest.fixture(scope="session")
 def built_ops() -> None:
-    """The ops are built, which takes minutes the first time: no run's own time limit falls into a build."""
-    done = subprocess.run([sys.executable, "-c", BUILD_OPS], capture_output=True, text=True, timeout=1500, check=False)
-    assert done.returncode == 0 or not shutil.which("g++"), done.stderr[-3000:]
+    """The ops that a run on CPUs compiles, which takes minutes the first time: no time limit falls into a build."""
+    build("ON_CPU")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Prepared data is shared by the runs of one test session, and by nothing else."""
-    os.environ.setdefault("FINETUNE_CACHE", str(tmp_path_factory.mktemp("finetune-cache")))
+@pytest.fixture(scope="session")
+def built_async_io() -> None:
+    """And those for an NVMe disk, which take minutes more."""
+    build("ON_DISK")
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from conftest import REPO
 
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "numpy"}
+LIGHT_ROOM = [
+    f"finetune.run.{path.stem}"
+    for path in sorted((REPO / "finetune/run").glob("[a-z]*.py"))
+    if path.stem != "make_trainer_flags"  # which looks at what is installed
+]
 
 
 @pytest.mark.parametrize(
@@ -32,14 +40,15 @@ HEAVY = {"torch", "transformers", "deepspeed", "datasets", "numpy"}
         "finetune.plan.partition",
         "finetune.plan.pages.page",
         "finetune.plan.pages.show",
-        "finetune.plan.request",
+        "finetune.plan.from_run",
+        "finetune.plan.run_model",
         "finetune.plan.schedule",
         "finetune.plan.search",
         "finetune.plan.weights",
         "finetune.plan.write",
         "finetune.report.write",
         "finetune.measure.start",
-        "finetune.run.launch",
+        *LIGHT_ROOM,
     ],
 )
 def test_a_light_module_imports_nothing_heavy(module: str) -> None:
@@ -48,9 +57,99 @@ def test_a_light_module_imports_nothing_heavy(module: str) -> None:
     assert done.stdout.split() == []
 
 
-def test_the_source_is_python_3_10() -> None:
-    import ast
+# What each room imports, but for what a function imports when it is called.
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "privacy": set(),
+    "upstream": set(),
+    "metrics": set(),
+    "hostfile": {"errors"},
+    "host": {"errors", "hostfile"},
+    "launchers": {"errors"},
+    "safe_read": {"errors"},
+    "drawing": {"errors"},
+    "dsconfig": {"errors", "privacy"},
+    "run": {"dsconfig", "errors", "privacy", "safe_read"},
+    "plan": {"drawing", "dsconfig", "errors", "run", "safe_read"},
+    "data": {"drawing", "errors", "run", "safe_read"},
+    "models": {"data", "errors", "run", "safe_read", "training"},  # of training the guard before pickles alone
+    "training": {"data", "drawing", "dsconfig", "errors", "metrics", "models", "plan", "privacy", "run", "safe_read"},
+    "measure": {"dsconfig", "errors", "host", "models", "plan", "run", "training"},
+    "bench": {"drawing", "dsconfig", "errors", "host", "measure", "models", "plan", "run", "training"},
+    "report": {"bench", "drawing", "errors", "plan", "privacy", "run"},
+    "doctor": {"dsconfig", "host", "run", "upstream"},
+    "export": {"errors", "run", "safe_read", "training"},
+    "cli": {"errors", "privacy"},
+}
+FREE = ("commands",)  # which do what the command line asks, with any room
 
+
+def modules() -> dict[str, Path]:
+    paths = (REPO / "finetune").rglob("*.py")
+    return {".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Modules of ours that this one imports as it is itself imported."""
+    waiting: list[ast.stmt] = ast.parse(path.read_text()).body
+    for node in waiting:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            waiting += [*node.body, *node.orelse]
+        elif isinstance(node, ast.Try):
+            waiting += node.body
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from (names & set(known)) or ({node.module} & set(known))
+
+
+def edges() -> dict[str, set[str]]:
+    known = modules()
+    return {name: set(imported(path, known)) - {"finetune"} for name, path in known.items()}
+
+
+def room(module: str) -> str:
+    return (module.split(".") + [""])[1]
+
+
+def test_rooms_import_in_one_direction() -> None:
+    found = edges()
+    assert {room(name) for name in found} - {""} == {*ROOMS, *FREE}
+    wrong = {
+        (name, other)
+        for name, others in found.items()
+        for other in others
+        if room(name) not in ("", *FREE) and room(other) not in {room(name), *ROOMS[room(name)]}
+    }
+    assert not wrong
+    used = {(room(name), room(other)) for name, others in found.items() for other in others}
+    assert {(one, other) for one, others in ROOMS.items() for other in others} <= used, "the table allows what is not"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    found = edges()
+    assert len(found) > 200
+    assert not circle(found)
+
+
+def test_a_circle_would_be_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {"a", "b", "c"}
+    assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def circle(found: dict[str, set[str]]) -> set[str]:
+    """What is left once those that import nothing are taken away, and again, and those that nobody imports."""
+    left = {name: set(others) for name, others in found.items()}
+    while True:
+        imported_by_some = set().union(*left.values()) if left else set()
+        gone = {name for name, others in left.items() if not others or name not in imported_by_some}
+        if not gone:
+            return set(left)
+        left = {name: others - gone for name, others in left.items() if name not in gone}
+
+
+def test_the_source_is_python_3_10() -> None:
     files = [path for folder in ("finetune", "recipes", "benchmarks") for path in (REPO / folder).rglob("*.py")]
     assert len(files) > 25
     for path in files:

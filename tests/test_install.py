@@ -37,7 +37,7 @@ def test_a_python_that_is_missing_is_named() -> None:
     assert "there is no python9.9" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pinned_torch_is_never_replaced(tmp_path: Path) -> None:
     """The Dockerfile's RUN lines in a container in small: a Python with a torch of its own, and a constraint file that
     pins it."""

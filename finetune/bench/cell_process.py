@@ -11,7 +11,7 @@ from finetune.bench.grid import Cell, Grid
 from finetune.bench.layouts import DEEPSPEED, LAYOUTS, PYTHON
 from finetune.bench.models import IN_STAGES
 from finetune.dsconfig.load import find_config
-from finetune.hardware import cores_here, gpus_here
+from finetune.host.hardware import cores_here, gpus_here
 from finetune.measure.processes import words
 from finetune.run.launch import free_port
 
@@ -30,6 +30,22 @@ def why_not(cell: Cell, gpus: int | None = None, cores: int | None = None) -> st
     return None
 
 
+def flags_of(cell: Cell) -> dict[str, Any]:
+    """Those of the recipe that the layout and the batch are, but for --deepspeed, whose file is found or made."""
+    flags: dict[str, Any] = {
+        "per_device_train_batch_size": cell.micro_batch,
+        "gradient_accumulation_steps": cell.accumulation,
+        "bf16": cell.precision == "bf16",
+        "fp16": cell.precision == "fp16",
+        **LAYOUTS[cell.layout].flags,
+    }
+    if cell.checkpoint_interval:
+        flags["activation_checkpoint_interval"] = cell.checkpoint_interval
+    if LAYOUTS[cell.layout].has_stages:
+        flags["pipeline_parallel_size"] = cell.stages
+    return flags
+
+
 def command_of(cell: Cell, grid: Grid, folder: Path, on_cpu: bool) -> list[str]:
     """What is started; the ranks write their figures into `folder`."""
     layout = LAYOUTS[cell.layout]
@@ -41,23 +57,14 @@ def command_of(cell: Cell, grid: Grid, folder: Path, on_cpu: bool) -> list[str]:
         "unmeasured_steps": grid.warmup_steps,
         "result_dir": folder,
         "output_dir": folder / "run",
-        "per_device_train_batch_size": cell.micro_batch,
-        "gradient_accumulation_steps": cell.accumulation,
         "learning_rate": grid.learning_rate,
         "seed": grid.seed,
         "dataloader_num_workers": grid.dataloader_num_workers,
-        "bf16": cell.precision == "bf16",
-        "fp16": cell.precision == "fp16",
         "use_cpu": on_cpu,
-        **layout.flags,
+        **flags_of(cell),
     }
-    if cell.checkpoint_interval:
-        flags["activation_checkpoint_interval"] = cell.checkpoint_interval
-    if layout.has_stages:
-        flags["pipeline_parallel_size"] = cell.stages
-    flags["deepspeed"] = find_config(cell.ds_config).resolve() if cell.ds_config else "none"
-    if layout.flags.get("fsdp"):
-        del flags["deepspeed"]
+    if not layout.flags.get("fsdp"):
+        flags["deepspeed"] = find_config(cell.ds_config).resolve() if cell.ds_config else "none"
     if layout.launcher == DEEPSPEED and not layout.has_stages:
         flags["nvme_path"] = folder / "nvme"
     return [*started(layout.launcher, cell.world_size), str(RECIPE), *words(flags)]

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from finetune.hardware import cores_here, gpu_names
+from finetune.host.hardware import cores_here, gpu_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("finetune", "torch", "transformers", "accelerate", "deepspeed", "numpy")

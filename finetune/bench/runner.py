@@ -22,7 +22,7 @@ from finetune.bench.grid import Cell, Grid, config_sha256
 from finetune.bench.models import TEXT
 from finetune.bench.result import RESULTS, Row, append, checked, read_rows
 from finetune.errors import RequestError
-from finetune.hardware import gpus_here
+from finetune.host.hardware import gpus_here
 from finetune.measure.outcome import CRASHED, DONE, UNSUPPORTED, Outcome, outcome_of
 from finetune.measure.processes import run
 from finetune.plan.machine import Machine

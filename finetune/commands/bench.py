@@ -16,7 +16,7 @@ from finetune.bench.grid import read_grid
 from finetune.bench.result import Row, read_results, read_rows
 from finetune.bench.runner import Bench, headline
 from finetune.errors import RequestError
-from finetune.hardware import gpu_names
+from finetune.host.hardware import gpu_names
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 

@@ -7,26 +7,31 @@ import os
 import re
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from finetune.dsconfig.check import Placed, check, difference, mended, read
-from finetune.dsconfig.context import GPU_CAPABILITY, Context, Weights, flag_value, release
+from finetune.dsconfig.context import GPU_CAPABILITY, Context, Weights, release
 from finetune.dsconfig.formats import written
 from finetune.dsconfig.load import SHIPPED, find_config
 from finetune.errors import RequestError, RunError
+from finetune.run.choose import candidates, is_told
+from finetune.run.engine import context_of
+from finetune.run.launch import Launch
+from finetune.run.resolve import resolve
+from finetune.run.run import Run
 
 
 def run(asked: argparse.Namespace) -> int:
     """The exit status: 0 without errors, 2 with."""
-    recipe = _recipe(asked.config) if asked.config else {}
-    files = asked.files or [recipe[name] for name in ("deepspeed", "deepspeed_config") if recipe.get(name)]
+    planned = _run(asked) if asked.config else None
+    named = [planned.value(name) for name in ("deepspeed", "deepspeed_config")] if planned else []
+    files = asked.files or [name for name in named if name]
     if not files or files == ["none"]:
         where = f"{asked.config} names no DeepSpeed config" if asked.config else "no file is given"
         raise RequestError(f"{where}. Give a path, or a shipped name such as zero2.")
-    if wrong := [file for file in files if not isinstance(file, str)]:
-        raise RequestError(f"{asked.config}: deepspeed is {wrong[0]!r}. Give the name or the path of a config there.")
-    described, disabled = _described(asked, recipe), _codes(asked.disable)
+    described, disabled = _described(asked, planned), _codes(asked.disable)
     texts = {path: read(path) for path in map(find_config, files)}  # all of them, before any is mended
     findings: list[tuple[str, Placed]] = []
     for path, before in texts.items():
@@ -60,13 +65,18 @@ def _many(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _described(asked: argparse.Namespace, recipe: dict[str, Any]) -> Context:
-    stages = (
-        recipe.get("pipeline_parallel_size") if asked.pipeline_parallel_size is None else asked.pipeline_parallel_size
-    )
-    if stages is not None and (not isinstance(stages, int) or stages < 1):
-        raise RequestError(f"pipeline_parallel_size {stages!r} is no number of stages. Give 1 or more.")
+def _run(asked: argparse.Namespace) -> Run:
+    """That of the recipe that --config is for."""
+    stages = asked.pipeline_parallel_size
+    argv = ["--config", asked.config, *([] if stages is None else ["--pipeline_parallel_size", str(stages)])]
+    return resolve(candidates(argv)[0], argv, Launch(world_size=asked.world_size or stages or 1), is_here=False)
+
+
+def _described(asked: argparse.Namespace, planned: Run | None) -> Context:
+    stages = planned.stages if planned else asked.pipeline_parallel_size
     ranks, per_node = asked.world_size, asked.ranks_per_node
+    if stages is not None and stages < 1:
+        raise RequestError(f"--pipeline_parallel_size {stages} is no number of stages. Give 1 or more.")
     if ranks is not None and (ranks < 1 or ranks % (stages or 1)):
         raise RequestError(f"--world_size {ranks} is no multiple of {stages or 1} stage(s). Change one of them.")
     if per_node is not None and ranks is None:
@@ -78,20 +88,25 @@ def _described(asked: argparse.Namespace, recipe: dict[str, Any]) -> Context:
         raise RequestError(
             f"--gpu_name {asked.gpu_name} is not known. Give one of {', '.join(GPU_CAPABILITY)}, or --gpu."
         )
-    return Context(
-        world_size=ranks,
-        ranks_per_node=per_node or ranks,
-        has_cuda=False if asked.cpu else True if asked.gpu or gpu else None,
-        output_dir=str(recipe.get("output_dir", "run")),
-        arguments={name: flag_value(value) for name, value in recipe.items()},
-        nvme_path=recipe.get("nvme_path"),
-        pipeline_parallel_size=stages,
-        engine=asked.engine,
-        gpu_capability=GPU_CAPABILITY.get(gpu),
-        weights=_weights(asked.model) if asked.model else None,
-        is_here=False,
-        versions=_versions(asked.versions),
-    )
+    has_cuda = False if asked.cpu else True if asked.gpu or gpu else None
+    known: dict[str, Any] = {
+        "world_size": ranks,
+        "ranks_per_node": per_node or ranks,
+        "pipeline_parallel_size": stages,
+        "engine": asked.engine,
+        "gpu_capability": GPU_CAPABILITY.get(gpu),
+        "weights": _weights(asked.model) if asked.model else None,
+        "is_here": False,
+        "versions": _versions(asked.versions),
+    }
+    if planned is None:
+        return Context(has_cuda=has_cuda, output_dir="run", arguments={}, **known)
+    precision: dict[str, bool] = {name: planned.given[name] for name in ("bf16", "fp16") if name in planned.given}
+    found = context_of(planned, precision, has_cuda, **known)
+    if is_told(["--config", asked.config]):
+        return found
+    # Nobody knows the recipe, nor what it takes by default.
+    return replace(found, arguments={name: one for name, one in found.arguments.items() if name in planned.given})
 
 
 def _codes(text: str) -> list[str]:
@@ -107,12 +122,6 @@ def _versions(text: str) -> dict[str, str]:
         if not name or not release(version):
             raise RequestError(f"--versions {name or text}: give NAME==VERSION, like deepspeed==0.19.8.")
     return {name: version for name, _, version in pairs}
-
-
-def _recipe(file: str) -> dict[str, Any]:
-    from finetune.run.flat_yaml import read_flat_yaml
-
-    return read_flat_yaml(file)
 
 
 def _weights(model: str) -> Weights:

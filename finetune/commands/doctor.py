@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from finetune.doctor.probes import look
-from finetune.doctor.result import FAILED, OK, WARNING, Asked, Result
+from finetune.host.result import FAILED, OK, WARNING, Asked, Result
 from finetune.hostfile import check_port
 
 

@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 from finetune.errors import RequestError
-from finetune.hardware import gpus_here
+from finetune.host.hardware import gpus_here
 from finetune.hostfile import check_port, chosen, read_hostfile
 from finetune.launchers import LAUNCHERS, Cluster, check_container, config_of, default_config, in_container
 

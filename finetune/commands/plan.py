@@ -10,38 +10,40 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from finetune.dsconfig.context import flag_value
 from finetune.errors import RequestError
-from finetune.plan.flags import RECIPE_FLAGS
+from finetune.plan.from_run import job_of
 from finetune.plan.job import Job
 from finetune.plan.machine import Machine, find_machine
-from finetune.plan.model import read_config
 from finetune.plan.notes import notes as notes_of
 from finetune.plan.plan import Plan, plan
-from finetune.plan.request import Asked, job_of
-from finetune.plan.run_model import SHAPING, with_kept_model
+from finetune.plan.run_model import SHAPING, described, with_kept_model
 from finetune.plan.search import LAYOUTS, Found, Limits, mends, scaling, search
 from finetune.run.files import RUN_RECORD
+from finetune.run.launch import Launch
+from finetune.run.run import Run
 
+YAMLS = (".yaml", ".yml")
 MOST_RANKS = 65_536  # beyond, somebody has mistyped
 
 
 def run(asked: argparse.Namespace) -> int:
     """0: it fits, or was measured; 1: it does not fit; 2: the request was wrong."""
     if asked.calibrate:
-        from finetune.measure.start import calibrate
+        from finetune.measure.calibrate import calibrate
 
-        return calibrate(Path(asked.calibrate), asked.ranks, Path(asked.nvme_path) if asked.nvme_path else None)
-    if not asked.target and not asked.model_name_or_path and not asked.model_size:
+        disk = asked.flags.get("nvme_path")
+        calibrate(Path(asked.calibrate), asked.ranks, nvme_path=Path(disk[0]) if disk else None)
+        return 0
+    if not asked.target and not asked.recipe and not asked.flags:
         raise RequestError(
             "nothing is asked. Give a recipe's YAML, a model's folder or config.json, or a known name such as gpt2."
         )
     _check(asked)
     machine = find_machine(asked.gpu)
-    request = _asked(asked, machine)
-    job, config, notes = job_of(request, machine)
-    notes += notes_of(job)
-    limits = _limits(asked, job, any(name in request.values for name in ("bf16", "fp16")))
+    planned, notes = _run(asked, machine)
+    job, config, more = job_of(planned, machine, asked.params_per_layer)
+    notes += [*more, *notes_of(job)]
+    limits = _limits(asked, job, any(name in planned.given for name in ("bf16", "fp16")))
     found = plan(job, machine, with_timeline=bool(asked.html or asked.png or asked.json))
     if asked.verify:
         from finetune.measure.start import verify
@@ -62,7 +64,7 @@ def run(asked: argparse.Namespace) -> int:
 
 def _check(asked: argparse.Namespace) -> None:
     """Raises RequestError for options that contradict each other, before anything is planned."""
-    if asked.target and asked.model_name_or_path and not asked.target.endswith((".yaml", ".yml")):
+    if asked.target and "model_name_or_path" in asked.flags and not asked.target.endswith(YAMLS):
         raise RequestError(f"{asked.target} and --model_name_or_path are both a model. Keep one.")
     searched = next((name for name in ("autotune", "write") if getattr(asked, name) is not None), None)
     if asked.no_search and searched:
@@ -87,22 +89,8 @@ def _limits(asked: argparse.Namespace, job: Job, precision_asked: bool) -> Limit
     return Limits(batch or None, layouts, job.accumulation, () if precision_asked else ("fp32", "bf16", "fp16"))
 
 
-def _asked(asked: argparse.Namespace, machine: Machine) -> Asked:
-    values: dict[str, Any] = {}
-    target = asked.target
-    if target and target.endswith((".yaml", ".yml")):
-        from finetune.run.flat_yaml import read_flat_yaml
-
-        values |= {name: flag_value(value) for name, value in read_flat_yaml(target).items()}
-        is_other = any(getattr(asked, name) for name in ("model_name_or_path", *SHAPING))
-        if Path(target).name == RUN_RECORD and not is_other:
-            folder = Path(target).parent
-            processor = folder / "preprocessor_config.json"
-            values = with_kept_model(values, folder, read_config(processor) if processor.is_file() else {})
-    elif target:
-        values["model_name_or_path"] = target
-    flags = {name: getattr(asked, name) for name in RECIPE_FLAGS}
-    values |= {name: flag_value(value) for name, value in flags.items() if value is not None}
+def _run(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[str]]:
+    """What the flags describe, on a machine that need not be there; and what to say of that."""
     per_node = machine.ranks_per_node if asked.gpus_per_node is None else asked.gpus_per_node
     nodes = 1 if asked.nodes is None else asked.nodes
     for name, number in (("nodes", nodes), ("gpus_per_node", per_node)):
@@ -110,7 +98,18 @@ def _asked(asked: argparse.Namespace, machine: Machine) -> Asked:
             raise RequestError(f"--{name} is {number}, but it must be 1 or more.")
     if nodes * per_node > MOST_RANKS:
         raise RequestError(f"--nodes {nodes} x --gpus_per_node {per_node} is more than {MOST_RANKS:,} ranks. Mistyped?")
-    return Asked(values, nodes * per_node, per_node, asked.params_per_layer)
+    launch = Launch(world_size=nodes * per_node, local_world_size=per_node, launcher="torchrun")
+    argv = [word for name, words in asked.flags.items() for word in (f"--{name}", *words)]
+    if not asked.target:
+        return described(argv, launch, asked.recipe)
+    if not asked.target.endswith(YAMLS):
+        return described([*argv, "--model_name_or_path", asked.target], launch, asked.recipe)
+    run, notes = described(["--config", asked.target, *argv], launch, asked.recipe)
+    if Path(asked.target).name == RUN_RECORD and not any(
+        name in asked.flags for name in ("model_name_or_path", *SHAPING)
+    ):
+        run = with_kept_model(run, Path(asked.target).parent)
+    return run, notes
 
 
 def _say(asked: argparse.Namespace, found: Plan, layouts: Found | None, notes: list[str]) -> None:

@@ -29,12 +29,12 @@ from finetune.data.splits import require_splits
 from finetune.data.tables import SPLITS, at_most, hold_out
 from finetune.drawing.words import plain
 from finetune.errors import RequestError
+from finetune.run.facts import LEAST_SIDE, MOST_SIDE
 from finetune.run.flags.images import AugmentationArguments, ImageArguments
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
 FORMAT = 2  # raise it when what is cached changes
-LEAST_SIDE, MOST_SIDE = 32, 224  # of a model from scratch, unless --image_size says otherwise
 LOOKED_AT = 200  # pictures that the default side is taken from
 
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from finetune.doctor.network import hosts, hub, interfaces, meeting_place, names
 from finetune.doctor.releases import known_faults, untested
-from finetune.doctor.result import ABSENT, FAILED, OK, WARNING, Asked, Result
 from finetune.dsconfig.context import release
 from finetune.dsconfig.rules.precision import AMPERE
 from finetune.dsconfig.toolchain import compiler, has_libaio
+from finetune.host.network import hosts, hub, interfaces, meeting_place, names
+from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result
 
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets")

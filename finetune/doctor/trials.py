@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.doctor.result import ABSENT, FAILED, OK, Result
 from finetune.dsconfig.rules.precision import AMPERE
 from finetune.dsconfig.toolchain import compiler, has_libaio
+from finetune.host.result import ABSENT, FAILED, OK, Result
 from finetune.run.launch import free_port
 
 RANKS = 2

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+NVME_FOLDER = "nvme_offload"  # in the run folder, where --nvme_path gives no other
 ENGINES = ("recipe", "trainer", "accelerate", "deepspeed")
 # Compute capability by GPU (developer.nvidia.com/cuda-gpus).
 GPU_CAPABILITY = {
@@ -79,16 +79,6 @@ class Context:
             except metadata.PackageNotFoundError:
                 return None
         return release(text)
-
-
-def flag_value(value: Any) -> Any:
-    """As a flag would be read: YAML 1.1 takes 2e-5 for a text."""
-    if not isinstance(value, str):
-        return value
-    for convert in (int, float):
-        with suppress(ValueError):
-            return convert(value)
-    return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def release(text: str) -> tuple[int, ...]:

@@ -10,11 +10,10 @@ from typing import Any
 
 from finetune.dsconfig.check import check, read
 from finetune.dsconfig.config import Config
-from finetune.dsconfig.context import Context
+from finetune.dsconfig.context import NVME_FOLDER, Context
 from finetune.dsconfig.formats import line
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 from finetune.errors import RequestError
-from finetune.run.files import NVME_FOLDER
 
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 

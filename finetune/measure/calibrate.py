@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError, RunError
-from finetune.hardware import cores_here, gpus_here
+from finetune.host.hardware import cores_here, gpus_here
 from finetune.measure.processes import run_together
 from finetune.measure.start import attempt
 from finetune.plan.job import Job

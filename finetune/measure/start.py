@@ -14,18 +14,16 @@ from typing import Any
 
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 from finetune.errors import RequestError, RunError
-from finetune.hardware import cores_here, gpus_here
+from finetune.host.hardware import cores_here, gpus_here
 from finetune.measure.outcome import CRASHED, UNSUPPORTED, outcome_of
 from finetune.measure.processes import run, words
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job
 from finetune.plan.machine import Machine
+from finetune.plan.optimizers import optim_of
 from finetune.plan.plan import Plan
 from finetune.plan.search import TRAINER_ALONE, Candidate, Found, shipped
 
 PATIENCE_SECONDS = 600.0
-# The Trainer's --optim, by what is counted. The others are DeepSpeed's own.
-OPTIM = {"adam": "adamw_torch_fused", "adam_foreach": "adamw_torch", "sgd": "sgd", "adafactor": "adafactor",
-         "adam8bit": "adamw_bnb_8bit"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def _optim(job: Job, config: dict[str, Any] | None) -> str | None:
     """None where DeepSpeed makes the optimizer: by a section of the config, or for states that are offloaded."""
     section = (config or {}).get("optimizer")
     has_section = isinstance(section, dict) and not is_left_to_the_trainer(section)
-    return None if has_section or job.zero.offload_optimizer != "none" else OPTIM.get(job.optimizer.kind)
+    return None if has_section or job.zero.offload_optimizer != "none" else optim_of(job.optimizer.kind)
 
 
 def _with_folder_for_states(config: dict[str, Any]) -> dict[str, Any]:
@@ -199,11 +197,3 @@ def check_room(job: Job, machine: Machine) -> None:
             f"--verify and --autotune run on this machine, where {cores} core(s) may be used, but {ranks} ranks are "
             f"planned. Give --nodes 1 --gpus_per_node {cores}; or drop them, and the plan is made all the same."
         )
-
-
-def calibrate(path: Path, ranks: int, nvme_path: str | Path | None = None) -> int:
-    """Measure this machine into a profile. Raises RequestError and RunError."""
-    from finetune.measure.calibrate import calibrate as measured_into
-
-    measured_into(path, ranks, nvme_path=Path(nvme_path) if nvme_path else None)
-    return 0

@@ -15,10 +15,9 @@ from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
 from finetune.models.source import from_pretrained, positions_of, refuse_without_weights
+from finetune.run.facts import tokens_of
 from finetune.run.flags.language import CausalModelArguments
-from finetune.run.sizes import GPTLITE_SIZES
-
-MOST_DEFAULT_TOKENS = 1024  # of a block; a model that could read more is asked for it by --block_size
+from finetune.run.sizes import gptlite_shape
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,8 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
         flag = "tokenizer_name" if arguments.tokenizer_name else "model_name_or_path"
         tokenizer = from_pretrained(AutoTokenizer, flag, getattr(arguments, flag), arguments)
     most = positions_of(config)
-    length = block_size or min(most, MOST_DEFAULT_TOKENS)
-    if length > most:
-        raise RequestError(
-            f"--block_size is {length}, but the model has {most} positions. Give at most those"
-            + ("." if name else ", or more by --config_overrides max_position_embeddings=" + str(length) + ".")
-        )
-    if length < 2:
-        raise RequestError(f"--block_size is {length}: there is nothing to predict. Give 2 or more.")
+    otherwise = "." if name else f", or more by --config_overrides max_position_embeddings={block_size}."
+    length = tokens_of("block_size", block_size, most, otherwise=otherwise)
     what = name or f"GPT-lite from scratch, size {arguments.model_size}"
     hub_id = name if name and not Path(name).expanduser().exists() else None
     place = str(Path(name).expanduser()) if name and not hub_id else name
@@ -67,55 +60,12 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
 
 def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig:
     """The config of a size, with what --config_overrides says. Raises RequestError for what a GPT-lite has not."""
-    if arguments.model_size not in GPTLITE_SIZES:
-        raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(GPTLITE_SIZES)}.")
-    config = GPTLiteConfig(**GPTLITE_SIZES[arguments.model_size])
-    for part in filter(None, (arguments.config_overrides or "").split(",")):
-        name, _, value = (word.strip() for word in part.partition("="))
-        known = [n for n in GPTLiteConfig.__annotations__ if n not in ("vocab_size", "keys_to_ignore_at_inference")]
-        if not value:
-            raise RequestError(f"--config_overrides {part}: write name=value, with commas between.")
-        if name not in known:
-            raise RequestError(
-                f"--config_overrides {part}: a GPT-lite has no such setting to choose. It has: {', '.join(known)}."
-            )
-        try:
-            setattr(config, name, _as_kind_of(getattr(config, name), value))
-        except ValueError as error:
-            raise RequestError(f"--config_overrides {part}: {error}") from error
-    for name in (
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "max_position_embeddings",
-        "intermediate_size",
-    ):
-        value = getattr(config, name)
-        if value is not None and (value < 1 or value != int(value)):
-            raise RequestError(f"--config_overrides {name}={value}: must be a whole number of 1 or more.")
+    config = GPTLiteConfig(**gptlite_shape(arguments.model_size, arguments.config_overrides))
     if config.hidden_act not in ACT2FN:
         raise RequestError(
             f"--config_overrides hidden_act={config.hidden_act}: there is no such activation in transformers."
         )
-    if not 0 <= config.dropout < 1:
-        raise RequestError(f"--config_overrides dropout={config.dropout}: must be 0 or more, and less than 1.")
-    if config.hidden_size % config.num_attention_heads:
-        raise RequestError(
-            f"hidden_size {config.hidden_size} cannot be shared by {config.num_attention_heads} heads: "
-            "it must be a multiple of num_attention_heads. Change one by --config_overrides."
-        )
     return config
-
-
-def _as_kind_of(old: Any, text: str) -> Any:
-    if isinstance(old, bool):
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{text!r} is neither true nor false.")
-        return text.lower() == "true"
-    if isinstance(old, str):
-        return text
-    number = float(text)
-    return int(number) if number.is_integer() and not (isinstance(old, float)) else number
 
 
 def build_causal_lm(

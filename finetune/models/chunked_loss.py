@@ -16,7 +16,7 @@ from torch import nn
 from finetune.data.packing import IGNORED
 from finetune.errors import RequestError, first_line
 from finetune.models.small_copy import small_copy
-from finetune.plan.forward.losses import CHUNK_TOKENS, LARGE_VOCABULARY
+from finetune.run.facts import loss_chunk_tokens
 
 PROBE_VOCABULARY = 16
 
@@ -30,15 +30,11 @@ def choose_chunk_tokens(asked: int | None, model: Any, device: str) -> int:
             f"--loss_chunk_tokens {asked} needs torch 2.13 or newer, and this is {torch.__version__}. Leave it out, or "
             "on a GPU use --use_liger_kernel True."
         )
-    if asked is not None and asked < 0:
-        raise RequestError(f"--loss_chunk_tokens is {asked}, but it must be 0 (all at once) or more.")
-    large = can and model.config.get_text_config().vocab_size >= LARGE_VOCABULARY
-    if asked == 0 or (asked is None and not large):
-        return 0
-    reason = refusal(model)
+    chunk = loss_chunk_tokens(asked, model.config.get_text_config().vocab_size, device)
+    reason = refusal(model) if chunk and can else None
     if reason and asked:
         raise RequestError(f"--loss_chunk_tokens {asked}: {reason}. Set it to 0.")
-    return 0 if reason else asked or CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
+    return 0 if reason or not can else chunk
 
 
 class LossHead(nn.Linear):

@@ -21,11 +21,9 @@ from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError
 from finetune.models.source import from_pretrained, positions_of, refuse_without_weights
+from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.flags.text import ModelArguments
-from finetune.run.sizes import DISTILBERT_SIZES
-
-DEFAULT_POSITIONS = 512
-LARGEST_DEFAULT_LENGTH = 512  # tokens; a model that could read more is asked for it by --max_seq_length
+from finetune.run.sizes import DISTILBERT_POSITIONS, DISTILBERT_SIZES, distilbert_shape
 
 
 @dataclass(frozen=True)
@@ -74,15 +72,9 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
             raise RequestError(f"--{flag} {getattr(arguments, flag)}: has no tokenizer.json. Convert it to a fast one.")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # GPT-2's and Llama's have none; the attention mask hides it
-    positions = DEFAULT_POSITIONS if config is None else positions_of(config)
-    default = min(positions, LARGEST_DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", 10**9))
-    length = default if max_seq_length is None else max_seq_length
-    if length > positions:
-        raise RequestError(
-            f"--max_seq_length is {length}, but the model has {positions} positions. Give at most those."
-        )
-    if length < 8:
-        raise RequestError(f"--max_seq_length is {length}, which leaves no room for text. Give 8 or more.")
+    positions = DISTILBERT_POSITIONS if config is None else positions_of(config)
+    most = getattr(tokenizer, "model_max_length", NO_LIMIT)
+    length = tokens_of("max_seq_length", max_seq_length, positions, most)
     what = arguments.model_name_or_path or f"DistilBERT from scratch, size {arguments.model_size}"
     hub_id = None if Path(what).expanduser().exists() else arguments.model_name_or_path
     return Source(config, tokenizer, length, size.vocab_size, what, hub_id)
@@ -146,18 +138,9 @@ def build_classifier(
 
 
 def _scratch_config(arguments: ModelArguments, tokenizer: Any, label_config: dict[str, Any]) -> DistilBertConfig:
-    size = DISTILBERT_SIZES[arguments.model_size]
-    dropout = 0.1 if arguments.dropout is None else arguments.dropout
     return DistilBertConfig(
+        **distilbert_shape(arguments.model_size, arguments.dropout),
         vocab_size=len(tokenizer),
-        n_layers=size.layers,
-        dim=size.width,
-        n_heads=size.heads,
-        hidden_dim=4 * size.width,
-        max_position_embeddings=DEFAULT_POSITIONS,
-        dropout=dropout,
-        attention_dropout=dropout,
-        seq_classif_dropout=dropout,
         pad_token_id=tokenizer.pad_token_id,
         **label_config,
     )

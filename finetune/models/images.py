@@ -36,7 +36,7 @@ from finetune.models.pipeline import PipelineModel
 from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification
 from finetune.models.source import from_pretrained, refuse_without_weights
 from finetune.run.flags.images import ImageModelArguments
-from finetune.run.sizes import ALEXNET_SIZES, IMAGE_SIZES, RESNET_WIDTHS
+from finetune.run.sizes import ALEXNET_SIZES, IMAGE_SIZES, resnet_shape
 
 
 @dataclass(frozen=True)
@@ -116,16 +116,8 @@ def settled_image_config(arguments: ImageModelArguments, source: ImageSource, da
         shape = {**ALEXNET_SIZES[arguments.model_size], "image_size": side, "num_channels": CHANNELS}
         dropout = {} if arguments.dropout is None else {"dropout": arguments.dropout}
         return AlexNetConfig(**{**shape, **dropout, **named})
-    width = RESNET_WIDTHS[arguments.model_size]
     kind = GroupNormResNetConfig if arguments.norm == "group" else ResNetConfig
-    return kind(
-        num_channels=CHANNELS,
-        embedding_size=width,
-        hidden_sizes=[width, 2 * width, 4 * width, 8 * width],
-        depths=[2, 2, 2, 2],
-        layer_type="basic",
-        **named,
-    )
+    return kind(**resnet_shape(arguments.model_size), **named)
 
 
 def build_image_classifier(

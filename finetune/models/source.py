@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line
+from finetune.run import facts
 from finetune.safe_read import read_bounded, read_json_object
 from finetune.training.checkpoints.pickles import refuse_unsafe_weights
 
@@ -20,10 +21,8 @@ JSON_OBJECTS = (
 
 
 def positions_of(config: Any) -> int:
-    """How many tokens the model can read; RoBERTa's family keeps two positions for itself (padding_idx + 1)."""
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    reserved = 2 if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "longformer") else 0
-    return int(positions) - reserved if positions else 10**9
+    """How many tokens the model can read."""
+    return facts.positions_of(lambda name: getattr(config, name, None))
 
 
 def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:

@@ -4,7 +4,8 @@
 
 An entry there has `config`, in Hugging Face's own keys, where a shape hangs on them or they differ from the class's
 defaults; its `source`; the published `parameters`; in `count` whether that number is "exact" or rounded ("within 1%"),
-and in `seen` where it was found; and `hub`, the model's id there, which the toolkit's own lack.
+and in `seen` where it was found; and `hub`, the model's id there, which the toolkit's own lack. GPT-lites are not in
+the file: their shapes stand where recipes take them from.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ import copy
 import difflib
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.run.sizes import GPTLITE_SIZES
 
 TABLE = Path(__file__).resolve().parent / "models.json"
 MOST_HINTS = 4
+GPTLITE = "gptlite-"  # begins the names of those from scratch, of which finetune.run.sizes says the shape
+VOCABULARIES = {"small": 50_304}  # as recipes/configs/gpt2_124m.yaml trains it
+CHARACTERS = 65  # of Tiny Shakespeare, which the study of GPT-lite was trained on
 
 
 def find_model_config(name: str) -> dict[str, Any]:
@@ -45,7 +51,15 @@ def model_names() -> list[str]:
 
 @functools.cache
 def _table() -> dict[str, dict[str, Any]]:
-    return dict(json.loads(TABLE.read_text(encoding="utf-8")))
+    found = dict(json.loads(TABLE.read_text(encoding="utf-8")))
+    for size, shape in GPTLITE_SIZES.items():
+        found[f"{GPTLITE}{size}"] = {"config": gptlite_config(shape, VOCABULARIES.get(size, CHARACTERS))}
+    return found
+
+
+def gptlite_config(shape: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Of one from scratch: `shape` is what `finetune.run.sizes` says of it; the vocabulary is the tokenizer's."""
+    return {"model_type": "gptlite", "architectures": ["GPTLiteForCausalLM"], "vocab_size": vocab_size, **shape}
 
 
 @functools.cache

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from finetune.dsconfig.load import wants_cpu_adam
+from finetune.errors import RequestError
 from finetune.plan.values import FP32_BYTES
 
 BLOCK = 256  # elements that share a quantization constant (bitsandbytes 0.45, optim/optimizer.py, Optimizer2State)
@@ -51,3 +54,53 @@ class Optimizer:
 
 
 KINDS = ("adam", "adam_foreach", "cpu_adam", "onebit_adam", "sgd", "momentum", "adafactor", "adam8bit")
+
+# The Trainer's --optim, by what is counted of it; the first of a kind is what a trial is started with.
+OPTIM = {
+    "adamw_torch_fused": "adam",
+    "adamw_torch": "adam_foreach",
+    "sgd": "sgd",
+    "adafactor": "adafactor",
+    "adamw_bnb_8bit": "adam8bit",
+    "adamw_8bit": "adam8bit",
+    "paged_adamw_8bit": "adam8bit",
+}
+# And the type of a DeepSpeed config's optimizer section.
+DEEPSPEED_TYPES = {
+    "adam": "adam",
+    "adamw": "adam",
+    "onebitadam": "onebit_adam",
+    "zerooneadam": "onebit_adam",
+    "sgd": "sgd",
+    "lion": "momentum",
+}
+
+
+def optimizer_of(optim: str, config: Mapping[str, Any] | None) -> Optimizer:
+    """Who steps: what the DeepSpeed config says, in so many words or by offloading, else the Trainer's `optim`. Raises
+    RequestError for one whose memory is not known."""
+    section = (config or {}).get("optimizer")
+    if isinstance(section, dict):
+        return _of_section(section)
+    if config is not None and wants_cpu_adam(dict(config)):
+        return Optimizer("cpu_adam")
+    if optim not in OPTIM:
+        raise RequestError(f"--optim {optim}: its memory is not known. Known: {', '.join(OPTIM)}.")
+    return Optimizer(OPTIM[optim])
+
+
+def _of_section(section: Mapping[str, Any]) -> Optimizer:
+    name, given = str(section.get("type", "AdamW")).lower(), section.get("params")
+    params = given if isinstance(given, dict) else {}
+    if name == "sgd" and params.get("momentum"):
+        return Optimizer("momentum")
+    if name in ("adam", "adamw") and params.get("torch_adam") is True:
+        return Optimizer("adam_foreach")  # engine.py, _configure_basic_optimizer: torch's own, not fused
+    if name not in DEEPSPEED_TYPES:
+        raise RequestError(f"optimizer.type is {name!r}: its memory is not known. Known: {', '.join(DEEPSPEED_TYPES)}.")
+    return Optimizer(DEEPSPEED_TYPES[name])
+
+
+def optim_of(kind: str) -> str | None:
+    """The Trainer's --optim for it; None for one that DeepSpeed makes."""
+    return next((optim for optim, counted in OPTIM.items() if counted == kind), None)

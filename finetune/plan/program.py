@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from finetune.plan.tape import Tape
 from finetune.plan.values import Op, Segment, Slot, Storage, Value
@@ -95,11 +96,14 @@ class _Log:
         return events
 
 
+_PROGRAMS: WeakKeyDictionary[Tape, Program] = WeakKeyDictionary()
+
+
 def program_of(tape: Tape) -> Program:
     """Of a tape that is complete; found once."""
-    if tape.program is None:
-        tape.program = _Player(tape).play()
-    return tape.program
+    if tape not in _PROGRAMS:
+        _PROGRAMS[tape] = _Player(tape).play()
+    return _PROGRAMS[tape]
 
 
 def evaluation_of(tape: Tape) -> list[list[Event]]:

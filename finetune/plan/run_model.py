@@ -1,37 +1,181 @@
-"""The model that a run has kept beside its recipe.yaml, which says more of it than the recipe's flags."""
+"""The model of a run: named, from scratch, or kept beside the run's recipe.yaml; and which recipe trains such a one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.plan.families import FAMILIES
+from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, Sizes
+from finetune.plan.model import Model, model_of, read_config
+from finetune.plan.named import CHARACTERS, find_model_config, gptlite_config
+from finetune.plan.values import Lora
+from finetune.run.choose import candidates, is_told
+from finetune.run.files import RUN_RECORD
+from finetune.run.flags.images import ImageModelArguments
+from finetune.run.flags.language import CausalModelArguments
+from finetune.run.launch import Launch
+from finetune.run.resolve import resolve
+from finetune.run.run import Run
+from finetune.run.sizes import DISTILBERT_SIZES, distilbert_shape, gptlite_shape, resnet_shape
 
+HEADS = {
+    "text-generation": CAUSAL,
+    "text-classification": CLASSES,
+    "token-classification": CLASSES,  # a label for each token in place of one: next to nothing of a step
+    "image-classification": IMAGES,
+}
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
-# What only recipes/image_cls.py takes. Its model from scratch hangs on the data.
-IMAGE_FLAGS = ("train_dir", "validation_dir", "test_dir", "cifar_dir", "image_column_name", "image_size", "model_type",
-               "norm", "sync_batch_norm", "freeze_batch_norm", "crop_padding", "horizontal_flip")  # fmt: skip
+NOT_LINEAR = {"gate", "relative_attention_bias"}  # matrices of blocks that are no linear layers
+BYTES = 256 + 1  # and one that ends a text
+PICTURE_CLASSES = 10  # of the built-in digits and of CIFAR-10
 
 
-def with_kept_model(values: Mapping[str, Any], folder: Path, processor: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of a run's recipe with the model of its folder, if it has one, for each recipe has another by default.
-    `processor` is what preprocessor_config.json holds."""
-    flags = dict(values)
+def described(argv: Sequence[str], launch: Launch, named: str | None = None) -> tuple[Run, list[str]]:
+    """The run that flags describe, of the recipe that is `named`, by the user or by the YAML of their --config, or of
+    the likeliest that takes them all; and what to say of that. Raises RequestError."""
+    runs, refused = list[Run](), list[RequestError]()
+    for recipe in candidates(argv, named):  # of which some may not take what others do, such as the size of a model
+        try:
+            runs.append(resolve(recipe, argv, launch, is_here=False))
+        except RequestError as error:
+            refused.append(error)
+    if not runs:
+        raise refused[0]
+    run = min(runs, key=lambda run: HEADS.get(run.recipe.task) not in _likely_heads(run))
+    told = [] if is_told(argv, named) else [f"planned as {run.recipe.script} trains it; --recipe NAME says another"]
+    return run, told
+
+
+def _likely_heads(run: Run) -> tuple[str, ...]:
+    """Those that a recipe for the model of a run trains."""
+    given = run.value("model_name_or_path")
+    if not given:
+        return (CAUSAL,)
+    try:
+        config = _config_of(str(given))
+        heads = FAMILIES[str(config.get("model_type"))].heads
+        own = model_of(config, str(given)).head
+    except (RequestError, KeyError):  # which is said when the model is looked at
+        return (CAUSAL,)
+    trained = [head for head in (own, CAUSAL, CLASSES, IMAGES) if head in heads and head in HEADS.values()]
+    return tuple(trained[:1])
+
+
+def run_of_record(folder: Path, launch: Launch) -> Run:
+    """The run that a run folder's recipe.yaml describes, with the model that the folder has kept. Raises
+    RequestError."""
+    return with_kept_model(described(["--config", str(folder / RUN_RECORD)], launch)[0], folder)
+
+
+def with_kept_model(run: Run, folder: Path) -> Run:
+    """The run with the model of its folder, if it has one, for each recipe has another by default."""
     if (folder / "config.json").is_file():
-        flags = {name: value for name, value in flags.items() if name not in SHAPING}
-        flags["model_name_or_path"] = str(folder)
-    side = processor.get("size")
-    if isinstance(side, dict) and "height" in side:
-        flags.setdefault("image_size", side["height"])
-    return flags
+        run = replace(run, settings={name: one for name, one in run.settings.items() if name not in SHAPING})
+        run = run.settled("kept by the run", model_name_or_path=str(folder))
+    processor = folder / "preprocessor_config.json"
+    side = read_config(processor).get("size") if processor.is_file() else None
+    if isinstance(side, dict) and "height" in side and run.value("image_size") is None:
+        run = run.settled("kept by the run", image_size=side["height"])
+    return run
 
 
-def refuse_images(values: Mapping[str, Any]) -> None:
-    """Raises RequestError for flags of the image recipe where no model is named."""
-    if named := next((name for name in IMAGE_FLAGS if values.get(name) is not None), None):
+def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Model:
+    """With its adapter. What is assumed of it is added to `notes`. Raises RequestError."""
+    given = run.value("model_name_or_path")
+    if given and (shape := next((name for name in ("model_size", "config_overrides") if run.given.get(name)), None)):
+        raise RequestError(f"--{shape} shapes a model from scratch, and {given} has its shape. Drop one.")
+    if not given:
+        return model_of(_scratch_config(run, notes), "the model from scratch")
+    config = _config_of(str(given))
+    if str(config.get("model_type")) not in FAMILIES:
+        config = _alike(config, str(given), params_per_layer, notes)
+    model, head = model_of(config, str(given)), HEADS.get(run.recipe.task)
+    if head is not None and model.head != head:
+        if head in FAMILIES[model.family].heads:
+            model = model_of(config, str(given), head=head)
+        else:
+            notes.append(f"{run.recipe.script} does not train a {model.family}; its flags are read all the same")
+    return model
+
+
+def _config_of(given: str) -> dict[str, Any]:
+    path = Path(given).expanduser()
+    return read_config(path) if path.exists() else find_model_config(given)
+
+
+def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
+    """Of the model that the recipe builds where none is named."""
+    size = str(run.value("model_size"))
+    if CausalModelArguments in run.recipe.groups:
+        return _gptlite(run, size, notes)
+    if ImageModelArguments in run.recipe.groups:
+        return _resnet(run, size, notes)
+    return {
+        "model_type": "distilbert",
+        "architectures": ["DistilBertForSequenceClassification"],
+        "vocab_size": DISTILBERT_SIZES[size].vocab_size,
+        **distilbert_shape(size, run.value("dropout")),
+    }
+
+
+def _gptlite(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
+    kind = run.value("tokenizer")
+    if kind == "char":
+        notes.append(f"a vocabulary of {CHARACTERS} characters is taken for granted; the text decides")
+    vocabularies = {"char": CHARACTERS, "byte": BYTES, "bpe": run.value("bpe_vocab_size")}
+    return gptlite_config(gptlite_shape(size, run.value("config_overrides")), vocabularies[kind])
+
+
+def _resnet(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
+    for name, usual in (("model_type", "resnet"), ("norm", "batch")):
+        if run.value(name) != usual:
+            raise RequestError(f"--{name} {run.value(name)}: its memory is not known, that of a {usual} is.")
+    notes.append(f"{PICTURE_CLASSES} classes are taken for granted; the data decides")
+    shape = resnet_shape(size)
+    return {"model_type": "resnet", "architectures": ["ResNetForImageClassification"], **shape,
+            "num_labels": PICTURE_CLASSES}  # fmt: skip
+
+
+def lora_of(run: Run, model: Model) -> Lora | None:
+    """As finetune.models.adapters: on all linear layers of the blocks, unless some are named."""
+    if not run.value("use_peft"):
+        return None
+    if not run.value("model_name_or_path"):
+        raise RequestError("--use_peft adapts a trained model, and none is named. Add --model_name_or_path.")
+    inside = [tensor.name.split(".") for tensor in model.tensors if tensor.layer is not None and len(tensor.shape) == 2]
+    every = sorted({parts[-2] for parts in inside} - NOT_LINEAR)
+    targets = tuple(run.value("lora_target_modules") or every)
+    return Lora(run.value("lora_r"), targets, run.value("lora_dropout"))
+
+
+def _alike(config: Mapping[str, Any], where: str, params_per_layer: int | None, notes: list[str]) -> dict[str, Any]:
+    """Of a family that is not known: a Llama of the same width and depth, whose feed-forward part is as wide as the
+    layer's parameters ask for."""
+    kind = config.get("model_type")
+    if params_per_layer is None:
         raise RequestError(
-            f"{named} is of recipes/image_cls.py, whose model from scratch hangs on the data, and no model is named. "
-            "Give the recipe.yaml of a run that has kept its model, or --model_name_or_path: a folder, a config.json, "
-            "or resnet-50."
+            f"{where}: model_type is {kind!r}, but those known are {', '.join(sorted(FAMILIES))}. Give "
+            "--params_per_layer N, the parameters of one of its layers: it is then taken for a Llama of that size, by "
+            "its hidden_size, num_hidden_layers, num_attention_heads and vocab_size."
         )
+    sizes = Sizes(dict(config), where)
+    hidden, heads = sizes("hidden_size", "n_embd", "d_model"), sizes("num_attention_heads", "n_head", "num_heads")
+    inner = (params_per_layer - 4 * hidden**2 - 2 * hidden) // (3 * hidden)
+    if inner < 1:
+        raise RequestError(
+            f"--params_per_layer {params_per_layer}: attention of width {hidden} has {4 * hidden**2:,}. Give more."
+        )
+    notes.append(f"a {kind} is not known, and is taken for a Llama whose layers have {params_per_layer:,} parameters")
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": sizes("num_hidden_layers", "n_layer", "num_layers"),
+        "intermediate_size": inner,
+        "vocab_size": sizes("vocab_size"),
+        "tie_word_embeddings": sizes.is_on("tie_word_embeddings", False),
+    }

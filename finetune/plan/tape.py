@@ -12,16 +12,10 @@ Each method is an operator of torch's eager mode. What it saves is that operator
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from finetune.plan.values import FOREVER, FP32_BYTES, HALF_BYTES, Gemm, Lora, Numbers, Op, Segment, Storage, Value
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from finetune.plan.program import Program
 
 
 class Tape:
@@ -34,7 +28,6 @@ class Tape:
         self.trains = lora is None
         self.segments: list[Segment] = []
         self.result: Value | None = None  # the loss, or what a pipeline's stage hands on
-        self.program: Program | None = None
         self._count = 0
         self._kept: list[Value] = []
         self.outlasting: dict[Storage, int] = {}  # what a later segment lets go, and the segment that made it

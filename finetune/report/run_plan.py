@@ -1,16 +1,14 @@
-"""What `finetune plan` says of a run that has been: its recipe's flags on the machine that it ran on."""
+"""What `finetune plan` says of a run that has been, on the machine that it ran on."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from finetune.dsconfig.context import flag_value
 from finetune.errors import FinetuneError, first_line
+from finetune.plan.from_run import job_of
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.plan import Plan, plan
-from finetune.plan.request import Asked, job_of
-from finetune.plan.run_model import with_kept_model
-from finetune.report.run_folder import RunFolder, read_json
+from finetune.plan.run_model import run_of_record
+from finetune.report.run_folder import RunFolder
+from finetune.run.launch import Launch
 
 
 def planned(run: RunFolder) -> Plan | None:
@@ -19,8 +17,8 @@ def planned(run: RunFolder) -> Plan | None:
         return None
     try:
         machine = _machine(run)
-        asked = Asked(_flags(run), run.ranks, run.ranks)
-        job, _, _ = job_of(asked, machine)
+        launch = Launch(world_size=run.ranks, local_world_size=run.ranks, launcher="torchrun")
+        job, _, _ = job_of(run_of_record(run.folder, launch), machine)
         return plan(job, machine)
     except FinetuneError as error:
         run.notes.append(f"Nothing is planned beside it: {first_line(error)}")
@@ -35,12 +33,6 @@ def planned(run: RunFolder) -> Plan | None:
     ) as error:  # a recipe.yaml that no run has written
         run.notes.append(f"Nothing is planned beside it: recipe.yaml gives {first_line(error)}")
     return None
-
-
-def _flags(run: RunFolder) -> dict[str, Any]:
-    """Of its recipe; but the model is the one that it has kept."""
-    flags = {name: flag_value(value) for name, value in run.recipe.items()}
-    return with_kept_model(flags, run.folder, read_json(run.folder / "preprocessor_config.json", run.notes))
 
 
 def _machine(run: RunFolder) -> Machine:

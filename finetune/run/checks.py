@@ -26,9 +26,9 @@ LEAST = {
 TESTS = ("test_file", "test_dir", "cifar_dir", "dataset_name")
 
 
-def check(run: Run) -> None:
-    """Raises RequestError for values that cannot be meant, for flags that contradict each other, and for what the
-    engine or the launch cannot do."""
+def check(run: Run, is_here: bool = True) -> None:
+    """Raises RequestError for values that cannot be meant, for flags that contradict each other, for what the engine or
+    the launch cannot do, and, of a run that is to be here, for what it needs and nobody gave."""
     mistakes = [
         f"{run.said(name)}, but it must be {least} or more."
         for name, least in LEAST.items()
@@ -40,9 +40,13 @@ def check(run: Run) -> None:
     if epochs <= 0:
         mistakes.append(f"{run.said('num_train_epochs')}, but it must be more than 0.")
     mistakes += _contradictions(run)
+    if is_here and run.values.get("do_predict") and not any(run.values.get(name) for name in TESTS):
+        tests = [f"--{name}" for name in TESTS if name in run.recipe.flags]
+        mistakes.append(f"--do_predict needs a test split. Give {', or '.join(tests)} with one.")
     if mistakes:
         raise RequestError("\n".join(mistakes))
-    _check_optimizer(run)
+    if is_here:
+        _check_optimizer(run)
     if run.stages is not None:
         check_pipeline(run)
     check_guards(run)
@@ -77,9 +81,6 @@ def _contradictions(run: Run) -> list[str]:
                 f"{run.said(name)}: steps are made here so that they do not depend on the number of ranks. Use "
                 "--group_by_length."
             )
-    if values.get("do_predict") and not any(values.get(name) for name in TESTS):
-        tests = [f"--{name}" for name in TESTS if name in run.recipe.flags]
-        found.append(f"--do_predict needs a test split. Give {', or '.join(tests)} with one.")
     return found
 
 

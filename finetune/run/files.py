@@ -1,7 +1,8 @@
-"""Names of files in a run folder that more than one part reads, and what of it is pushed. Imports nothing."""
+"""Names of files in a run folder that more than one part reads, and what of it is pushed."""
+
+from finetune.dsconfig.context import NVME_FOLDER
 
 LOCK = "_lock"  # the Trainer pushes no name that begins with "_" to the hub (transformers 5.23, push_to_hub)
-NVME_FOLDER = "nvme_offload"  # in the run folder, where --nvme_path gives no other
 RUN_RECORD = "recipe.yaml"  # its presence says: this folder was written by a recipe
 STATE_FILE = "trainer_state.json"  # in a checkpoint: its step, its epoch, what it has logged
 PIPELINE_RECORD = "pipeline.json"  # in a checkpoint of a pipeline

@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from finetune.dsconfig.context import NVME_FOLDER
 from finetune.errors import RequestError
-from finetune.run.files import LOCK, NVME_FOLDER, RUN_RECORD
+from finetune.run.files import LOCK, RUN_RECORD
 from finetune.run.paths import named_in
 from finetune.run.run import Run
 

@@ -26,15 +26,16 @@ class Setting:
 
 
 def settings_of(
-    argv: Sequence[str], flags: Mapping[str, Flag], refused: Mapping[str, str], recipe: str
+    argv: Sequence[str], flags: Mapping[str, Flag], refused: Mapping[str, str], recipe: str, reads: Sequence[str] = ()
 ) -> dict[str, Setting]:
     """What is given, by flag; the command line overrules the YAML of its --config. `refused` are flags of other
-    recipes, with what to say of them; `recipe` is the name of this one. Raises RequestError with all that is wrong."""
+    recipes, with what to say of them; `recipe` is the name of this one, which also takes YAMLs of those that it
+    `reads`. Raises RequestError with all that is wrong."""
     mistakes: list[str] = []
     words = words_by_flag(argv, flags, mistakes)
     said = {name: (given, COMMAND_LINE) for name, given in words.items()}
     if path := words.get("config"):
-        said = _lines(path[-1], recipe, mistakes) | said
+        said = _lines(path[-1], (recipe, *reads), mistakes) | said
     found = {}
     for name, (given, source) in said.items():
         where = f"--{name} ({source})"
@@ -76,12 +77,12 @@ def words_by_flag(argv: Sequence[str], flags: Mapping[str, Flag], mistakes: list
     return found
 
 
-def _lines(path: str, recipe: str, mistakes: list[str]) -> dict[str, tuple[Any, str]]:
+def _lines(path: str, recipes: Sequence[str], mistakes: list[str]) -> dict[str, tuple[Any, str]]:
     """Those of the YAML, each with its place. A line without a value gives nothing."""
     content, lines = read_flat_yaml_lines(path)
     asked = content.pop(RECIPE_KEY, None)
-    if asked not in (None, recipe):
-        mistakes.append(f"--config {path}: is for recipes/{asked}.py, and this is recipes/{recipe}.py.")
+    if asked not in (None, *recipes):
+        mistakes.append(f"--config {path}: is for recipes/{asked}.py, and this is recipes/{recipes[0]}.py.")
     return {str(name): (value, f"{path} line {lines[name]}") for name, value in content.items() if value is not None}
 
 

@@ -19,7 +19,8 @@ class Recipe:
     """`groups` are dataclasses of flags, in the order of --help; those of one engine alone are beside them. A recipe of
     both engines trains by DeepSpeed's pipeline engine where --pipeline_parallel_size is given.
 
-    `defaults` overrule the Trainer's and the groups'; `scratch_defaults` overrule them where no model is named.
+    `defaults` overrule the Trainer's and the groups'; `scratch_defaults` overrule them where no model is named. `reads`
+    names recipes whose YAMLs this one takes, too.
     """
 
     name: str  # of the file in recipes/
@@ -30,6 +31,7 @@ class Recipe:
     engines: tuple[str, ...] = (TRAINER,)
     trainer_groups: tuple[type, ...] = ()
     pipeline_groups: tuple[type, ...] = ()
+    reads: tuple[str, ...] = ()
 
     @property
     def script(self) -> str:

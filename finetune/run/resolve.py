@@ -18,14 +18,14 @@ from finetune.run.recipe import ENGINE_FLAG, PIPELINE, Recipe
 from finetune.run.run import Run
 
 
-def resolve(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
+def resolve(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: bool = True) -> Run:
     """The run that a command line, or flags in its form, describes. Raises RequestError with what is wrong with it, as
-    far as flags tell."""
+    far as flags tell. A run that is not to be on this machine may want packages and data that it lacks."""
     refused = PipelineArguments.refused if recipe.engines == (PIPELINE,) else {}
-    given = settings_of(argv, recipe.flags, refused, recipe.name)
+    given = settings_of(argv, recipe.flags, refused, recipe.name, recipe.reads)
     run = Run(recipe, launch, tuple(argv), {**_defaults(recipe, given), **given})
     _refuse_other_engine(run)
-    check(run)
+    check(run, is_here)
     return run
 
 

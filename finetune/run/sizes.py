@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.errors import RequestError
+
 # What a size names, without the vocabulary, which is the tokenizer's. `tiny` suits two CPU cores; `char` is nanoGPT's
 # character model (config/train_shakespeare_char.py there), `small` the shape of GPT-2's smallest, `post` that of the
 # GPT-lite study.
@@ -30,6 +32,72 @@ GPTLITE_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+# All that --config_overrides may set, with GPTLiteConfig's defaults, which a test holds to these.
+GPTLITE_SETTINGS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "intermediate_size": None,
+    "max_position_embeddings": 128,
+    "hidden_act": "gelu",
+    "dropout": 0.0,
+    "bias": True,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GPTLITE_COUNTS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "intermediate_size"),
+)
+
+
+def gptlite_shape(size: str, overrides: str | None) -> dict[str, Any]:
+    """The settings of a GPT-lite from scratch, but for its vocabulary: those of a size, and what --config_overrides
+    says. Raises RequestError for what a GPT-lite has not."""
+    shape = dict(GPTLITE_SIZES[size])
+    for part in filter(None, (overrides or "").split(",")):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if not value:
+            raise RequestError(f"--config_overrides {part}: write name=value, with commas between.")
+        if name not in GPTLITE_SETTINGS:
+            raise RequestError(
+                f"--config_overrides {part}: a GPT-lite has no such setting to choose. It has: "
+                f"{', '.join(GPTLITE_SETTINGS)}."
+            )
+        try:
+            shape[name] = _as_kind_of(GPTLITE_SETTINGS[name], value)
+        except ValueError as error:
+            raise RequestError(f"--config_overrides {part}: {error}") from error
+    settled = GPTLITE_SETTINGS | shape
+    for name in GPTLITE_COUNTS:
+        value = settled[name]
+        if value is not None and (value < 1 or value != int(value)):
+            raise RequestError(f"--config_overrides {name}={value}: must be a whole number of 1 or more.")
+    if not 0 <= settled["dropout"] < 1:
+        raise RequestError(f"--config_overrides dropout={settled['dropout']}: must be 0 or more, and less than 1.")
+    if settled["hidden_size"] % settled["num_attention_heads"]:
+        raise RequestError(
+            f"hidden_size {settled['hidden_size']} cannot be shared by {settled['num_attention_heads']} heads: "
+            "it must be a multiple of num_attention_heads. Change one by --config_overrides."
+        )
+    return shape
+
+
+def _as_kind_of(old: Any, text: str) -> Any:
+    if isinstance(old, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{text!r} is neither true nor false.")
+        return text.lower() == "true"
+    if isinstance(old, str):
+        return text
+    number = float(text)
+    return int(number) if number.is_integer() and not (isinstance(old, float)) else number
+
+
 @dataclass(frozen=True)
 class Size:
     """The shape of a DistilBERT. `base` is that of distilbert-base-uncased (arXiv 1910.01108)."""
@@ -45,6 +113,21 @@ DISTILBERT_SIZES = {
     "small": Size(layers=4, width=256, heads=4, vocab_size=16_000),
     "base": Size(layers=6, width=768, heads=12, vocab_size=30_522),
 }
+DISTILBERT_POSITIONS = 512
+
+
+def distilbert_shape(size: str, dropout: float | None) -> dict[str, Any]:
+    """The settings of a DistilBERT from scratch, but for its vocabulary and its labels."""
+    chosen, share = DISTILBERT_SIZES[size], 0.1 if dropout is None else dropout
+    return {
+        "n_layers": chosen.layers,
+        "dim": chosen.width,
+        "n_heads": chosen.heads,
+        "hidden_dim": 4 * chosen.width,
+        "max_position_embeddings": DISTILBERT_POSITIONS,
+        **dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), share),
+    }
+
 
 # What a size names. `tiny` suits two CPU cores, `small` pictures of 32 x 32 (CIFAR-10); `original` is the paper's, for
 # 224 x 224. `pooled_size` is the side of what the last convolution's maps are averaged to before the linear layers.
@@ -58,3 +141,15 @@ ALEXNET_SIZES: dict[str, dict[str, Any]] = {
 # blocks (arXiv 1512.03385, table 1). `resnet18` is that network, 11.7M parameters with 1,000 classes.
 RESNET_WIDTHS = {"tiny": 16, "small": 32, "resnet18": 64}
 IMAGE_SIZES = {"resnet": tuple(RESNET_WIDTHS), "alexnet": tuple(ALEXNET_SIZES)}
+
+
+def resnet_shape(size: str) -> dict[str, Any]:
+    """The settings of a ResNet from scratch, but for its classes."""
+    width = RESNET_WIDTHS[size]
+    return {
+        "num_channels": 3,
+        "embedding_size": width,
+        "hidden_sizes": [width, 2 * width, 4 * width, 8 * width],
+        "depths": [2, 2, 2, 2],
+        "layer_type": "basic",
+    }

@@ -139,7 +139,7 @@ def many_labels_loss(weights: list[float] | None) -> Any:
 
 
 def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
-    """A `compute_loss_func`: cross entropy with class weights, as a sum over rows (or tokens with a label) by their
+    """A `compute_loss_func`: cross entropy with class weights, as a sum over rows, or labelled tokens, by their
     number.
 
     The divisor is the number of rows of the global batch, not the sum of their weights: a mean of weighted means would

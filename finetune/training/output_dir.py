@@ -8,8 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from finetune.dsconfig.context import NVME_FOLDER
 from finetune.errors import RequestError
-from finetune.run.files import LOCK, NVME_FOLDER
+from finetune.run.files import LOCK
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.lock import RESUMED_WAITS_SECONDS, lock_run_folder

@@ -21,9 +21,10 @@ import torch
 import yaml
 from transformers import TrainerCallback
 
+from finetune.dsconfig.context import NVME_FOLDER
 from finetune.errors import RunError, disk_is_full, first_line
 from finetune.privacy import names_a_secret, without_home
-from finetune.run.files import NVME_FOLDER, RUN_RECORD
+from finetune.run.files import RUN_RECORD
 from finetune.run.launch import Launch
 from finetune.run.parse import RECIPE_KEY
 from finetune.run.run import Run

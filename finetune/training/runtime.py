@@ -56,7 +56,7 @@ def explained_meeting(launch: Launch) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # also torch.distributed's own errors, which derive from it
-        from finetune.doctor.network import why_ranks_do_not_meet
+        from finetune.host.network import why_ranks_do_not_meet
 
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         found = (

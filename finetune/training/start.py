@@ -16,6 +16,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from finetune.errors import RequestError
 from finetune.privacy import without_home
 from finetune.run.engine import context_of, deepspeed_config_of, load_deepspeed, stated_precision
+from finetune.run.facts import checkpointing_kwargs, precision_flags
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.profiling import check_profile
 from finetune.run.launch import Launch, accelerate_uses_deepspeed, accelerate_uses_fsdp
@@ -171,26 +172,18 @@ def settle_checkpoint(run: Run, deepspeed: str | None, chosen: Chosen) -> Chosen
 
 def checkpointing(run: Run) -> dict[str, Any]:
     """The Trainer's `activation_checkpointing`, by this or its older name, or by --activation_checkpoint_interval."""
-    values = run.values
-    interval = values.get("activation_checkpoint_interval")
-    on = values.get("activation_checkpointing") or values.get("gradient_checkpointing") or interval
-    if not on:
+    kwargs = checkpointing_kwargs(run)
+    if kwargs is None:
         return {}
-    kwargs = values.get("activation_checkpointing_kwargs") or values.get("gradient_checkpointing_kwargs") or {}
-    if interval:
-        kwargs = {**kwargs, "every_n_layers": interval}
     older = {"gradient_checkpointing": None, "gradient_checkpointing_kwargs": None}  # which would warn
     return {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs or None, **older}
 
 
 def choose_precision(run: Run, has_cuda: bool, stated: dict[str, bool]) -> dict[str, bool]:
     """The Trainer's `bf16` and `fp16`: as asked for by flag, or `stated` in the config, or what is fastest here."""
-    asked = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given} or stated
-    if asked:
-        return {"bf16": False, "fp16": False} | asked
     by_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is what it says when nobody chose
-    best = by_accelerate if by_accelerate in ("bf16", "fp16") else runtime.choose_precision(has_cuda)
-    return {"bf16": best == "bf16", "fp16": best == "fp16"}
+    is_chosen = by_accelerate in ("bf16", "fp16")
+    return precision_flags(run, stated, lambda: by_accelerate if is_chosen else runtime.choose_precision(has_cuda))
 
 
 def _opening_line(session: Session, deepspeed: str | None) -> str:

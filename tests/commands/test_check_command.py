@@ -12,7 +12,7 @@ import pytest
 from conftest import REPO
 
 from finetune.cli import main, parser
-from finetune.plan.flags import RECIPE_FLAGS
+from finetune.run.choose import recipes
 
 ZERO2 = '"zero_optimization": {"stage": 2}'
 ZERO3PP = {
@@ -29,7 +29,11 @@ FAULTY = f'{{ {ZERO2},\n  "gradient_cliping": 1.0,\n}}\n'
 def test_the_options_are_these() -> None:
     (commands,) = (action for action in parser()._actions if action.dest == "command")
     assert commands.choices is not None
-    assert {name: sorted(command._option_string_actions) for name, command in commands.choices.items()} == {
+    of_recipes = {f"--{name}" for recipe in recipes().values() for name in recipe.flags}
+    options = {name: sorted(command._option_string_actions) for name, command in commands.choices.items()}
+    assert of_recipes < set(options["plan"])
+    options["plan"] = [option for option in options["plan"] if option not in of_recipes]
+    assert options == {
         "check": [
             *("--config", "--cpu", "--disable", "--engine", "--fix", "--format", "--gpu", "--gpu_name", "--help"),
             *("--model", "--pipeline_parallel_size", "--ranks_per_node", "--versions", "--world_size", "-h"),
@@ -78,7 +82,7 @@ def test_the_options_are_these() -> None:
                     "--ranks",
                     "--verify",
                 ),
-                *("--write", "-h", *(f"--{name}" for name in RECIPE_FLAGS)),
+                *("--write", "--recipe", "-h"),
             ]
         ),
     }

@@ -14,7 +14,7 @@ import pytest
 from finetune.doctor import network, probes
 from finetune.doctor.probes import look
 from finetune.doctor.releases import KNOWN, known_faults
-from finetune.doctor.result import ABSENT, FAILED, OK, WARNING, Asked, Result
+from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result
 from finetune.training import runtime
 from finetune.upstream.row import TESTED
 

@@ -18,7 +18,7 @@ from finetune.doctor import trials
 from finetune.doctor.trials import Trial
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("built_ops")
 def test_this_machine_can_do_what_the_defaults_need() -> None:
     command = [sys.executable, "-m", "finetune.cli", "doctor", "--deep", "--json"]
@@ -45,7 +45,7 @@ def _waits(folder: Path) -> None:
     time.sleep(60)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("do", "said"),
     [(_raises, "ValueError: not here"), (_dies, "a rank was ended by SIGKILL"), (_waits, "nothing after 15 s")],

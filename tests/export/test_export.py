@@ -187,7 +187,6 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("built_ops")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_in_fp32_gives_the_weights_that_it_saved(layout: str, tmp_path: Path) -> None:
@@ -201,7 +200,6 @@ def test_every_layout_in_fp32_gives_the_weights_that_it_saved(layout: str, tmp_p
         assert all(torch.equal(saved[name], ours[name]) for name in ours)
 
 
-@pytest.mark.slow
 def test_a_pipeline_gives_the_weights_that_it_saved(tmp_path: Path) -> None:
     values = {"max_steps": 2, "max_train_samples": 64, "max_eval_samples": 8, "eval_strategy": "no",
               "save_strategy": "steps", "save_steps": 2, "pipeline_parallel_size": 2}  # fmt: skip
@@ -238,7 +236,6 @@ def test_a_merge_into_no_base_or_another_is_refused(gpt2: Path, tmp_path: Path, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_an_adapter_is_kept_or_merged(stage: str, tmp_path: Path) -> None:
     """Merged, its forward pass is that of the adapter on its base."""

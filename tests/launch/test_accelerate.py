@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPO, TINY, Finished, free_port, launch, tool
+from conftest import REPO, TINY, launch
 
 FOLDER = REPO / "recipes" / "launch"
 SEVERAL_HOSTS = "accelerate_multi_node"  # test_hosts.py starts it
@@ -23,13 +23,11 @@ def test_they_are_these() -> None:
     assert [name.removeprefix("accelerate_") for name in CONFIGS] == "ddp fsdp zero1 zero2 zero3 zero3_offload".split()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.usefixtures("built_ops")
 def test_it_trains_as_any_other_launcher(name: str, loss_of_torchrun: list[float], tmp_path: Path) -> None:
-    config = ["--config_file", str(FOLDER / f"{name}.yaml")]
-    start = [tool("accelerate"), "launch", *config, "--main_process_port", free_port()]
-    run: Finished = launch(start, tmp_path / "run", {**TINY, "max_steps": 3})
+    words = ["--config_file", str(FOLDER / f"{name}.yaml")]
+    run = launch("accelerate", tmp_path / "run", {**TINY, "max_steps": 3}, ranks=2, words=words)
     assert run.column("loss") == pytest.approx(loss_of_torchrun, rel=1e-2)
     said = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     engine = {"DEEPSPEED": "DeepSpeed ", "FSDP": "FSDP", "MULTI_GPU": "no DeepSpeed"}[said["distributed_type"]]

@@ -20,6 +20,8 @@ from hosts import INTERFACE, Host, names_as_debian_gives_them, sshd, two_hosts
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[Host, Host]]:
@@ -65,7 +67,7 @@ def test_the_printed_commands_train_over_both_as_on_one(
     assert first.column("loss") == pytest.approx(loss_of_one_host, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("built_ops")
 def test_the_accelerate_config_for_several_hosts_trains_over_both(
     hosts: tuple[Host, Host], loss_of_one_host: list[float], tmp_path: Path

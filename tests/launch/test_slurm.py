@@ -15,6 +15,7 @@ from conftest import RECIPE, REPO, TINY, Finished, flags, launch, steps_of
 
 ENDS = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 SBATCH = "recipes/launch/slurm.sbatch"
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,6 @@ def test_two_tasks_train_as_the_ranks_of_any_launcher(cluster: dict[str, str], t
     assert run.column("loss") == pytest.approx(other.column("loss"), rel=1e-4)
 
 
-@pytest.mark.slow
 def test_before_its_time_limit_a_job_saves_goes_back_and_goes_on(cluster: dict[str, str], tmp_path: Path) -> None:
     values = {**TINY, "max_steps": 100_000, "save_strategy": "steps", "save_steps": 100_000}
     values |= {"lr_scheduler_type": "constant", "learning_rate": 1e-4}

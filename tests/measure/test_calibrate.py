@@ -13,7 +13,7 @@ import pytest
 from conftest import REPO
 
 from finetune.errors import RequestError
-from finetune.hardware import cores_here
+from finetune.host.hardware import cores_here
 from finetune.measure import calibrate as module
 from finetune.measure.calibrate import calibrate, known_gpu, reference
 from finetune.measure.links import disk, fit

@@ -12,8 +12,9 @@ import pytest
 
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError, RunError
-from finetune.hardware import cores_here
+from finetune.host.hardware import cores_here
 from finetune.measure import start
+from finetune.measure.calibrate import calibrate
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.model import model_of
@@ -217,7 +218,7 @@ def test_calibrating_passes_the_disk_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
     asked: list[Any] = []
     monkeypatch.setattr("finetune.measure.calibrate.run_together", lambda commands: asked.extend(commands) or [1, None])
     with pytest.raises(RunError, match="rank 0 ended with 1, and the rest were ended"):
-        start.calibrate(tmp_path / "here.json", 2, str(tmp_path))
+        calibrate(tmp_path / "here.json", 2, nvme_path=tmp_path)
     assert [argv[argv.index("--nvme_path") + 1] for argv, _ in asked] == [str(tmp_path)] * 2
     assert not list(tmp_path.iterdir())
 
@@ -225,7 +226,7 @@ def test_calibrating_passes_the_disk_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_it_is_told_before_anything_is_measured(tmp_path: Path) -> None:
     """And by the command line, too, in one line."""
     with pytest.raises(RequestError, match="cannot be written"):
-        start.calibrate(tmp_path / "no such folder" / "here.json", 1)
+        calibrate(tmp_path / "no such folder" / "here.json", 1)
     command = ["python", "-m", "finetune.measure.calibrate", str(tmp_path), "--ranks", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -12,7 +12,10 @@ from report_folders import bench_folder, run_folder
 
 from finetune.report.write import write
 
-pytestmark = pytest.mark.skipif(browser.find() is None, reason="Debian's chromium is not installed")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(browser.find() is None, reason="Debian's chromium is not installed"),
+]
 LAST_COLUMN = "[...document.querySelector('table.sortable').tBodies[0].rows].map(row => row.cells[COLUMN].textContent)"
 
 

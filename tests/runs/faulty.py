@@ -1,6 +1,6 @@
-"""A recipe in whose midst something goes wrong: faulty.py RECIPE [flags], with the fault as JSON in $FAULT.
+"""A recipe in whose midst something goes wrong: faulty.py [flags], with the recipe and the fault as JSON in $FAULT.
 
-    {"kind": "sleep", "rank": 1, "batch": 5}    the fifth batch of rank 1 never comes
+    {"recipe": "recipes/seq_cls.py", "kind": "sleep", "rank": 1, "batch": 5}    the fifth batch of rank 1 never comes
     {"kind": "nan", "rank": 0, "batch": 5}      an embedding gives NaN for the fifth micro-batch that it ever sees there
     {"kind": "gradient", "rank": 0, "batch": 5} as nan, but in the gradient of the embedding's output
     {"kind": "clock", "rank": 0, "batch": 5}    the machine's clock is set back by a day before the fifth batch
@@ -8,9 +8,9 @@
 A rank is one of $RANK. A poisoned micro-batch is known by its content, so that it is so again when it is run again.
 """
 
-import importlib.util
 import json
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -80,11 +80,5 @@ def poison() -> None:
 if mine:
     before = {"sleep": sleep, "clock": set_the_clock_back, "cut": cut}.get(fault["kind"])
     before_the_batch(before) if before else poison()
-script = sys.argv[1]
-sys.argv = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("recipe", script)
-assert spec is not None
-assert spec.loader is not None
-recipe = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(recipe)
-recipe.run(recipe.main)
+sys.argv[0] = fault["recipe"]
+runpy.run_path(fault["recipe"], run_name="__main__")

@@ -190,8 +190,9 @@ def test_a_run_that_is_stopped_by_hand_says_how_to_go_on(tmp_path: Path) -> None
 
 
 def test_accelerate_with_deepspeed_of_its_own_refuses_another_config(tmp_path: Path) -> None:
-    start = [*LAUNCHERS["accelerate"](1)[:2], "--config_file", "recipes/launch/accelerate_zero2.yaml"]
-    run = launch(start, tmp_path / "run", {**TINY, "deepspeed": "zero1"}, check=False)
+    words = ["--config_file", "recipes/launch/accelerate_zero2.yaml"]
+    values = {**TINY, "deepspeed": "zero1"}
+    run = launch("accelerate", tmp_path / "run", values, ranks=2, words=words, check=False)
     assert run.status != 0
     assert [error for error in run.errors if "Drop --deepspeed" in error] == run.errors
     assert len(run.errors) == 1
@@ -230,6 +231,7 @@ def test_a_disk_that_data_fills_is_named(variable: str, tmp_path: Path) -> None:
     assert not run.folder.exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(launcher: str, tmp_path: Path) -> None:
     values = {**TINY, "max_steps": 100_000, "output_dir": tmp_path / "run", "num_train_epochs": 1000}

@@ -76,7 +76,7 @@ FAULTS = {
 def one_quick_of(names: list[str], quick: str) -> list[Any]:
     """The names as test parameters: one in the quick suite, the others among the slow tests."""
     assert quick in names
-    return [name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [name if name == quick else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 def page_of(name: str) -> Path:

@@ -74,7 +74,7 @@ def run(page: str, *words: str, text: str | None = None, folder: Path | None = N
 
 
 @pytest.mark.parametrize(
-    "page", [page if page == "gossip" else pytest.param(page, marks=pytest.mark.slow) for page in ROWS]
+    "page", [page if page == "gossip" else pytest.param(page, marks=pytest.mark.nightly) for page in ROWS]
 )
 def test_a_page_draws_its_picture_and_prints_its_table(page: str, tmp_path: Path) -> None:
     picture = tmp_path / "new" / "picture.png"
@@ -99,7 +99,7 @@ def test_a_page_draws_its_picture_and_prints_its_table(page: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "mistake", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES]
+    "mistake", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in MISTAKES]
 )
 def test_a_page_stops_at_a_mistake(mistake: str, tmp_path: Path) -> None:
     page, right, wrong, words = MISTAKES[mistake]
@@ -111,7 +111,7 @@ def test_a_page_stops_at_a_mistake(mistake: str, tmp_path: Path) -> None:
     assert re.search(rf"AssertionError: .*{re.escape(words)}", output), output[-6000:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", ["parameter_server", "gossip"])
 def test_too_few_processes_are_refused_in_one_line(page: str) -> None:
     command = [tool("torchrun"), "--master_port", free_port(), "--nproc_per_node", "2", str(FOLDER / f"{page}.py")]

@@ -86,7 +86,7 @@ def test_a_cell_alone_tells_where_its_time_goes(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "rank-0.json").read_text())["seconds"]) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_losses_are_those_of_one_process_in_every_layout(tmp_path: Path, built_ops: None) -> None:
     layouts = ["none", "ddp", "checkpointing", "zero1", "zero2", "zero3", "pipeline"]
     every = {"layouts": layouts, "world_sizes": 2, "micro_batches": 4, "global_batch": 8}
@@ -109,7 +109,7 @@ def test_losses_are_those_of_one_process_in_every_layout(tmp_path: Path, built_o
     assert all(row.losses[0] != row.losses[-1] for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bench_that_is_ended_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
     block = {"models": "deep", "layouts": "ddp", "world_sizes": 2, "micro_batches": 4}
     path, out = grid(tmp_path, block, models={"deep": DEEP}), tmp_path / "out"

@@ -10,16 +10,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Finished, launch
-from durability_runs import RUNS, STEPS_PER_EPOCH, checkpoints, different_rows, different_weights, logged
-from resume import compare, cut_off
-from resume import launch as launch_run
+from conftest import TINY, Finished, gate_has, launch, run_warm
+from durability_runs import (
+    RUNS,
+    STEPS_PER_EPOCH,
+    Run,
+    checkpoints,
+    different_rows,
+    different_weights,
+    environment,
+    logged,
+)
+from resume import STEPS, compare, cut_off
 
 pytestmark = pytest.mark.usefixtures("built_ops")
 
 EDGE, MIDDLE = STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2  # an even step, which is logged, and an odd one
 SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 20}
-slow = pytest.mark.slow
+nightly = pytest.mark.nightly
+CUTS = [("plain", EDGE), *((name, EDGE) for name in ("zero2", "pipeline", "pipeline_2x2", "fsdp"))]
+CUTS += [(name, MIDDLE) for name in RUNS if name != "zero3_nvme"]
+GATE = [("plain", EDGE), ("fsdp", EDGE), ("pipeline_2x2", EDGE), ("zero3_offload", MIDDLE), ("image_cls", MIDDLE)]
+GATE += [(name, MIDDLE) for name in ("ddp", "zero1", "zero2", "zero3", "pipeline", "causal_lm_streaming")]
+
+
+def launch_run(run: Run, folder: Path, cache: Path, **flags: Any) -> None:
+    status, output = run_warm(run.command(folder, max_steps=STEPS, **flags), run.ranks, environment(cache))
+    assert status == 0, output[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -30,40 +47,31 @@ def uncut(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def make(name: str) -> Path:
         folder = home / name
         if not folder.is_dir():
-            assert launch_run(RUNS[name], folder, home / "cache", **SAVING) is None
+            launch_run(RUNS[name], folder, home / "cache", **SAVING)
         return folder
 
     return make
 
 
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("plain", EDGE),
-        ("zero2", MIDDLE),
-        ("pipeline", MIDDLE),
-        *(pytest.param(name, EDGE, marks=slow) for name in ("zero2", "pipeline", "pipeline_2x2", "fsdp")),
-        *(pytest.param(name, MIDDLE, marks=slow) for name in RUNS if name not in ("zero2", "pipeline", "zero3_nvme")),
-    ],
-)
+@pytest.mark.parametrize(("name", "step"), gate_has(GATE, CUTS))
 def test_a_run_that_was_cut_off_ends_bit_equal(
     name: str, step: int, uncut: Callable[[str], Path], tmp_path: Path
 ) -> None:
     whole = uncut(name)
     folder = cut_off(whole, step, tmp_path / "run")
-    assert launch_run(RUNS[name], folder, whole.parent / "cache", resume="auto", **SAVING) is None
+    launch_run(RUNS[name], folder, whole.parent / "cache", resume="auto", **SAVING)
     found = compare(folder, whole, saved=True)
     assert found == {"equal": True, "weights": 0, "rows": [], "states": []}
     assert len(checkpoints(folder)) == len(checkpoints(whole)) - step + 1  # it did go on from there
     assert {"loss", "eval_loss", "train_loss"} <= {name for row in logged(folder) for name in row}
 
 
-@slow
+@nightly
 def test_saving_and_evaluating_change_nothing_that_is_learnt(uncut: Callable[[str], Path], tmp_path: Path) -> None:
     whole = uncut("plain")
     folder = tmp_path / "run"
     quiet = {"save_strategy": "no", "eval_strategy": "no", "early_stopping_patience": None}
-    assert launch_run(RUNS["plain"], folder, whole.parent / "cache", **quiet) is None
+    launch_run(RUNS["plain"], folder, whole.parent / "cache", **quiet)
     assert different_weights(folder, whole) == []
 
 
@@ -97,7 +105,8 @@ def as_at(run: Finished, step: int, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("step", "patience", "last"), [(4, 3, 8), pytest.param(8, 3, 8, marks=slow), pytest.param(8, 4, 10, marks=slow)]
+    ("step", "patience", "last"),
+    [(4, 3, 8), pytest.param(8, 3, 8, marks=nightly), pytest.param(8, 4, 10, marks=nightly)],
 )
 def test_early_stopping_counts_on_where_a_run_is_resumed(
     step: int, patience: int, last: int, stopped: Finished, tmp_path: Path
@@ -115,7 +124,7 @@ def test_early_stopping_counts_on_where_a_run_is_resumed(
         assert different_rows(run.folder, stopped.folder) == []
 
 
-@slow
+@nightly
 def test_a_callback_that_is_new_on_resumption_is_no_error(stopped: Finished, tmp_path: Path) -> None:
     folder = as_at(stopped, 2, tmp_path / "run")
     (checkpoint,) = checkpoints(folder)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPO, Finished, free_port, launch, tool
+from conftest import REPO, Finished, gate_has, launch
 
 pytestmark = pytest.mark.usefixtures("built_ops")
 
@@ -71,13 +71,17 @@ def test_two_ranks_with_accumulation_take_the_mean_over_all_tokens(
     assert_same(run, one_process)
 
 
+ENGINES = ("none", "zero2", "zero3", "fsdp")
+
+
 def engine(name: str) -> dict[str, Any]:
     return {"fsdp": True} if name == "fsdp" else {"deepspeed": name}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["none", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "fsdp"])
-@pytest.mark.parametrize("chunk", [0, 16], ids=["plain", "chunked"])
+EVERYWHERE = [(config, chunk) for config in (*ENGINES, "zero0", "zero1", "zero2_offload") for chunk in (0, 16)]
+
+
+@pytest.mark.parametrize(("config", "chunk"), gate_has([(config, 16) for config in ENGINES], EVERYWHERE))
 def test_loss_and_gradients_are_the_same_everywhere(
     config: str, chunk: int, uneven: dict[str, Any], one_process: Finished, tmp_path: Path
 ) -> None:
@@ -92,10 +96,9 @@ def test_fsdp_shards_by_accelerate_too_and_its_folder_opens(
     uneven: dict[str, Any], one_process: Finished, tmp_path: Path
 ) -> None:
     """The Trainer asserts that it is FSDP indeed: Accelerate would train CPU ranks by DDP without a word."""
-    start = [tool("accelerate"), "launch", "--config_file", str(REPO / "recipes/launch/accelerate_fsdp.yaml")]
-    folder = tmp_path / "run"
+    words = ["--config_file", str(REPO / "recipes/launch/accelerate_fsdp.yaml")]
     values = {**TINY, **uneven, "per_device_train_batch_size": 4}
-    run = launch([*start, "--main_process_port", free_port()], folder, values, recipe=RECIPE)
+    run = launch("accelerate", tmp_path / "run", values, ranks=2, words=words, recipe=RECIPE)
     assert "; FSDP by accelerate;" in run.output
     assert_same(run, one_process)
     assert_same_weights(run.folder, one_process.folder)
@@ -121,7 +124,6 @@ def test_a_stream_is_dealt_out_alike(packing: str, uneven: dict[str, Any], tmp_p
     assert_same(run, truth)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [{"streaming": True, "tokenizer": "byte", "max_eval_samples": 20}, {"fsdp": True}], ids=["stream", "FSDP"]
 )
@@ -152,7 +154,7 @@ def test_checkpointing_changes_no_gradient_not_even_with_dropout(uneven: dict[st
         assert "deprecated" not in run.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_model_and_an_8_bit_optimizer_learn_the_same(
     uneven: dict[str, Any], one_process: Finished, tmp_path: Path
 ) -> None:
@@ -272,8 +274,9 @@ def test_an_adapter_is_saved_alone_and_merged_as_it_is(base: Path, adapted: Fini
     assert not torch.allclose(before, merged, atol=1e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["none", "zero1", "zero2", "zero3", "zero3_offload", "fsdp"])
+@pytest.mark.parametrize(
+    "config", gate_has(["zero3", "fsdp"], ["none", "zero1", "zero2", "zero3", "zero3_offload", "fsdp"])
+)
 def test_adapters_train_alike_everywhere(
     config: str, base: Path, adapted: Finished, uneven: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -369,7 +372,6 @@ def test_there_are_shipped_yamls() -> None:
     assert len(shipped_yamls()) == 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", shipped_yamls(), ids=lambda path: path.stem)
 def test_every_shipped_yaml_runs(path: Path, base: Path, uneven: dict[str, Any], tmp_path: Path) -> None:
     """Shortened, and narrowed where the model is a large one; all else is as the file says."""

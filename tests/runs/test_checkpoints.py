@@ -34,12 +34,13 @@ def kill_in_a_save(run: Living, folder: Path, step: int) -> None:
         process.kill()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("launcher", "values"),
     [
         pytest.param("python", {}, id="alone"),
-        pytest.param("torchrun", {"deepspeed": "zero3"}, id="ZeRO-3", marks=pytest.mark.slow),
-        pytest.param("torchrun", {"fsdp": "full_shard"}, id="FSDP", marks=pytest.mark.slow),
+        pytest.param("torchrun", {"deepspeed": "zero3"}, id="ZeRO-3"),
+        pytest.param("torchrun", {"fsdp": "full_shard"}, id="FSDP"),
     ],
 )
 @pytest.mark.usefixtures("built_ops")
@@ -87,9 +88,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
-@pytest.mark.parametrize(
-    "values", [{}, pytest.param({"deepspeed": "zero2"}, marks=pytest.mark.slow)], ids=["DDP", "ZeRO-2"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("values", [{}, {"deepspeed": "zero2"}], ids=["DDP", "ZeRO-2"])
 @pytest.mark.usefixtures("built_ops")
 def test_a_full_disk_ends_all_ranks_with_one_message_and_the_earlier_checkpoint(
     values: dict[str, Any], small_disk: Path, tmp_path: Path
@@ -113,6 +113,7 @@ def test_a_full_disk_ends_all_ranks_with_one_message_and_the_earlier_checkpoint(
     assert resumed.steps[-1]["step"] == step + 1
 
 
+@pytest.mark.nightly
 def test_a_disk_that_becomes_read_only_ends_all_ranks_with_one_message(small_disk: Path, tmp_path: Path) -> None:
     folder = small_disk / "run"
     values = {**SAVES, "max_steps": 4000, "save_total_limit": 1}
@@ -135,7 +136,6 @@ def test_a_disk_that_becomes_read_only_ends_all_ranks_with_one_message(small_dis
     assert problems(checkpoints_in(folder)[0], hashes=True) == []
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("built_ops")
 def test_each_layout_is_named_in_the_manifest_and_a_flipped_bit_sends_a_run_to_the_one_before(tmp_path: Path) -> None:
     values = {**SAVES, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
@@ -162,7 +162,7 @@ def test_each_layout_is_named_in_the_manifest_and_a_flipped_bit_sends_a_run_to_t
     assert read_manifest(run.folder / "checkpoint-2").layout == Layout("fsdp", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("built_ops")
 def test_a_stage_of_a_pipeline_that_is_killed_while_it_saves_leaves_no_torn_checkpoint(tmp_path: Path) -> None:
     recipe, folder = PIPELINE, tmp_path / "run"

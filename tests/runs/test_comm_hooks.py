@@ -33,9 +33,7 @@ def train(folder: Path, **values: Any) -> Finished:
     return launch("torchrun", folder, {**SMALL, **values}, ranks=2, recipe=CAUSAL)
 
 
-@pytest.mark.parametrize(
-    "hook", ["onebit_adam", *(pytest.param(hook, marks=pytest.mark.slow) for hook in ("powersgd", "topk"))]
-)
+@pytest.mark.parametrize("hook", ["onebit_adam", "powersgd", "topk"])
 def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(hook: str, tmp_path: Path) -> None:
     uncut = train(tmp_path / "uncut", ddp_comm_hook=hook)
     assert f"gradients: whole until step {START}, then" in uncut.output
@@ -58,7 +56,6 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(hook: str, tmp_path: 
         assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-6), name
 
 
-@pytest.mark.slow
 def test_errors_of_another_number_of_ranks_are_left_out_and_that_is_said(tmp_path: Path) -> None:
     values = {**SMALL, "ddp_comm_hook": "onebit_adam", "per_device_train_batch_size": 6}
     launch("torchrun", tmp_path / "run", values, ranks=2, recipe=CAUSAL)
@@ -70,7 +67,7 @@ def test_errors_of_another_number_of_ranks_are_left_out_and_that_is_said(tmp_pat
     assert max(other.column("comm_share_of_fp32")[-(STEPS - SAVED) :]) <= 1 / 20
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("recipe", "values"),
     [

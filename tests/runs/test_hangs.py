@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import LAUNCHERS, RECIPE, TINY, flags, steps_of
+from conftest import LAUNCHERS, RECIPE, TINY, flags, launch, steps_of
 from living import Living, living
 from test_interruption import PIPELINE, SMALL_PIPELINE
 
@@ -24,12 +24,13 @@ def ended_with(run: Living, ranks: dict[int, psutil.Process]) -> list[str]:
     return [line for line in run.output.splitlines() if line.startswith("error:")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("culprit", "launcher", "values"),
     [
-        pytest.param(1, "torchrun", {}, id="rank 1 of DDP", marks=pytest.mark.slow),
-        pytest.param(0, "torchrun", {"deepspeed": "zero3"}, id="rank 0 of ZeRO-3", marks=pytest.mark.slow),
-        pytest.param(0, "deepspeed", SMALL_PIPELINE, id="the first stage of a pipeline", marks=pytest.mark.slow),
+        pytest.param(1, "torchrun", {}, id="rank 1 of DDP"),
+        pytest.param(0, "torchrun", {"deepspeed": "zero3"}, id="rank 0 of ZeRO-3"),
+        pytest.param(0, "deepspeed", SMALL_PIPELINE, id="the first stage of a pipeline"),
     ],
 )
 def test_a_stopped_rank_is_named_and_nothing_of_the_run_is_left(
@@ -51,8 +52,8 @@ def test_a_stopped_rank_is_named_and_nothing_of_the_run_is_left(
     ("culprit", "values"),
     [
         pytest.param(1, {}, id="rank 1 of DDP"),
-        pytest.param(0, {"deepspeed": "zero2"}, id="rank 0 of ZeRO-2", marks=pytest.mark.slow),
-        pytest.param(1, SMALL_PIPELINE, id="the last stage of a pipeline", marks=pytest.mark.slow),
+        pytest.param(0, {"deepspeed": "zero2"}, id="rank 0 of ZeRO-2", marks=pytest.mark.nightly),
+        pytest.param(1, SMALL_PIPELINE, id="the last stage of a pipeline", marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_whose_batch_never_comes_is_named_with_where_it_stands(
@@ -60,17 +61,16 @@ def test_a_rank_whose_batch_never_comes_is_named_with_where_it_stands(
 ) -> None:
     recipe, folder = PIPELINE if "pipeline_parallel_size" in values else RECIPE, tmp_path / "run"
     every = {**({} if recipe == PIPELINE else TINY), **values, **LONG, "save_strategy": "no"}
-    command = [*LAUNCHERS["torchrun"](2), FAULTY, recipe, *flags({"output_dir": folder, **every})]
-    fault = {"kind": "sleep", "rank": culprit, "batch": 20}
-    with living(command, FAULTY, tmp_path / "log", {"FAULT": json.dumps(fault)}) as run:
-        run.wait_for(lambda: steps_of(folder))
-        (said,) = ended_with(run, run.ranks())
+    env = {"FAULT": json.dumps({"recipe": recipe, "kind": "sleep", "rank": culprit, "batch": 20})}
+    run = launch("torchrun", folder, every, ranks=2, env=env, recipe=FAULTY, check=False)
+    assert run.status == 1
+    (said,) = run.errors
     assert f"rank {culprit}" in said.partition(" has not moved")[0]
     assert "in sleep (runs/faulty.py:" in said
     assert "waits for it" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_killed_rank_is_named_once(culprit: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RECIPE, TINY, Finished, launch
+from conftest import RECIPE, TINY, Finished, gate_has, launch
 from fake_hub import TOKEN, FakeHub, fake_hub
 from huggingface_hub.utils import filter_repo_objects
 
 from finetune.training.hub import LEFT_OUT
 
+NIGHTLY = pytest.mark.nightly  # a true launch, for the hub's address is read when its client is imported
 PUSH = {**TINY, "max_steps": 2, "push_to_hub": True, "hub_model_id": "my-model"}
 
 
@@ -22,7 +23,7 @@ def push(hub: FakeHub, folder: Path, ranks: int = 1, env: dict[str, str] | None 
     return launch(launcher, folder, {**PUSH, **values}, ranks=ranks, env=every, recipe=RECIPE, check=False)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", gate_has(1, [1, 2]))
 def test_a_run_is_pushed_once_privately_with_its_card(ranks: int, tmp_path: Path) -> None:
     with fake_hub() as hub:
         run = push(hub, tmp_path / "run", ranks, save_strategy="steps", save_steps=1)
@@ -47,12 +48,26 @@ def test_a_run_is_pushed_once_privately_with_its_card(ranks: int, tmp_path: Path
 @pytest.mark.parametrize(
     ("hub", "env", "values", "message"),
     [
-        pytest.param({}, {"HF_TOKEN": "", "HF_HOME": "/nonexistent"}, {}, "nobody is logged in", id="no token"),
+        pytest.param(
+            {},
+            {"HF_TOKEN": "", "HF_HOME": "/nonexistent"},
+            {},
+            "nobody is logged in",
+            id="no token",
+            marks=NIGHTLY,
+        ),
         pytest.param({}, {"HF_HUB_OFFLINE": "1"}, {}, "HF_HUB_OFFLINE is set", id="offline"),
-        pytest.param({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, {}, "--push_to_hub: ", id="no hub"),
-        pytest.param({"role": "read"}, {}, {}, "the token may only read", id="read only"),
+        pytest.param({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, {}, "--push_to_hub: ", id="no hub", marks=NIGHTLY),
+        pytest.param({"role": "read"}, {}, {}, "the token may only read", id="read only", marks=NIGHTLY),
         pytest.param({}, {}, {"hub_token": "hf_CANARY"}, "everybody on this machine sees", id="token by flag"),
-        pytest.param({}, {}, {"hub_strategy": "every_save"}, "--hub_strategy every_save: ", id="at each save"),
+        pytest.param(
+            {},
+            {},
+            {"hub_strategy": "every_save"},
+            "--hub_strategy every_save: ",
+            id="at each save",
+            marks=NIGHTLY,
+        ),
         pytest.param({"repos": {"me/my-model": False}}, {}, {}, "is there already, and public", id="public"),
     ],
 )

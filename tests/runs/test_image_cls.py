@@ -91,7 +91,6 @@ def test_ones_own_pictures_are_learnt_predicted_and_open_as_a_pipeline_of_transf
     assert "lying (54), standing (54)" in card
 
 
-@pytest.mark.slow
 def test_a_resumed_run_changes_its_pictures_as_the_uncut_one(own_run: Finished, tmp_path: Path) -> None:
     """Crops and flips depend on epoch and picture; cut inside the fifth epoch, of seven steps each."""
     shutil.copytree(own_run.folder, tmp_path / "run")
@@ -105,7 +104,6 @@ def test_a_resumed_run_changes_its_pictures_as_the_uncut_one(own_run: Finished, 
     assert resumed.column("loss") == pytest.approx(own_run.column("loss"), rel=1e-4)
 
 
-@pytest.mark.slow
 def test_a_trained_model_is_evaluated_and_trained_on(own_run: Finished, tmp_path: Path) -> None:
     home = own_run.folder.parent
     values = {**SHORT, "model_name_or_path": own_run.folder, "validation_dir": home / "train", "do_train": False}
@@ -125,7 +123,7 @@ def test_a_trained_model_is_evaluated_and_trained_on(own_run: Finished, tmp_path
     assert any(not np.array_equal(before[name], after[name]) for name in before if "running" not in name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_digits_are_told_apart_by_the_defaults_on_two_ranks(tmp_path: Path) -> None:
     run = train("deepspeed", tmp_path / "run", {}, ranks=2)
     assert run.json("eval_results.json")["eval_accuracy"] >= 0.97
@@ -161,7 +159,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "layout"), LAYOUTS)
 @pytest.mark.parametrize(
     ("name", "values"),
@@ -179,7 +176,6 @@ def test_loss_is_the_same_in_every_layout(
     assert run.column("loss") == pytest.approx(alone(name, values), rel=1e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_a_resnet_trains_in_bf16_under_deepspeed_with_statistics_in_fp32(stage: str, tmp_path: Path) -> None:
     """Such weights beside such statistics are refused by torch's own batch norm."""
@@ -191,7 +187,6 @@ def test_a_resnet_trains_in_bf16_under_deepspeed_with_statistics_in_fp32(stage: 
     assert not any(torch.equal(kept, kept.bfloat16().float()) for kept in statistics), "none was rounded on its way"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_batch_norm_over_all_ranks_has_the_loss_of_one_process(launcher: str, alone: Any, tmp_path: Path) -> None:
     values = {**SAME, "per_device_train_batch_size": 16}
@@ -199,7 +194,6 @@ def test_batch_norm_over_all_ranks_has_the_loss_of_one_process(launcher: str, al
     assert run.column("loss") == pytest.approx(alone("batch norm", {}), rel=1e-2)
 
 
-@pytest.mark.slow
 def test_alexnet_as_a_pipeline_has_the_loss_of_one_process_and_resumes(alone: Any, tmp_path: Path) -> None:
     batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "schedule_step": 3}
     values = {**SAME, **ALEXNET, **batch, "pipeline_parallel_size": 2, "save_strategy": "steps", "save_steps": 4}
@@ -217,7 +211,6 @@ def test_alexnet_as_a_pipeline_has_the_loss_of_one_process_and_resumes(alone: An
     assert [row["step"] for row in resumed.steps] == list(range(1, 9))
 
 
-@pytest.mark.slow
 def test_the_shipped_yaml_runs_on_files_like_cifars(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     (tmp_path / "cifar").mkdir()

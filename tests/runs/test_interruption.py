@@ -10,6 +10,7 @@ import pytest
 from conftest import LAUNCHERS, RECIPE, TINY, Finished, flags, launch, steps_of
 from living import living
 
+NIGHTLY = pytest.mark.nightly  # what is sent a signal is a true launch, which takes half a minute
 PIPELINE = "recipes/causal_lm_pipeline.py"
 SMALL_PIPELINE = {
     "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,max_position_embeddings=32",
@@ -29,16 +30,21 @@ LONG = {"max_steps": 4000, "save_strategy": "steps", "save_steps": 4000, "lr_sch
     ("launcher", "number", "to", "status", "values"),
     [
         pytest.param("python", signal.SIGTERM, "rank 0", 75, {}, id="alone"),
-        pytest.param("torchrun", signal.SIGUSR1, "rank 1", 1, {}, id="one rank of DDP"),
+        pytest.param("torchrun", signal.SIGUSR1, "rank 1", 1, {}, id="one rank of DDP", marks=NIGHTLY),
         # With a data loader's worker: this launcher ends workers first.
         pytest.param(
             *("deepspeed", signal.SIGTERM, "launcher", 1, {"deepspeed": "zero2", "dataloader_num_workers": 1}),
             id="deepspeed's launcher",
+            marks=NIGHTLY,
         ),
         pytest.param(
-            *("torchrun", signal.SIGTERM, "launcher", 1, {"deepspeed": "zero3"}), id="torchrun", marks=pytest.mark.slow
+            *("torchrun", signal.SIGTERM, "launcher", 1, {"deepspeed": "zero3"}),
+            id="torchrun",
+            marks=NIGHTLY,
         ),
-        pytest.param("deepspeed", signal.SIGUSR1, "rank 1", 75, SMALL_PIPELINE, id="one stage of a pipeline"),
+        pytest.param(
+            "deepspeed", signal.SIGUSR1, "rank 1", 75, SMALL_PIPELINE, id="one stage of a pipeline", marks=NIGHTLY
+        ),
     ],
 )
 @pytest.mark.usefixtures("built_ops")
@@ -69,7 +75,8 @@ def test_all_ranks_stop_with_a_checkpoint_from_which_the_run_goes_on(
     assert resumed.column("loss") == pytest.approx(uncut.column("loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@NIGHTLY
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_in_the_last_evaluation_of_the_training_is_heeded_at_its_end(ranks: int, tmp_path: Path) -> None:
     folder, launcher = tmp_path / "run", "python" if ranks == 1 else "torchrun"
     values = {
@@ -93,7 +100,7 @@ def test_a_signal_in_the_last_evaluation_of_the_training_is_heeded_at_its_end(ra
     assert "nothing is left to do" in again.output  # and status 0, for a cluster
 
 
-@pytest.mark.slow
+@NIGHTLY
 def test_a_run_that_cannot_save_in_time_ends_with_the_same_status(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     values = {**TINY, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "stop_grace": 1}
@@ -106,6 +113,7 @@ def test_a_run_that_cannot_save_in_time_ends_with_the_same_status(tmp_path: Path
         assert "stopped by SIGTERM, but not all ranks had saved within --stop_grace 1 seconds" in run.output
 
 
+@NIGHTLY
 def test_nothing_is_saved_where_nothing_was_to_be(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [*LAUNCHERS["python"](1), RECIPE, *flags({"output_dir": folder, **TINY, "max_steps": 4000})]

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from faults import Chain
 
-pytestmark = pytest.mark.usefixtures("built_ops")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("built_ops")]
 
 
 @pytest.mark.parametrize(
     ("name", "kills", "seed"),
     [
         ("plain", 2, 2),
-        pytest.param("zero2", 5, 2, marks=pytest.mark.slow),
-        pytest.param("pipeline", 5, 3, marks=pytest.mark.slow),
-        pytest.param("image_cls", 4, 4, marks=pytest.mark.slow),
+        ("zero2", 5, 2),
+        ("pipeline", 5, 3),
+        ("image_cls", 4, 4),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_loses_nothing(name: str, kills: int, seed: int, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LAUNCHERS, REPO, Finished, flags, free_port, launch, run_to_its_end, tool
+from conftest import LAUNCHERS, REPO, Finished, flags, gate_has, launch
 from living import living
 from safetensors.torch import load_file
 
@@ -62,24 +62,19 @@ def pipe(
     launcher: str = "torchrun",
     check: bool = True,
 ) -> Finished:
-    """The same global batch through `stages` x `pipelines` ranks. torchrun starts seconds sooner than deepspeed, whose
-    launcher imports torch and DeepSpeed twice before any rank does."""
+    """The same global batch through `stages` x `pipelines` ranks."""
     every = settings(values, stages, pipelines, accumulation)
     return launch(launcher, folder, every, ranks=stages * pipelines, recipe=PIPELINE, check=check)
 
 
 def pipe_several(folder: Path, runs: dict[str, dict[str, Any]], stages: int, pipelines: int = 1) -> list[Finished]:
-    """Several runs, by name, in one set of ranks; `accumulation` among their values."""
-    words = []
+    """Several runs, by name; `accumulation` among their values."""
+    found = []
     for name, given in runs.items():
         values = dict(given)
-        every = settings(values, stages, pipelines, values.pop("accumulation", 4))
-        words.append(flags({"output_dir": folder / name, **{n: v for n, v in every.items() if n != "accumulation"}}))
-    ranks = ["--nproc_per_node", str(stages * pipelines), "--master_port", free_port()]
-    command = [tool("torchrun"), *ranks, "tests/runs/several.py", PIPELINE, json.dumps(words)]
-    status, output = run_to_its_end(command)
-    assert status == 0, output[-6000:]
-    return [Finished(status, output, folder / name) for name in runs]
+        accumulation = values.pop("accumulation", 4)
+        found.append(pipe(folder / name, values, stages, pipelines, accumulation))
+    return found
 
 
 def settings(values: dict[str, Any], stages: int, pipelines: int, accumulation: int) -> dict[str, Any]:
@@ -140,9 +135,10 @@ def test_gradients_of_two_stages_are_those_of_one_process(
     assert_same_gradients(pipe(tmp_path / "run", {**uneven, **ONE_STEP}, stages=2, accumulation=8), one_step)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("pipelines", [1, 2])
+LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]
+
+
+@pytest.mark.parametrize(("stages", "pipelines"), gate_has((2, 2), LAYOUTS))
 def test_gradients_are_the_same_at_any_layout_and_accumulation(
     stages: int, pipelines: int, uneven: dict[str, Any], one_step: Finished, tmp_path: Path
 ) -> None:
@@ -151,7 +147,6 @@ def test_gradients_are_the_same_at_any_layout_and_accumulation(
         assert_same_gradients(run, one_step)
 
 
-@pytest.mark.slow
 def test_gradients_where_a_stage_has_only_weights_of_one_kind(
     uneven: dict[str, Any], one_step: Finished, tmp_path: Path
 ) -> None:
@@ -172,7 +167,7 @@ TIED_AND_MASKED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_with_tied_embeddings_and_a_document_mask_under_every_cut(tmp_path: Path) -> None:
     truth = train(tmp_path / "truth", {**TIED_AND_MASKED, **ONE_STEP})
     for stages, methods in (
@@ -234,7 +229,7 @@ def test_fifty_steps_with_adam_and_clipping_are_those_of_the_trainer(fifty_steps
     assert not [line for line in ours if "warn" in line.lower()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stages", "pipelines", "launcher"), [(2, 2, "deepspeed"), (4, 2, "torchrun"), (1, 1, "python")]
 )
@@ -245,7 +240,6 @@ def test_fifty_steps_are_the_same_on_more_ranks(
     assert_same_run(run, fifty_steps)
 
 
-@pytest.mark.slow
 def test_bf16_is_near_fp32(fifty_steps: Finished, tmp_path: Path) -> None:
     run = pipe(tmp_path / "run", {**FIFTY, "bf16": True}, stages=2, accumulation=4)
     assert run.column("loss") == pytest.approx(fifty_steps.column("loss"), rel=2e-2)
@@ -278,11 +272,9 @@ def test_a_resumed_run_is_as_if_never_cut(saved: Finished, tmp_path: Path) -> No
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "pipelines", "accumulation"),
-    [(1, 1, 4), (4, 1, 4), (1, 2, 2), (2, 2, 2), (4, 2, 4)],
-    ids=["1 stage", "4 stages", "2 pipelines", "2 x 2", "4 x 2"],
+    gate_has((1, 2, 2), [(1, 1, 4), (4, 1, 4), (1, 2, 2), (2, 2, 2), (4, 2, 4)]),
 )
 def test_a_run_goes_on_at_another_layout(
     stages: int, pipelines: int, accumulation: int, saved: Finished, tmp_path: Path
@@ -297,7 +289,7 @@ def test_a_run_goes_on_at_another_layout(
     assert not list(run.folder.glob("model-*-of-00002.safetensors")) or stages == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("bf16", "apart"), [(True, 2e-3), (False, 1e-5)], ids=["bf16", "fp32"])
 def test_one_stage_goes_on_at_two_and_at_four(bf16: bool, apart: float, tmp_path: Path) -> None:
     """With tied embeddings; of bf16 weights the fp32 masters are what is saved."""
@@ -335,8 +327,7 @@ def test_the_folder_opens_as_any_other_and_starts_another_pipeline(saved: Finish
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", gate_has(2, [1, 2]))
 def test_checkpointed_activations_give_the_same_gradients_with_dropout(stages: int, tmp_path: Path) -> None:
     values = {**ONE_STEP, "config_overrides": f"{SHAPE},dropout=0.3"}
     runs = {
@@ -352,7 +343,7 @@ def test_checkpointed_activations_give_the_same_gradients_with_dropout(stages: i
         assert_same_gradients(without, kept)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dropout_draws_other_masks_in_each_step_and_micro_batch(tmp_path: Path) -> None:
     """At a rate of 0, with data of one global batch: only what is dropped can make the loss another."""
     rows = [json.dumps({"text": letter * 12}) + "\n" for letter in "ab" * (GLOBAL_BATCH // 2)]
@@ -378,7 +369,6 @@ def assert_is_1f1b(schedule: dict[str, Any], stages: int, micro_batches: int) ->
     assert {"send", "receive"} <= {event["kind"] for event in schedule["events"]}
 
 
-@pytest.mark.slow
 def test_early_stopping_keeps_the_best_and_a_tracker_is_told(tmp_path: Path) -> None:
     """At a rate that only makes it worse, the first evaluation is the best."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
@@ -406,7 +396,7 @@ def test_early_stopping_keeps_the_best_and_a_tracker_is_told(tmp_path: Path) -> 
     assert list(run.folder.rglob("events.out.tfevents*")) or list(Path(REPO / "runs").rglob("events.out.tfevents*"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_stage_builds_only_its_own(tmp_path: Path) -> None:
     """Where weights outweigh all else, a rank of four takes a quarter of them, and far less memory than one alone."""
     large = {
@@ -466,7 +456,6 @@ def test_what_cannot_be_is_refused_once_before_anything_is_built(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_resume_refuses_another_global_batch_and_goes_on_by_the_other_engine(saved: Finished, tmp_path: Path) -> None:
     folder = cut_off(saved, tmp_path / "run")
     run = pipe(folder, {**SAVED, "resume": "auto", "per_device_train_batch_size": 2}, stages=2, check=False)
@@ -483,6 +472,7 @@ def test_few_micro_batches_are_warned_of_with_what_they_cost(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_stage_ends_the_others_with_a_message_that_names_it(victim: int, tmp_path: Path) -> None:
     values = {**TINY, "schedule_step": 0, "max_steps": 10_000, "save_strategy": "steps", "save_steps": 5}
@@ -502,7 +492,7 @@ def test_a_killed_stage_ends_the_others_with_a_message_that_names_it(victim: int
         assert len(weights(folder)) > 40
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_of_the_page_trains_alike_at_one_stage_and_two(tmp_path: Path) -> None:
     """AlexNet, as docs/pipeline.md shows it: no language model, no code of ours but what it imports."""
     (code,) = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "pipeline.md").read_text(), re.DOTALL)

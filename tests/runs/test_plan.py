@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO, tool
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 TINY = {"model_type": "gptlite", "vocab_size": 500, "num_hidden_layers": 3, "hidden_size": 128,
         "num_attention_heads": 4, "max_position_embeddings": 128}  # fmt: skip
 HERE = ["--nodes", "1", "--gpus_per_node", "2", "--block_size", "128"]

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from conftest import Finished, launch
 
 CAUSAL, PIPELINE = "recipes/causal_lm.py", "recipes/causal_lm_pipeline.py"
@@ -60,14 +59,12 @@ def test_one_process_communicates_with_nobody(tmp_path: Path) -> None:
     assert found["ranks"][0]["steps"][0]["parts_nanoseconds"]["data"] > 0
 
 
-@pytest.mark.slow
 def test_the_classifier_under_ddp_shows_its_all_reduce(tmp_path: Path) -> None:
     values = {"max_steps": 7, "max_train_samples": 192, "max_seq_length": 32, "do_eval": False, "save_strategy": "no"}
     run = launch("torchrun", tmp_path / "run", {**values, "bf16": False, **PROFILE}, ranks=2)
     assert "gloo:all_reduce" in transfers(summary_of(run, ranks=2))
 
 
-@pytest.mark.slow
 def test_zero3_gathers_weights_where_zero2_does_not_in_the_forward_pass(tmp_path: Path) -> None:
     calls = {}
     for config in ("zero2", "zero3"):
@@ -77,14 +74,12 @@ def test_zero3_gathers_weights_where_zero2_does_not_in_the_forward_pass(tmp_path
     assert calls["zero3"] > calls["zero2"] > 0
 
 
-@pytest.mark.slow
 def test_a_pipeline_shows_its_sends(tmp_path: Path) -> None:
     values = {**TINY, **PROFILE, "pipeline_parallel_size": 2, "gradient_accumulation_steps": 4}
     found = summary_of(launch("torchrun", tmp_path / "run", values, ranks=2, recipe=PIPELINE), ranks=2)
     assert {"gloo:send", "gloo:recv"} <= transfers(found)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_counts_from_where_it_goes_on(tmp_path: Path) -> None:
     values = {**TINY, "max_steps": 3, "save_strategy": "steps", "save_steps": 3, "resume": "allow"}
     launch("python", tmp_path, values, recipe=CAUSAL)
@@ -93,7 +88,6 @@ def test_a_resumed_run_counts_from_where_it_goes_on(tmp_path: Path) -> None:
     assert run.json("profile/summary.json")["steps"] == [8, 9]
 
 
-@pytest.mark.slow
 def test_deepspeeds_profilers_write_into_the_run_folder(tmp_path: Path) -> None:
     asked = {"flops_profiler": True, "profile_first_step": 3, "comms_logger": True, "ds_monitor": "csv"}
     run = launch("torchrun", tmp_path / "run", {**TINY, "deepspeed": "zero2", **asked}, ranks=2, recipe=CAUSAL)

@@ -1,5 +1,5 @@
 """Runs that go on with another number of ranks, another ZeRO stage or another engine, against the run that was not cut:
-real launches, each of many runs, for importing takes longer than training."""
+real launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finished, flags, free_port, run_to_its_end, tool
+from conftest import Finished, launch
 
 from finetune.training.checkpoints.manifest import problems
 
@@ -51,8 +51,12 @@ class Plan:
     source: Path | None = None
     more: tuple[tuple[str, Any], ...] = ()
 
-    def words(self, ranks: int) -> list[str]:
-        values: dict[str, Any] = {**TINY, "output_dir": self.folder}
+    def run(self, ranks: int) -> Finished:
+        """To its end; one that goes on finds the checkpoint in a folder of its own."""
+        if self.source is not None:
+            shutil.copytree(self.source, self.folder / self.source.name)
+            shutil.copy(self.source.parent / "recipe.yaml", self.folder)
+        values: dict[str, Any] = dict(TINY)
         stages = int(self.engine.removeprefix("pipe")) if self.engine.startswith("pipe") else 0
         recipe = "recipes/causal_lm_pipeline.py" if stages else "recipes/causal_lm.py"
         values |= {"pipeline_parallel_size": stages} if stages else {"deepspeed": self.engine}
@@ -60,26 +64,12 @@ class Plan:
             values["gradient_accumulation_steps"] = GLOBAL_BATCH * max(1, stages) // (MICRO_BATCH * ranks)
         else:
             values["resume"] = "auto"  # and the accumulation is for the toolkit to find
-        return [recipe, *flags(values | dict(self.more))]
+        return launch("torchrun", self.folder, values | dict(self.more), ranks=ranks, recipe=recipe)
 
 
 def run_all(ranks: int, plans: Sequence[Plan]) -> dict[str, Finished]:
-    """By the names of their folders; a run that fails fails the test. One that goes on finds the checkpoint in a folder
-    of its own. Pipelines must come last: DeepSpeed keeps their grid (utils/groups.py, mpu)."""
-    for plan in plans:
-        if plan.source is not None:
-            shutil.copytree(plan.source, plan.folder / plan.source.name)
-            shutil.copy(plan.source.parent / "recipe.yaml", plan.folder)
-    words = json.dumps([plan.words(ranks) for plan in plans])
-    start = [tool("torchrun"), "--nproc_per_node", str(ranks), "--master_port", free_port()]
-    status, output = run_to_its_end([*start, "tests/runs/one_set_of_ranks.py", words], {"HF_HUB_OFFLINE": "1"})
-    assert status == 0, output[-6000:]
-    parts = re.split(r"^run (\S+) ended with (.*)$", output, flags=re.MULTILINE)
-    ended = {Path(parts[i + 1]): (parts[i], parts[i + 2]) for i in range(0, len(parts) - 1, 3)}
-    for plan in plans:
-        said, how = ended[plan.folder]
-        assert how == "0", said[-6000:]
-    return {plan.folder.name: Finished(0, ended[plan.folder][0], plan.folder) for plan in plans}
+    """By the names of their folders."""
+    return {plan.folder.name: plan.run(ranks) for plan in plans}
 
 
 def deviation(run: Finished, truth: Finished, after: int) -> float:
@@ -148,7 +138,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     return run_all(2, [Plan(folder / name, name) for name in ENGINES])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("to", [name for name in ENGINES if name != "pipe2"])
 def test_every_layout_of_two_ranks_goes_on_by_every_other_on_one(
     to: str, every: dict[str, Finished], tmp_path: Path
@@ -159,7 +149,7 @@ def test_every_layout_of_two_ranks_goes_on_by_every_other_on_one(
     assert max(found.values()) < SAME, found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("to", ["zero1", "zero3", "zero2_offload", "pipe2"])
 def test_one_rank_goes_on_as_four(to: str, tmp_path: Path) -> None:
     alone = run_all(1, [Plan(tmp_path / "alone", "zero2")])["alone"]
@@ -168,7 +158,6 @@ def test_one_rank_goes_on_as_four(to: str, tmp_path: Path) -> None:
     assert deviation(run, alone, FIRST) < SAME
 
 
-@pytest.mark.slow
 def test_bf16_goes_on_within_its_own_noise(tmp_path: Path) -> None:
     """The noise is what uncut runs of other layouts differ by, which add up in another order."""
     half = (("bf16", True),)
@@ -182,7 +171,6 @@ def test_bf16_goes_on_within_its_own_noise(tmp_path: Path) -> None:
         assert deviation(run, uncut[moves[name][0]], FIRST) < 3 * noise
 
 
-@pytest.mark.slow
 def test_the_best_checkpoint_of_another_layout_is_what_the_run_ends_with(tmp_path: Path) -> None:
     """The highest loss is called the best, so the first evaluation has it; the run is cut and goes on elsewhere."""
     more = (

@@ -103,7 +103,6 @@ def test_a_trained_model_predicts_without_the_training_data(
     assert set(predictions(run)[0]) == {"index", "prediction", "probability_bad", "probability_good"}
 
 
-@pytest.mark.slow
 def test_predictions_do_not_depend_on_the_number_of_ranks(
     own_run: Finished, own_csv: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -124,7 +123,6 @@ def test_predictions_do_not_depend_on_the_number_of_ranks(
         assert run.json("all_results.json")[name] == pytest.approx(own_run.json("all_results.json")[name], rel=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", ["none", "zero2"])
 def test_a_run_resumed_in_the_middle_of_an_epoch_ends_as_the_uncut_one(config: str, tmp_path: Path) -> None:
     # Six steps an epoch, so it is cut in the second.
@@ -224,7 +222,6 @@ def test_a_stream_of_named_classes_is_learnt_with_their_names(tmp_path: Path) ->
     assert run.json("eval_results.json")["eval_accuracy"] > 0.9
 
 
-@pytest.mark.slow
 def test_a_stream_is_trained_on_alike_by_one_rank_and_by_two(own_csv: dict[str, Any], tmp_path: Path) -> None:
     # Twelve global batches and a half, with no --max_steps given: the last is filled up.
     values = {**TINY, "train_file": own_csv["train_file"], "streaming": True, "max_train_samples": 200}
@@ -237,7 +234,6 @@ def test_a_stream_is_trained_on_alike_by_one_rank_and_by_two(own_csv: dict[str, 
         assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [{"class_weights": "balanced", "label_smoothing_factor": 0.1}, {"task": "regression"}]
 )

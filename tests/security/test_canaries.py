@@ -48,9 +48,7 @@ def run_with_canaries(name: str, home: Path) -> tuple[Path, str]:
     return done.folder, done.output
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "seq_cls with DeepSpeed")) for name in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_nothing_of_the_environment_is_in_a_run_or_its_output(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     home = tmp_path / "CANARYhome"
     folder, output = run_with_canaries(name, home)
@@ -62,7 +60,7 @@ def test_nothing_of_the_environment_is_in_a_run_or_its_output(name: str, tmp_pat
     assert "~/runs" in (folder / "environment.json").read_text()  # what it is in place of the home folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_recorded_flags_start_the_run_again(tmp_path: Path) -> None:
     """recipe.yaml names files below the home folder by "~"."""
     home = tmp_path / "home"

@@ -6,11 +6,6 @@ from finetune.plan.forward.parts import Setting
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, INT64_BYTES, Gemm, Value
 
-# Rows of logits at a time (finetune.models.chunked_loss). On two CPU cores 512 rows were fastest at a vocabulary of
-# 50,304 (FACTS: 3.3 s against 16 s with torch's own choice); on a GPU a chunk should hold enough rows to fill it.
-CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
-LARGE_VOCABULARY = 8_192  # below, all logits are small beside the activations, and plain cross entropy is faster
-
 
 def causal_head(setting: Setting, x: Value, weight: str | None, hidden: int, *, softcap: bool = False,
                 bias: bool = False) -> Value:  # fmt: skip

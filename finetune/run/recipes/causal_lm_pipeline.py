@@ -24,6 +24,7 @@ CAUSAL_LM_PIPELINE = Recipe(
     ),
     engines=(PIPELINE,),
     pipeline_groups=(PipelineArguments,),
+    reads=(CAUSAL_LM.name,),
     defaults={
         "output_dir": "runs/causal_lm_pipeline",
         "do_train": True,

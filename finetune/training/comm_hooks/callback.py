@@ -37,7 +37,7 @@ class CommHook(TrainerCallback):
         if said and state.is_world_process_zero:
             print(said, flush=True)
         if state.is_world_process_zero:
-            print(self.compression.headline(), flush=True)
+            print(self.compression.opening_line(), flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.compression:

@@ -107,7 +107,7 @@ class Compression:
             return {}
         return {"comm_bytes_per_step": sent / steps, "comm_share_of_fp32": sent / whole}
 
-    def headline(self) -> str:
+    def opening_line(self) -> str:
         """What the run does, in a line."""
         arguments = self.arguments
         forms = {

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import torch
 
-from finetune.dsconfig.context import flag_value
 from finetune.errors import FinetuneError, RunError
+from finetune.plan.from_run import job_of
 from finetune.plan.machine import find_machine
 from finetune.plan.plan import Plan, plan
-from finetune.plan.request import Asked, job_of
+from finetune.plan.run_model import run_of_record
 from finetune.plan.search import cheaper
 from finetune.run.files import RUN_RECORD
-from finetune.run.flat_yaml import read_flat_yaml
 from finetune.run.launch import read_launch
 from finetune.training.speed import peak_rss_bytes
 
@@ -64,10 +63,9 @@ def _measured() -> str:
 
 def planned(folder: Path) -> str:
     """The plan of a run's recipe.yaml: its peak on a rank, and the three cheapest changes that lower it."""
-    recipe = folder / RUN_RECORD
-    where = f"`finetune plan {recipe}` shows what takes it."
+    where = f"`finetune plan {folder / RUN_RECORD}` shows what takes it."
     try:
-        found = _plan(recipe)
+        found = _plan(folder)
     except (FinetuneError, OSError) as error:
         return f"No plan of it: {error} Smaller micro-batches or --deepspeed zero3 take less."
     changes = "; ".join(
@@ -79,11 +77,9 @@ def planned(folder: Path) -> str:
     return text + (f"The cheapest changes: {changes}. " if changes else "Nothing that is known lowers it. ") + where
 
 
-def _plan(recipe: Path) -> Plan:
-    launch = read_launch()
-    values = {name: flag_value(value) for name, value in read_flat_yaml(str(recipe)).items()}
+def _plan(folder: Path) -> Plan:
     machine = find_machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
-    job, _, _ = job_of(Asked(values, launch.world_size, launch.local_world_size), machine)
+    job, _, _ = job_of(run_of_record(folder, read_launch()), machine)
     return plan(job, machine)
 
 

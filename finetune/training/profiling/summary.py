@@ -95,7 +95,7 @@ def plain(table: Sequence[Sequence[str]]) -> str:
 def page(ranks: Sequence[RankProfile]) -> str:
     """README.md of the folder."""
     table = rows(ranks)
-    lines = ["# Where a step's time goes", "", f"{headline(ranks)}", ""]
+    lines = ["# Where a step's time goes", "", f"{shares_line(ranks)}", ""]
     lines += [f"| {' | '.join(table[0])} |", "|---|" + "---:|" * (len(table[0]) - 1)]
     lines += [f"| {' | '.join(row)} |" for row in table[1:]]
     lines += ["", "![One step by part and rank](parts.png)", ""]
@@ -108,7 +108,7 @@ def page(ranks: Sequence[RankProfile]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def headline(ranks: Sequence[RankProfile]) -> str:
+def shares_line(ranks: Sequence[RankProfile]) -> str:
     """Which steps, and what the looking cost."""
     first, last = ranks[0].numbers[0], ranks[0].numbers[-1]
     which = f"step {first}" if first == last else f"steps {first} to {last}"

@@ -29,6 +29,7 @@ def until(condition: Callable[[], Any], seconds: float = 90) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.nightly  # suspends processes, and waits
 def test_a_run_that_is_suspended_or_slow_goes_on_and_one_that_hangs_ends_with_its_rank_named(tmp_path: Path) -> None:
     logs = [(tmp_path / f"log-{rank}").open("w") for rank in range(2)]
     ranks = [

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from psutil import net_if_addrs
 
-from finetune.doctor.result import ABSENT, FAILED, OK, WARNING, Asked, Result
 from finetune.errors import RequestError
+from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result
 from finetune.hostfile import read_hostfile
 
 

@@ -1,0 +1,1 @@
+"""What the host at hand has: processors, networks, and how a look at it is told. Never imports torch."""

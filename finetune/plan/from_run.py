@@ -1,0 +1,159 @@
+"""From a run to a job: what a recipe would train, in the figures that memory and time of a step hang on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.dsconfig.config import Config
+from finetune.errors import RequestError
+from finetune.plan.families.parts import CAUSAL, MOST
+from finetune.plan.job import DEEPSPEED, NO_TEXT, PIPELINE, TRAINER, Job
+from finetune.plan.machine import Machine
+from finetune.plan.model import Model, read_config, with_lora
+from finetune.plan.optimizers import optimizer_of
+from finetune.plan.run_model import lora_of, model_of_run
+from finetune.plan.zero import read_zero
+from finetune.run.engine import context_of, deepspeed_config_of, load_deepspeed, settle_engine, stated_precision
+from finetune.run.facts import (
+    LEAST_SIDE,
+    MOST_SIDE,
+    NO_LIMIT,
+    checkpoint_interval,
+    eval_batch_of,
+    loss_chunk_tokens,
+    positions_of,
+    precision_flags,
+    tokens_flag,
+    tokens_of,
+)
+from finetune.run.run import Run
+
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+# Families that do more for their loss than a linear head does, so that it is not computed in chunks: their logits are
+# capped, or their routers add to it (finetune.models.chunked_loss asks the model itself).
+WHOLE_LOSS = ("gemma2", "mixtral", "qwen3_moe")
+COUNTED = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "image_size")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: the model, and a sample of it. `tokens` is 1 of what is no text."""
+
+    model: Model
+    tokens: int = 1
+    image_size: int = MOST_SIDE
+    loss_chunk_tokens: int = 0
+
+
+def job_of(
+    run: Run, machine: Machine, params_per_layer: int | None = None, subject: Subject | None = None
+) -> tuple[Job, dict[str, Any] | None, list[str]]:
+    """The job, the config that DeepSpeed would get, and what to say about both. `subject` is of a run whose recipe
+    makes its samples up; else the run says it. Raises RequestError."""
+    notes: list[str] = []
+    if wrong := next((name for name in COUNTED if (run.value(name) or 0) > MOST), None):
+        raise RequestError(f"--{wrong} is {run.value(wrong):,}. Mistyped?")
+    if params_per_layer is not None and params_per_layer < 1:
+        raise RequestError(f"--params_per_layer is {params_per_layer}, but it must be 1 or more.")
+    subject = subject or _subject(run, machine, params_per_layer, notes)
+    model, run = subject.model, settle_engine(run)
+    if run.value("fsdp"):
+        raise RequestError("--fsdp: what it shards is not known. --deepspeed zero3 shards the same, and is.")
+    if run.stages is not None and model.family != "gptlite":
+        raise RequestError(
+            f"--pipeline_parallel_size: the pipeline recipe trains GPT-lites, and this is a {model.family}. Drop it; "
+            "ZeRO-3 shards any model."
+        )
+    lora, asked = lora_of(run, model), deepspeed_config_of(run)
+    flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine))
+    precision = next((name for name in ("bf16", "fp16") if flags[name]), "fp32")
+    if precision not in machine.peak_flops:
+        raise RequestError(f"--{precision}: {machine.name} has no {precision}. Give another precision.")
+    job = Job(
+        model=with_lora(model, lora) if lora else model,
+        engine=TRAINER,
+        world_size=run.launch.world_size,
+        ranks_per_node=run.launch.local_world_size,
+        stages=run.stages or 1,
+        partition_method=_one_of(run, "partition_method", ("balanced", "uniform", "parameters"), "balanced"),
+        micro_batch=run.value("per_device_train_batch_size"),
+        tokens=subject.tokens,
+        image_size=subject.image_size,
+        accumulation=run.value("gradient_accumulation_steps"),
+        precision=precision,
+        eval_batch=eval_batch_of(run),
+        checkpoint_interval=checkpoint_interval(run),
+        attention=_one_of(run, "attn_implementation", ATTENTIONS, "sdpa"),
+        loss_chunk_tokens=subject.loss_chunk_tokens,
+        lora=lora,
+        device=_device(machine),
+    )
+    if not asked:
+        return replace(job, optimizer=optimizer_of(run.value("optim"), None)), None, notes
+    loaded = load_deepspeed(run, asked, context_of(run, flags, has_cuda=job.device == "cuda", is_here=False))
+    zero = read_zero(Config(loaded.config), model.hidden_size, run.value("max_grad_norm"), precision)
+    engine = DEEPSPEED if run.stages is None else PIPELINE
+    job = replace(job, engine=engine, zero=zero, optimizer=optimizer_of(run.value("optim"), loaded.config))
+    return job, loaded.config, [*notes, *loaded.notes]
+
+
+def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: list[str]) -> Subject:
+    model = model_of_run(run, params_per_layer, notes)
+    if model.family in NO_TEXT:
+        return Subject(model, image_size=_side(run, notes))
+    return Subject(model, _tokens(run, model, notes), loss_chunk_tokens=_chunk(run, model, machine))
+
+
+def _chunk(run: Run, model: Model, machine: Machine) -> int:
+    asked = run.value("loss_chunk_tokens")
+    if run.stages is not None or model.head != CAUSAL or (not asked and model.family in WHOLE_LOSS):
+        return 0
+    return loss_chunk_tokens(asked, model.vocab_size, _device(machine))
+
+
+def _tokens(run: Run, model: Model, notes: list[str]) -> int:
+    flag, given = tokens_flag(run), run.value("model_name_or_path")
+    assert flag is not None, "a recipe of text says how long its samples are"
+    otherwise = "." if given else (
+        ". Or name the model, by --model_name_or_path, if the recipe goes on from one: none was named, and this is a "
+        "small one from scratch."
+    )  # fmt: skip
+    most = NO_LIMIT
+    tokenizer = Path(str(given)).expanduser() / "tokenizer_config.json"
+    if flag == "max_seq_length" and given and tokenizer.is_file():
+        said = read_config(tokenizer).get("model_max_length")
+        most = int(said) if isinstance(said, int) and 0 < said < NO_LIMIT else NO_LIMIT
+    found = tokens_of(flag, run.value(flag), positions_of(model.sizes.config.get), most, otherwise)
+    if flag == "max_seq_length":
+        notes.append(f"samples are counted as {found} tokens, the most; batches of shorter texts take less")
+    return found
+
+
+def _side(run: Run, notes: list[str]) -> int:
+    """Of pictures, as finetune.data.images settles it."""
+    if run.value("image_size"):
+        return int(run.value("image_size"))
+    if not run.value("model_name_or_path") and not run.value("train_dir") and not run.value("dataset_name"):
+        return LEAST_SIDE  # the built-in digits and CIFAR-10 are as small
+    notes.append(f"pictures are counted as {MOST_SIDE} pixels a side; --image_size says another")
+    return MOST_SIDE
+
+
+def _fastest(machine: Machine) -> str:
+    """Of the precisions in which a recipe trains by itself. A CPU's profile has bf16 where it computes with it."""
+    halves = ("bf16",) if machine.device == "cpu" else ("bf16", "fp16")
+    return next((name for name in halves if name in machine.peak_flops), "fp32")
+
+
+def _device(machine: Machine) -> str:
+    return "cpu" if machine.device == "cpu" else "cuda"
+
+
+def _one_of(run: Run, name: str, known: Sequence[str], default: str) -> str:
+    found = str(run.value(name) or default)
+    if found not in known:
+        raise RequestError(f"--{name} {found}: what it takes is not known. Known: {', '.join(known)}.")
+    return found

@@ -1,0 +1,63 @@
+"""Which recipe a YAML or a command line is for: as it says, else by the flags that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from finetune.errors import RequestError
+from finetune.run.flat_yaml import read_flat_yaml
+from finetune.run.parse import RECIPE_KEY
+from finetune.run.recipe import Recipe
+
+USUAL = ("causal_lm", "causal_lm_pipeline", "seq_cls", "image_cls")  # the likeliest first, where flags fit several
+
+
+@cache
+def recipes() -> dict[str, Recipe]:
+    """Those of finetune/run/recipes/, the usual ones first: of `NAME.py` there its `NAME`, in capitals."""
+    names = {path.stem for path in (Path(__file__).parent / "recipes").glob("[a-z]*.py")}
+    ordered = (*(name for name in USUAL if name in names), *sorted(names.difference(USUAL)))
+    return {name: getattr(import_module(f"finetune.run.recipes.{name}"), name.upper()) for name in ordered}
+
+
+def candidates(argv: Sequence[str], named: str | None = None) -> list[Recipe]:
+    """The recipes that a command line may be for: the one that is `named`, by the user or by the YAML of --config, or
+    one that reads its YAMLs; else any. Of these the ones that know the most of its flags, the likeliest first. Raises
+    RequestError."""
+    given, by_yaml = _said(argv)
+    named = named or by_yaml
+    every = recipes()
+    if named is not None and named not in every:
+        raise RequestError(f"recipe is {named!r}, but there is no such recipe. Those are {', '.join(every)}.")
+    found = [one for one in every.values() if named is None or named in (one.name, *one.reads)]
+    found.sort(key=lambda recipe: recipe.name != named)
+    unknown = [len([name for name in given if not _knows(recipe, name)]) for recipe in found]
+    return [recipe for recipe, many in zip(found, unknown, strict=True) if many == min(unknown)]
+
+
+def is_told(argv: Sequence[str], named: str | None = None) -> bool:
+    """Whether the recipe is known for sure: it is named, or one alone has such flags."""
+    return bool(named or _said(argv)[1]) or len(candidates(argv)) == 1
+
+
+def _knows(recipe: Recipe, name: str) -> bool:
+    return name in recipe.flags or name.removeprefix("no_") in recipe.flags
+
+
+def _said(argv: Sequence[str]) -> tuple[Collection[str], str | None]:
+    """The names of what is given, the YAML's too, and the recipe that this is for."""
+    given, config = set(), None
+    for word, follows in zip(argv, [*argv[1:], ""], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            given.add(name.replace("-", "_"))
+            config = (value if equals else follows) if name == "config" else config
+    if config is None:
+        return given, None
+    content = read_flat_yaml(config)
+    named = content.pop(RECIPE_KEY, None)
+    given |= {str(name) for name, value in content.items() if value is not None}
+    return given, None if named is None else str(named)

@@ -1,0 +1,90 @@
+"""What a run comes to once its model and its machine are known: tokens, precision, recomputing, the loss in chunks.
+Recipes train by these functions, and `finetune plan` counts by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from finetune.errors import RequestError
+from finetune.run.run import Run
+
+NO_LIMIT = 10**9
+# The flag that says how many tokens a sample has: the most that a recipe takes unasked, the least, and why no less.
+TOKENS = {
+    "max_seq_length": (512, 8, "which leaves no room for text"),
+    "block_size": (1024, 2, "and there is nothing to predict"),
+}
+# RoBERTa's family keeps two positions for itself (padding_idx + 1).
+RESERVED = dict.fromkeys(("roberta", "xlm-roberta", "camembert", "longformer"), 2)
+LEAST_SIDE, MOST_SIDE = 32, 224  # pixels of pictures for a model from scratch, unless --image_size says otherwise
+# Rows of logits at a time. On two CPU cores 512 rows were fastest at a vocabulary of 50,304 (3.3 s against 16 s with
+# torch's own choice); on a GPU a chunk should hold enough rows to fill it.
+CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
+LARGE_VOCABULARY = 8_192  # below, all logits are small beside the activations, and plain cross entropy is faster
+
+
+def positions_of(read: Callable[[str], Any]) -> int:
+    """How many tokens a model can read; `read` gives the values of its config by name, None for what is not there."""
+    positions = read("max_position_embeddings") or read("n_positions")
+    return int(positions) - RESERVED.get(str(read("model_type")), 0) if positions else NO_LIMIT
+
+
+def tokens_flag(run: Run) -> str | None:
+    """The one of `TOKENS` that the run's recipe has; None where samples are no text."""
+    return next((name for name in TOKENS if name in run.recipe.flags), None)
+
+
+def tokens_of(flag: str, asked: int | None, positions: int, most: int = NO_LIMIT, otherwise: str = ".") -> int:
+    """Tokens of a sample, at most: as `asked` for by `flag`, else what the model reads within reason. `most` is what
+    its tokenizer makes unasked, `otherwise` the end of the error for more than the model reads. Raises RequestError."""
+    default, least, why = TOKENS[flag]
+    length = min(positions, default, most) if asked is None else asked
+    if length > positions:
+        raise RequestError(
+            f"--{flag} is {length}, but the model has {positions} positions. Give at most those{otherwise}"
+        )
+    if length < least:
+        raise RequestError(f"--{flag} is {length}, {why}. Give {least} or more.")
+    return length
+
+
+def loss_chunk_tokens(asked: int | None, vocab_size: int, device: str) -> int:
+    """Rows of logits at a time that a causal language model's loss is to be computed in; 0 for all at once. `device` is
+    "cpu" or "cuda". Raises RequestError."""
+    if asked is not None and asked < 0:
+        raise RequestError(f"--loss_chunk_tokens is {asked}, but it must be 0 (all at once) or more.")
+    if asked is None and vocab_size >= LARGE_VOCABULARY:
+        return CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
+    return asked or 0
+
+
+def precision_flags(run: Run, stated: Mapping[str, bool], fastest: Callable[[], str]) -> dict[str, bool]:
+    """The Trainer's `bf16` and `fp16`: as asked for by flag, or `stated` in the DeepSpeed config, or the `fastest` that
+    trains well, "bf16", "fp16" or "fp32"."""
+    asked = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given} or stated
+    if asked:
+        return {"bf16": False, "fp16": False} | {name: bool(value) for name, value in asked.items()}
+    best = fastest()
+    return {"bf16": best == "bf16", "fp16": best == "fp16"}
+
+
+def checkpointing_kwargs(run: Run) -> dict[str, Any] | None:
+    """The Trainer's `activation_checkpointing_kwargs`, asked for by this or its older name, or by
+    --activation_checkpoint_interval; None where no activation is computed again."""
+    interval = run.value("activation_checkpoint_interval")
+    if not (interval or run.value("activation_checkpointing") or run.value("gradient_checkpointing")):
+        return None
+    given = run.value("activation_checkpointing_kwargs") or run.value("gradient_checkpointing_kwargs") or {}
+    return {**given, "every_n_layers": interval} if interval else dict(given)
+
+
+def checkpoint_interval(run: Run) -> int:
+    """Every how many layers activations are computed again; 0 for none."""
+    kwargs = checkpointing_kwargs(run)
+    return 0 if kwargs is None else int(kwargs.get("every_n_layers", 1))
+
+
+def eval_batch_of(run: Run) -> int:
+    """Samples a rank of an evaluation; 0 for a run without one."""
+    return int(run.value("per_device_eval_batch_size")) if run.value("do_eval") or run.value("do_predict") else 0

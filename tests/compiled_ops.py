@@ -1,0 +1,56 @@
+"""DeepSpeed's compiled ops, built once for a stack and found again by every later test session on the machine."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TextIO
+
+COMPILE = "import sys; from finetune.doctor import trials; sys.exit(trials.compile_ops(getattr(trials, sys.argv[1])))"
+PATIENCE_SECONDS = 1500
+
+
+def folder_of_this_stack() -> Path:
+    """Outside the checkout. ninja builds over where the sources lie elsewhere, so the environment is in the key."""
+    compiler = shutil.which("g++") and subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    key = (version("torch"), version("deepspeed"), platform.python_version(), sys.prefix, compiler, flags)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "finetune-tests" / f"ops-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+
+
+def enter(folder: Path) -> TextIO:
+    """Have torch build and look there, and hold the returned file for as long as the session lasts. Who comes into an
+    empty room clears the locks in it: a process that was killed in a build leaves one, on which every start waits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    sessions = (folder / "sessions").open("a")
+    with suppress(BlockingIOError):  # another test session goes on, and may be building
+        fcntl.flock(sessions, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for lock in folder.glob("*/lock"):
+            lock.unlink()
+    fcntl.flock(sessions, fcntl.LOCK_SH)
+    return sessions
+
+
+def build(which: str) -> None:
+    """The ops that finetune.doctor.trials has under this name. One process builds; the others wait for it."""
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    done = folder / f"built-{which}"
+    with (folder / "building").open("a") as building:
+        fcntl.flock(building, fcntl.LOCK_EX)
+        if done.is_file() or not shutil.which("g++"):
+            return
+        command = [sys.executable, "-c", COMPILE, which]
+        built = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+        assert built.returncode == 0, built.stderr[-3000:]
+        done.touch()

@@ -1,0 +1,42 @@
+"""Each recipe under each true launcher, once: all other tests take warm ranks for these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY, launch
+
+pytestmark = pytest.mark.usefixtures("built_ops")
+
+CAUSAL = {
+    "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,max_position_embeddings=64",
+    "max_train_samples": 60,
+    "sample_tokens": 0,
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    "seq_cls": TINY,
+    "causal_lm": CAUSAL,
+    "causal_lm_pipeline": {**CAUSAL, "gradient_accumulation_steps": 2},
+    "image_cls": {"max_train_samples": 64},
+}
+STAGES = {"python": 1, "deepspeed": 2, "torchrun": 2, "accelerate": 2}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("launcher", STAGES)
+def test_each_recipe_starts_under_each_true_launcher_as_it_does_warm(
+    launcher: str, recipe: str, tmp_path: Path
+) -> None:
+    ranks = STAGES[launcher]
+    values = {**RECIPES[recipe], "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "eval_strategy": "no"}
+    values |= {"bf16": False, "max_eval_samples": 16}
+    if recipe == "causal_lm_pipeline":
+        values["pipeline_parallel_size"] = ranks
+    how: dict[str, Any] = {"ranks": ranks, "recipe": f"recipes/{recipe}.py"}
+    cold = launch(launcher, tmp_path / "cold", values, cold=True, **how)
+    warm = launch(launcher, tmp_path / "warm", values, **how)
+    assert len(cold.steps) == 2
+    assert cold.column("loss") == pytest.approx(warm.column("loss"), rel=1e-6)
+    assert list(cold.folder.glob("*model*.safetensors"))

@@ -1,0 +1,81 @@
+"""The nightly tests have been run, whole and without a failure, on a tree that is not much older than this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nightly_record import PRODUCT, RECORD, REPO, git
+
+MOST_COMMITS = 60  # of product code since
+MEND = "Run `bash .ci/nightly`, and commit tests/nightly.json."
+
+
+def faults_of(record: dict[str, Any]) -> list[str]:
+    """Why such a record does not count, whatever its age."""
+    found = []
+    if record["failed"]:
+        found.append(f"{record['failed']} nightly tests failed")
+    if record["selected"] != "nightly" or record["narrowed"]:
+        found.append(f"not all nightly tests were asked for: -m {record['selected']!r} {record['narrowed']}")
+    if record["uncommitted"]:
+        found.append(f"what ran was not what was committed: {record['uncommitted']}")
+    if not record["passed"]:
+        found.append("nothing passed")
+    return found
+
+
+def test_the_last_nightly_run_was_whole_and_without_failures() -> None:
+    assert RECORD.is_file(), f"tests/nightly.json is absent. {MEND}"
+    assert faults_of(json.loads(RECORD.read_text())) == [], MEND
+
+
+def test_the_last_nightly_run_is_not_long_ago() -> None:
+    if not (REPO / ".git").exists():
+        pytest.skip("no git history: the age of tests/nightly.json is not known")
+    assert RECORD.is_file(), f"tests/nightly.json is absent. {MEND}"
+    commit = json.loads(RECORD.read_text())["commit"]
+    known = subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=REPO, capture_output=True)
+    if known.returncode and git("rev-parse", "--is-shallow-repository") == "true":
+        pytest.skip(f"a shallow clone without {commit}, of which tests/nightly.json tells")
+    assert known.returncode == 0, f"tests/nightly.json tells of {commit}, which is no commit here. {MEND}"
+    since = int(git("rev-list", "--count", f"{commit}..HEAD", "--", *PRODUCT))
+    assert since <= MOST_COMMITS, f"{since} commits of product code since the last nightly run. {MEND}"
+
+
+WHOLE = {"failed": 0, "selected": "nightly", "narrowed": [], "uncommitted": [], "passed": 3}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"failed": 1}, {"selected": "not nightly"}, {"narrowed": ["-k x"]}, {"uncommitted": [" M a.py"]}, {"passed": 0}],
+    ids=str,
+)
+def test_a_run_that_failed_or_was_narrowed_does_not_count(change: dict[str, Any]) -> None:
+    assert faults_of(WHOLE) == []
+    assert len(faults_of({**WHOLE, **change})) == 1
+
+
+def test_a_run_is_recorded_with_its_reasons_for_skipping(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert False\n"
+        "def test_broken(missing): pass\n"
+        "def test_left_out(): pytest.skip('no browser')\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "conftest.py").write_text("from nightly_record import *\n")
+    env = {**os.environ, "PYTHONPATH": str(REPO / "tests")}
+    for more in ([], ["-n", "1"]):
+        words = ["-q", "--nightly_record", "record.json", *more]
+        subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=env, capture_output=True)
+        record = json.loads((tmp_path / "record.json").read_text())
+        assert (record["passed"], record["failed"], record["skipped"]) == (1, 2, {"no browser": 1})
+        assert record["commit"] == git("rev-parse", "HEAD")
+        assert record["narrowed"] == []
