@@ -1,0 +1,75 @@
+"""Tags in the schemes that are about, each made BIO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from seqeval.metrics.sequence_labeling import get_entities
+
+from finetune.data.tag_schemes import find_scheme, read_conll, to_bio
+from finetune.errors import RequestError
+
+BIO = "B-a I-a O B-a B-a I-a B-b I-b I-b O".split()
+IN_SCHEMES = {
+    "BIO": BIO,
+    "IOB1": "I-a I-a O I-a B-a I-a I-b I-b I-b O".split(),
+    "BILOU": "B-a L-a O U-a B-a L-a B-b I-b L-b O".split(),
+    "BIOES": "B-a E-a O S-a B-a E-a B-b I-b E-b O".split(),
+}
+
+
+@pytest.mark.parametrize("name", IN_SCHEMES)
+def test_every_scheme_is_told_and_says_the_same(name: str) -> None:
+    scheme, _ = find_scheme([IN_SCHEMES[name]])
+    assert scheme.name == name
+    assert to_bio(IN_SCHEMES[name], scheme) == BIO
+
+
+@given(st.lists(st.sampled_from(["O", *(f"{p}-{t}" for p in "BILU" for t in "xy")]), max_size=12))
+def test_bio_says_what_seqeval_reads_in_any_tags(tags: list[str]) -> None:
+    """Broken tags among them: seqeval's own reading is the judge. It knows U by the name S, and no L but E."""
+    made = to_bio(tags, find_scheme([["B-x", "L-x"]])[0])
+    spelled = [tag.replace("U-", "S-").replace("L-", "E-") for tag in tags]
+    assert get_entities(made) == get_entities(spelled)
+    assert all(tag[0] != "I" or before[2:] == tag[2:] for before, tag in zip(["O", *made], made, strict=False))
+
+
+def test_an_entity_that_goes_on_from_nothing_is_begun_and_counted() -> None:
+    scheme, note = find_scheme([["O", "I-a", "I-b"], ["B-a", "I-a"]])
+    assert scheme.name == "BIO"
+    assert note.startswith("2 tags I- go on with an entity that did not begin")
+    assert to_bio(["O", "I-a", "I-b"], scheme) == ["O", "B-a", "B-b"]
+
+
+def test_plain_types_are_entities_of_neighbours_where_some_words_have_none_and_else_of_a_word_each() -> None:
+    names = ["PER", "PER", "O", "LOC"]
+    assert to_bio(names, find_scheme([names])[0]) == ["B-PER", "I-PER", "O", "B-LOC"]
+    speech = ["NOUN", "NOUN", "VERB"]
+    assert to_bio(speech, find_scheme([speech])[0]) == ["B-NOUN", "B-NOUN", "B-VERB"]
+
+
+def test_a_mixture_is_refused() -> None:
+    with pytest.raises(RequestError, match="and others do not: LOC"):
+        find_scheme([["B-PER", "LOC"]])
+
+
+CONLL = "-DOCSTART- -X- O O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\n\nPeter NNP B-NP I-PER\n"
+
+
+@pytest.mark.parametrize("text", [CONLL, CONLL.replace(" ", "\t"), CONLL.replace("\n", "\r\n"), "\ufeff" + CONLL])
+def test_conll_is_read_by_its_first_column_and_its_last(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.conll"
+    path.write_bytes(text.encode())
+    assert list(read_conll(path)) == [(["EU", "rejects"], ["B-ORG", "O"]), (["Peter"], ["I-PER"])]
+
+
+def test_a_line_that_lacks_its_tag_is_named_and_a_file_of_words_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "train.conll"
+    path.write_text("EU B-ORG\nrejects\n")
+    with pytest.raises(RequestError, match="line 2 has 1 columns, and the lines before it have 2"):
+        list(read_conll(path))
+    path.write_text("EU\nrejects\n\nPeter\n")
+    assert list(read_conll(path)) == [(["EU", "rejects"], None), (["Peter"], None)]

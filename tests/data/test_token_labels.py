@@ -1,0 +1,181 @@
+"""Sentences with tags: cleaned, split, and aligned with the tokens of whatever tokenizer a model has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import ClassLabel, Dataset, Features, List, Value
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from finetune.data.columns import IGNORED, TOKENS, Columns, Labels
+from finetune.data.python_names import name_rows
+from finetune.data.tables import CleanTables
+from finetune.data.token_labels import clean_sentences, word_encoder
+from finetune.data.tokenizer import train_wordpiece
+from finetune.errors import RequestError
+from finetune.run.flags.text import PreparationArguments, TokenDataArguments
+
+WORDS = [["Ada", "Lovelace", "lives", "in", "Paris"], ["it", "rains"], ["Turing", "writes"]]
+TAGS = [["B-PER", "I-PER", "O", "O", "B-LOC"], ["O", "O"], ["B-PER", "O"]]
+NAMES = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+
+
+def table(words: Any = WORDS, tags: Any = TAGS, names: tuple[str, str] = ("tokens", "tags")) -> Dataset:
+    return Dataset.from_dict({names[0]: words} if tags is None else {names[0]: words, names[1]: tags})
+
+
+def clean(tables: dict[str, Dataset], trained: Labels | None = None, skip: bool = False, **flags: Any) -> CleanTables:
+    cut = PreparationArguments(skip_bad_rows=skip)
+    return clean_sentences(tables, TokenDataArguments(**flags), cut, 0, None, trained)
+
+
+def test_tags_become_ids_of_all_begins_and_insides_of_the_types() -> None:
+    found = clean({"train": table(), "validation": table()})
+    assert found.labels == Labels(TOKENS, NAMES)
+    assert found.splits["train"]["label"][:] == [[3, 4, 0, 0, 1], [0, 0], [3, 0]]
+
+
+def test_ids_of_a_data_set_that_names_them_are_read_by_name() -> None:
+    order = ["O", "B-PER", "I-PER", "B-LOC"]
+    ids = [[order.index(tag) for tag in row] for row in TAGS]
+    features = Features({"tokens": List(Value("string")), "ner_tags": List(ClassLabel(names=order))})
+    given = Dataset.from_dict({"tokens": WORDS, "ner_tags": ids}, features)
+    found = clean({"train": given, "validation": given})
+    assert [[NAMES[i] for i in row] for row in found.splits["train"]["label"][:]] == TAGS
+
+
+def test_a_trained_models_tags_keep_their_ids() -> None:
+    trained = Labels(TOKENS, ("B-PER", "I-PER", "O", "B-LOC", "I-LOC", "B-ORG"))
+    assert clean({"train": table(), "validation": table()}, trained).labels == trained
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        pytest.param(
+            {"train": table(tags=[["O"], ["O", "O"], ["O", "O"]])}, r"has 1 of 3 .* another number", id="count"
+        ),
+        pytest.param(
+            {"train": table([["a"], [" "]], [["B-x"], ["O"]])}, r"has 1 of 2 sentences .* an empty word", id="empty"
+        ),
+        pytest.param({"train": table(tags=None)}, r"no column 'tags or ner_tags", id="no tags"),
+        pytest.param(
+            {"train": table(tags=[[1] * 5, [1, 1], [1, 1]])}, r"holds no lists of tags, but '\[1, 1", id="ids"
+        ),
+        pytest.param({"train": table(tags=[["O"] * 5, ["O"] * 2, ["O"] * 2])}, "every word .* is tagged O", id="all O"),
+        pytest.param(
+            {"train": table(), "validation": table([["a"]], [["B-ORG"]])}, r"entities .*: 'ORG' \(1", id="new"
+        ),
+        pytest.param({"train": table(["a b"], ["O"])}, r"'tokens' holds no lists of words", id="texts"),
+    ],
+)
+def test_bad_sentences_are_refused(tables: dict[str, Dataset], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        clean(tables)
+
+
+def test_bad_sentences_are_left_out_where_asked_and_a_test_row_keeps_its_number() -> None:
+    bad = table([[], *WORDS], [[], *TAGS])
+    found = clean({"train": bad, "validation": table(), "test": bad}, skip=True)
+    assert found.skipped == {"train": 1, "validation": 0, "test": 1}
+    assert found.splits["test"]["row"][:] == [1, 2, 3]
+
+
+def test_a_test_split_may_have_no_tags() -> None:
+    found = clean({"train": table(), "validation": table(), "test": table(tags=None)})
+    assert "label" not in found.splits["test"].column_names
+    assert found.splits["test"]["words"][:] == WORDS
+
+
+def test_a_sentence_that_occurs_twice_is_held_out_twice_or_not_at_all() -> None:
+    rows = [[f"w{i % 20}", "x"] for i in range(60)]
+    found = clean({"train": table(rows, [["B-a", "O"]] * 60)})
+    train, held_out = ({tuple(row) for row in found.splits[split]["tokens"][:]} for split in ("train", "validation"))
+    assert not train & held_out
+    assert len(found.splits["validation"]) == 6
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """As Llama's and T5's: a blank belongs to the token after it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace()
+    return trained(tokenizer, trainers.BpeTrainer(vocab_size=60, special_tokens=["<s>"]))
+
+
+def byte_level(trim: bool) -> PreTrainedTokenizerFast:
+    """As GPT-2's and RoBERTa's; without `trim` the blank is part of a token's characters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+    tokenizer.decoder = decoders.ByteLevel()
+    return trained(tokenizer, trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+
+
+def trained(tokenizer: Tokenizer, trainer: Any) -> PreTrainedTokenizerFast:
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.train_from_iterator([" ".join(row) for row in WORDS], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+TOKENIZERS = {
+    "WordPiece": lambda: train_wordpiece([" ".join(row) for row in WORDS], 60, 64),
+    "metaspace": metaspace,
+    "byte level": lambda: byte_level(True),
+    "byte level with blanks": lambda: byte_level(False),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_first_token_of_each_word_has_its_label_whatever_the_tokenizer(name: str) -> None:
+    """What the labelled tokens decode to, up to the next labelled one, is the word."""
+    tokenizer = TOKENIZERS[name]()
+    encode = word_encoder(tokenizer, Columns(("tokens",), "tags"), 64)
+    labels = [list(range(1, len(row) + 1)) for row in WORDS]  # of each word its number
+    found = encode({"tokens": WORDS, "label": labels, "words": WORDS})
+    for words, ids, marks, first in zip(WORDS, found["input_ids"], found["labels"], found["first"], strict=True):
+        places = [place for place, mark in enumerate(marks) if mark != IGNORED]
+        assert places == first
+        assert [marks[place] for place in places] == list(range(1, len(words) + 1))
+        for word, start, end in zip(words, places, [*places[1:], len(ids)], strict=True):
+            assert tokenizer.decode(ids[start:end], skip_special_tokens=True).replace(" ", "").lower() == word.lower()
+
+
+def test_words_beyond_the_models_length_are_counted_and_not_judged() -> None:
+    encode = word_encoder(TOKENIZERS["WordPiece"](), Columns(("tokens",), "tags"), 6)
+    found = encode({"tokens": [["a"] * 3, ["a"] * 9], "label": [[1] * 3, [1] * 9], "words": [["a"] * 3, ["a"] * 9]})
+    assert found["truncated"] == [False, True]
+    assert [len(ids) for ids in found["input_ids"]] == [5, 6]
+    assert found["first"][1] == [1, 2, 3, 4] + [-1] * 5
+
+
+def test_names_in_the_standard_library_are_labelled_alike_each_time_and_held_out_whole() -> None:
+    rows = name_rows()
+    assert rows == name_rows()
+    train, held_out = ({tuple(row) for row in rows[split]["tokens"]} for split in ("train", "validation"))
+    assert len(train) > 5_000
+    assert len(held_out) > 500
+    assert not train & held_out
+
+
+def test_what_a_name_is_is_read_from_the_syntax(tmp_path: Any) -> None:
+    from finetune.data.python_names import sentences
+
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import os.path as p\nfrom . import x\nclass Ä(B):\n    async def f(self, *, é: int = 1):\n"
+        '        return self.g("ä", n.m)(lambda z: h(z))\n'
+    )
+    found = {}
+    for words, tags in sentences(path):
+        for word, tag in zip(words, tags, strict=True):
+            found.setdefault(word, set()).add(tag)
+    assert found.pop("self") == {"B-parameter", "O"}
+    assert {word: tags.pop() for word, tags in found.items() if tags != {"O"} and len(tags) == 1} == {
+        "os": "B-import", "path": "I-import", "p": "B-import", "x": "B-import", "Ä": "B-class", "f": "B-function",
+        "é": "B-parameter", "g": "B-call", "m": "B-attribute", "h": "B-call",
+    }  # fmt: skip
+    assert found["z"] == {"B-parameter", "O"}
+    assert found['""'] == {"O"}

@@ -1,0 +1,103 @@
+"""recipes/token_cls.py as people use it: CoNLL files, engines, resumption, predictions."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY, Finished, launch
+
+RECIPE = "recipes/token_cls.py"
+NAMES = {"PER": ["Ada", "Alan", "Grace"], "LOC": ["Paris", "Rome", "Oslo"]}
+OWN = {**TINY, "max_steps": 30, "max_train_samples": 300, "learning_rate": 3e-3, "max_seq_length": 40}
+
+
+def write_conll(path: Path, sentences: int, seed: int) -> str:
+    """A name is a person after "met" and a place after "in", whatever it is called: the neighbours tell."""
+    generator = random.Random(seed)
+    everyone = [name for names in NAMES.values() for name in names]
+    with path.open("w") as file:
+        for _ in range(sentences):
+            for _ in range(generator.randint(1, 4)):
+                word, kind = generator.choice([("met", "PER"), ("in", "LOC")])
+                file.write(f"{word} O\n{generator.choice(everyone)} B-{kind}\n")
+                if generator.random() < 0.5:
+                    file.write(f"Smith I-{kind}\n")
+            file.write("today O\n\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("conll")
+    return {name: write_conll(folder / f"{name}.conll", n, n) for name, n in (("train_file", 340), ("test_file", 45))}
+
+
+def run(launcher: str, folder: Path, values: dict[str, Any], **more: Any) -> Finished:
+    return launch(launcher, folder, {**OWN, **values}, recipe=RECIPE, **more)
+
+
+@pytest.fixture(scope="module")
+def one_rank(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    flags = {**files, "per_device_train_batch_size": 16, "do_predict": True, "save_strategy": "steps", "save_steps": 20}
+    return run("python", tmp_path_factory.mktemp("one") / "run", flags)
+
+
+def test_entities_of_ones_own_files_are_learnt_and_written_in_their_order(
+    one_rank: Finished, files: dict[str, str]
+) -> None:
+    results = one_rank.json("all_results.json")
+    assert {"eval_precision", "eval_recall", "eval_f1", "eval_accuracy", "eval_loss"} <= set(results)
+    rows = [json.loads(line) for line in (one_rank.folder / "predictions.jsonl").read_text().splitlines()]
+    text = [block.split("\n") for block in Path(files["test_file"]).read_text().strip().split("\n\n")]
+    assert [row["tokens"] for row in rows] == [[line.split()[0] for line in block] for block in text]
+    assert [row["labels"] for row in rows] == [[line.split()[1] for line in block] for block in text]
+    assert results["predict_f1"] > 0.9
+    assert [row["label"] for row in one_rank.json("per_type.json")] == ["LOC", "PER"]
+    assert (one_rank.folder / "confusion_matrix.png").is_file()
+
+
+def test_the_folder_opens_with_the_pipeline_that_groups_entities(one_rank: Finished) -> None:
+    from transformers import pipeline
+
+    find = pipeline("token-classification", str(one_rank.folder), aggregation_strategy="simple")
+    found = find("met Paris Smith in Ada today")
+    assert [(entity["entity_group"], entity["word"]) for entity in found] == [("PER", "Paris Smith"), ("LOC", "Ada")]
+
+
+@pytest.mark.parametrize("zero", ["zero2", "zero3"])
+@pytest.mark.usefixtures("built_ops")
+def test_the_loss_is_the_same_on_two_ranks(
+    zero: str, one_rank: Finished, files: dict[str, str], tmp_path: Path
+) -> None:
+    """Ranks and micro-batches hold unlike numbers of words."""
+    flags = {**files, "deepspeed": zero, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    two = run("deepspeed", tmp_path / "two", flags, ranks=2)
+    losses = [[step["loss"] for step in one.steps] for one in (one_rank, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-4)
+    assert two.json("eval_results.json")["eval_f1"] == pytest.approx(
+        one_rank.json("eval_results.json")["eval_f1"], abs=0.02
+    )
+
+
+def test_a_run_goes_on_where_it_was_cut_off(one_rank: Finished, files: dict[str, str], tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(one_rank.folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-30")
+    flags = {**files, "per_device_train_batch_size": 16, "resume": "auto"}
+    again = run("python", tmp_path / "run", flags)
+    assert "going on from" in again.output
+    before, after = ([step["loss"] for step in one.steps] for one in (one_rank, again))
+    assert after[-10:] == pytest.approx(before[-10:], rel=1e-5)
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path, files: dict[str, str]) -> None:
+    path = tmp_path / "bad.conll"
+    path.write_text("Ada B-PER\nLovelace\n")
+    found = run("python", tmp_path / "run", {"train_file": str(path)}, check=False)
+    assert found.status == 2
+    assert "line 2 has 1 columns, and the lines before it have 2" in found.output
