@@ -76,6 +76,9 @@ class WarmRanks:
                 self._kill()
                 raise
             output = Path(log.name).read_text(errors="replace")
+        if ready and not line:
+            self.close()
+            raise RuntimeError("the process that imports the stack has died; what it said is above")
         if not line:
             self._kill()
             raise subprocess.TimeoutExpired([*launcher, *script], timeout_seconds, output)
