@@ -73,7 +73,7 @@ def main(run: Run) -> None:
 
 def _trainer(session: Session, config: dict[str, Any], data: Copies, watch: Watch) -> None:
     trial = session[TrialArguments]
-    model = build(config, trial.head, trial.attention)
+    model = build(config, trial.head, trial.attn_implementation)
     if trial.loss_chunk_tokens:
         model.accepts_loss_kwargs = True  # see use_chunked_loss
         use_chunked_loss(model, trial.loss_chunk_tokens)
