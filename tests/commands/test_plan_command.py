@@ -222,7 +222,8 @@ def test_a_key_that_is_misspelt_is_refused_as_the_recipe_refuses_it(
     ("lines", "words", "recipe", "is_said"),
     [
         ("recipe: seq_cls", [], "seq_cls", False),
-        ("max_seq_length: 64", [], "seq_cls", False),
+        ("task: regression", [], "seq_cls", False),
+        ("max_seq_length: 64", [], "seq_cls", True),
         ("model_size: base", [], "seq_cls", True),
         ("learning_rate: 1e-4", [], "causal_lm", True),
         ("learning_rate: 1e-4", ["--recipe", "seq_cls"], "seq_cls", False),

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from finetune.measure.models import AUTO, samples
 from finetune.models.chunked_loss import use_chunked_loss
 from finetune.plan.families import FAMILIES
-from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ
+from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, TAGS
 from finetune.plan.forward import FORWARDS, build_tape
 from finetune.plan.forward.parts import Batch, Part
 from finetune.plan.model import Model, model_of, with_lora
@@ -65,6 +65,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta-masked": (MASKED, {"model_type": "roberta", **ENCODER}),
     "distilbert": (CLASSES, DISTIL),
     "distilbert-masked": (MASKED, DISTIL),
+    "bert-tokens": (TAGS, {"model_type": "bert", **ENCODER}),
+    "roberta-tokens": (TAGS, {"model_type": "roberta", **ENCODER}),
+    "distilbert-tokens": (TAGS, DISTIL),
     "t5": (SEQ2SEQ, T5),
     "t5-gated": (SEQ2SEQ, {**T5, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "num_decoder_layers": 3,
                            "tie_word_embeddings": False}),

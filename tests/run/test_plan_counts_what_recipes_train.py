@@ -32,7 +32,7 @@ YAMLS = {path.stem: path for path in sorted((REPO / "recipes" / "configs").glob(
 OF_RECIPES = {name: yaml.safe_load(path.read_text()).get(RECIPE_KEY) for name, path in YAMLS.items()}
 CASES = [*recipes(), *(name for name, recipe in OF_RECIPES.items() if recipe)]
 # Whose vocabulary is that of the text, which no plan reads; or whose classes are.
-BY_THE_DATA = ("causal_lm", "causal_lm_pipeline", "seq_cls", "gptlite_post", "gptlite_tinyshakespeare")
+BY_THE_DATA = ("causal_lm", "causal_lm_pipeline", "seq_cls", "token_cls", "gptlite_post", "gptlite_tinyshakespeare")
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 LARGE_VOCABULARY = 9000
 FILES = {"instruction": "chats.jsonl", "gpt2_124m": "words.txt"}  # the latter enough for a BPE of 50,304 tokens
@@ -46,10 +46,12 @@ def recipe_of(case: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models as small as can be, with the vocabularies and positions of large ones; and data that fills a sample."""
     folder = tmp_path_factory.mktemp("inputs")
-    texts = [SENTENCE * (200 if row == 0 else 1) for row in range(60)]
+    texts = [SENTENCE * (200 + row if row < 9 else 1) + str(row) for row in range(60)]
     rows = [{"text": text, "label": row % 2} for row, text in enumerate(texts)]
     for split in ("train", "test"):
         write(folder / "classes" / f"{split}.jsonl", rows)
+    tags = [{"tokens": text.split(), "tags": ["O"] + ["B-x"] * (len(text.split()) - 1)} for text in texts]
+    write(folder / "tags.jsonl", tags)
     (folder / "text.txt").write_text(SENTENCE * 2000)
     chat = [{"role": "user", "content": SENTENCE}, {"role": "assistant", "content": SENTENCE * 3}]
     longest = [chat[0], {**chat[1], "content": SENTENCE * 400}]
@@ -90,6 +92,8 @@ def flags_of(case: str, folder: Path) -> list[str]:
         words = ["--config", str(YAMLS[case]), *words]
     if recipe == "seq_cls":
         words += ["--dataset_name", str(folder / "classes")]
+    elif recipe == "token_cls":
+        words += ["--train_file", str(folder / "tags.jsonl")]
     elif recipe == "image_cls":
         words += ["--train_dir", str(folder / "pictures/train"), "--test_dir", str(folder / "pictures/test")]
         words += ["--image_size", "32"] if case == recipe else []  # the pictures' own
