@@ -11,16 +11,18 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 
 import finetune.models.gptlite
 import finetune.models.mlp  # noqa: F401 - they register their models
-from finetune.plan.families.parts import CAUSAL, CLASSES, MASKED, SEQ2SEQ
+from finetune.plan.families.parts import CAUSAL, CLASSES, MASKED, SEQ2SEQ, TAGS
 
 AUTO = {
     CAUSAL: AutoModelForCausalLM,
     MASKED: AutoModelForMaskedLM,
     CLASSES: AutoModelForSequenceClassification,
+    TAGS: AutoModelForTokenClassification,
     SEQ2SEQ: AutoModelForSeq2SeqLM,
 }
 
@@ -41,6 +43,8 @@ def samples(config: dict[str, Any], head: str, tokens: int, for_pipeline: bool =
     ids = torch.arange(tokens) % config["vocab_size"]
     if head == CLASSES:
         return {"input_ids": ids, "labels": torch.tensor(0)}
+    if head == TAGS:
+        return {"input_ids": ids, "labels": torch.zeros_like(ids)}
     if for_pipeline:
         return {"input_ids": ids, "shift_labels": ids.roll(-1)}
     return {"input_ids": ids, "labels": ids}

@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
-from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, Family, Shape, Sizes
+from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, TAGS, Family, Shape, Sizes
 from finetune.plan.values import Lora
 from finetune.safe_read import parse_json, read_bounded
 
@@ -23,6 +23,7 @@ HEADS = {  # by the ends of class names
     "LMHeadModel": CAUSAL,
     "ForMaskedLM": MASKED,
     "ForSequenceClassification": CLASSES,
+    "ForTokenClassification": TAGS,
     "ForConditionalGeneration": SEQ2SEQ,
     "ForImageClassification": IMAGES,
     "ForClassification": CLASSES,  # the benchmark MLP's

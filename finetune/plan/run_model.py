@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
-from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, Sizes
+from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, TAGS, Sizes
 from finetune.plan.model import Model, model_of, read_config
 from finetune.plan.named import CHARACTERS, find_model_config, gptlite_config
 from finetune.plan.values import Lora
@@ -25,7 +25,7 @@ from finetune.run.sizes import DISTILBERT_SIZES, distilbert_shape, gptlite_shape
 HEADS = {
     "text-generation": CAUSAL,
     "text-classification": CLASSES,
-    "token-classification": CLASSES,  # a label for each token in place of one: next to nothing of a step
+    "token-classification": TAGS,
     "image-classification": IMAGES,
 }
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
@@ -61,7 +61,7 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
         own = model_of(config, str(given)).head
     except (RequestError, KeyError):  # which is said when the model is looked at
         return (CAUSAL,)
-    trained = [head for head in (own, CAUSAL, CLASSES, IMAGES) if head in heads and head in HEADS.values()]
+    trained = [head for head in (own, CAUSAL, CLASSES, TAGS, IMAGES) if head in heads and head in HEADS.values()]
     return tuple(trained[:1])
 
 
@@ -89,7 +89,7 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Mo
     if given and (shape := next((name for name in ("model_size", "config_overrides") if run.given.get(name)), None)):
         raise RequestError(f"--{shape} shapes a model from scratch, and {given} has its shape. Drop one.")
     if not given:
-        return model_of(_scratch_config(run, notes), "the model from scratch")
+        return model_of(_scratch_config(run, notes), "the model from scratch", HEADS.get(run.recipe.task))
     config = _config_of(str(given))
     if str(config.get("model_type")) not in FAMILIES:
         config = _alike(config, str(given), params_per_layer, notes)
@@ -116,7 +116,6 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
         return _resnet(run, size, notes)
     return {
         "model_type": "distilbert",
-        "architectures": ["DistilBertForSequenceClassification"],
         "vocab_size": DISTILBERT_SIZES[size].vocab_size,
         **distilbert_shape(size, run.value("dropout")),
     }

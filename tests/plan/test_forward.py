@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from finetune.measure.models import AUTO, samples
 from finetune.models.chunked_loss import use_chunked_loss
 from finetune.plan.families import FAMILIES
-from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ
+from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, TAGS
 from finetune.plan.forward import FORWARDS, build_tape
 from finetune.plan.forward.parts import Batch, Part
 from finetune.plan.model import Model, model_of, with_lora
@@ -64,6 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": (CLASSES, {"model_type": "roberta", **ENCODER}),
     "roberta-masked": (MASKED, {"model_type": "roberta", **ENCODER}),
     "distilbert": (CLASSES, DISTIL),
+    **{f"{kind}-tags": (TAGS, {"model_type": kind, **ENCODER}) for kind in ("bert", "roberta")},
+    "distilbert-tags": (TAGS, DISTIL),
     "distilbert-masked": (MASKED, DISTIL),
     "t5": (SEQ2SEQ, T5),
     "t5-gated": (SEQ2SEQ, {**T5, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "num_decoder_layers": 3,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from finetune.plan.families.parts import (
     CLASSES,
     MASKED,
+    TAGS,
     Buffers,
     Family,
     Named,
@@ -57,6 +58,10 @@ def _classes(dense: str, out: str, hidden: str = "hidden_size") -> Callable[[Siz
     return build
 
 
+def _tags(hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
+    return lambda sizes: linear("classifier", sizes(hidden), sizes.labels)
+
+
 def _masked(bias: str, transform: str, its_norm: str, decoder: str) -> Callable[[Sizes], Named]:
     def build(sizes: Sizes) -> Named:
         hidden = sizes("hidden_size")
@@ -104,6 +109,7 @@ ENCODERS = {
         after=nothing,
         heads={
             CLASSES: _classes("bert.pooler.dense", "classifier"),
+            TAGS: _tags(),
             MASKED: _masked(
                 "cls.predictions.bias",
                 "cls.predictions.transform.dense",
@@ -120,6 +126,7 @@ ENCODERS = {
         after=nothing,
         heads={
             CLASSES: _classes("classifier.dense", "classifier.out_proj"),
+            TAGS: _tags(),
             MASKED: _masked("lm_head.bias", "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
         },
         default_head=MASKED,
@@ -129,7 +136,11 @@ ENCODERS = {
         before=_distilbert_before,
         block=_distilbert_block,
         after=nothing,
-        heads={CLASSES: _classes("pre_classifier", "classifier", "dim"), MASKED: _distilbert_masked},
+        heads={
+            CLASSES: _classes("pre_classifier", "classifier", "dim"),
+            TAGS: _tags("dim"),
+            MASKED: _distilbert_masked,
+        },
         default_head=MASKED,
         buffers=_places("distilbert.embeddings.position_ids"),
         layers=lambda sizes: sizes("n_layers"),

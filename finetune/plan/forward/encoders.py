@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.plan.families.parts import CLASSES
+from finetune.plan.families.parts import CLASSES, TAGS
 from finetune.plan.forward.attention import Heads, attend, kind_of, split_heads
 from finetune.plan.forward.losses import label_loss, token_loss
 from finetune.plan.forward.parts import Setting, activation, stack
@@ -23,6 +23,8 @@ def bert(setting: Setting) -> Value:
             return label_loss(
                 setting, tape.linear(pooled, "classifier", setting.batch.rows, hidden, setting.sizes.labels)
             )
+        if setting.head == TAGS:
+            return _tags(setting, x, hidden, _class_dropout(setting))
         act = setting.sizes.word("hidden_act", "gelu")
         x = tape.linear(x, "cls.predictions.transform.dense", rows, hidden, hidden)
         x = tape.layer_norm(activation(tape, act, x), "cls.predictions.transform.LayerNorm", rows)
@@ -42,6 +44,8 @@ def roberta(setting: Setting) -> Value:
             pooled = tape.dropout(tape.unary("tanh", pooled, saves_output=True), dropout)
             logits = tape.linear(pooled, "classifier.out_proj", setting.batch.rows, hidden, setting.sizes.labels)
             return label_loss(setting, logits)
+        if setting.head == TAGS:
+            return _tags(setting, x, hidden, _class_dropout(setting))
         x = tape.linear(x, "lm_head.dense", rows, hidden, hidden)
         x = tape.layer_norm(activation(tape, "gelu", x), "lm_head.layer_norm", rows)
         return _masked(setting, x, "lm_head.decoder", "roberta.embeddings.word_embeddings", "lm_head.bias")
@@ -67,6 +71,8 @@ def distilbert(setting: Setting) -> Value:
             pooled = tape.unary("relu", pooled, saves_output=True)
             pooled = tape.dropout(pooled, sizes.share("seq_classif_dropout", 0.2))
             return label_loss(setting, tape.linear(pooled, "classifier", batch.rows, hidden, sizes.labels))
+        if setting.head == TAGS:
+            return _tags(setting, x, hidden, sizes.share("dropout", 0.1))
         x = tape.linear(x, "vocab_transform", rows, hidden, hidden)
         x = tape.layer_norm(activation(tape, sizes.word("activation", "gelu"), x), "vocab_layer_norm", rows)
         return _masked(setting, x, "vocab_projector", f"{name}.word_embeddings", "vocab_projector.bias")
@@ -79,6 +85,11 @@ def _masked(setting: Setting, x: Value, decoder: str, words: str, bias: str) -> 
     logits = tape.linear(x, decoder, setting.batch.positions, hidden, vocabulary,
                          weight=f"{words}.weight" if tied else None, bias_name=bias if tied else None)  # fmt: skip
     return token_loss(setting, logits)
+
+
+def _tags(setting: Setting, x: Value, hidden: int, dropout: float) -> Value:
+    x, rows = setting.tape.dropout(x, dropout), setting.batch.positions
+    return token_loss(setting, setting.tape.linear(x, "classifier", rows, hidden, setting.sizes.labels))
 
 
 def _class_dropout(setting: Setting) -> float:
