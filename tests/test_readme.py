@@ -94,6 +94,7 @@ def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SHORT: dict[str, dict[str, Any]] = {
     "seq_cls": TINY,
+    "token_cls": TINY,
     "causal_lm": {"sample_tokens": 4, "bf16": False},
     "causal_lm_pipeline": {"sample_tokens": 4, "bf16": False},
     "image_cls": {"bf16": False},

@@ -61,7 +61,7 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
         own = model_of(config, str(given)).head
     except (RequestError, KeyError):  # which is said when the model is looked at
         return (CAUSAL,)
-    trained = [head for head in (own, CAUSAL, CLASSES, IMAGES) if head in heads and head in HEADS.values()]
+    trained = [head for head in (own, CAUSAL, CLASSES, TAGS, IMAGES) if head in heads and head in HEADS.values()]
     return tuple(trained[:1])
 
 

@@ -24,7 +24,7 @@ from finetune.report.schedule import schedule_pictures
 from finetune.report.words import duration, figure, ratio, said
 
 TILES = {
-    "eval_accuracy": "accuracy", "eval_f1_macro": "macro F1", "eval_pearson": "Pearson",
+    "eval_f1": "entity F1", "eval_accuracy": "accuracy", "eval_f1_macro": "macro F1", "eval_pearson": "Pearson",
     "eval_bits_per_byte": "bits a byte", "eval_loss": "eval loss", "real_tokens_per_second": "tokens/s",
     "samples_per_second": "samples/s", "step_seconds_median": "step, s", "peak_memory_gib": "peak GiB",
 }  # fmt: skip
@@ -102,7 +102,7 @@ def _overview(runs: Sequence[RunFolder]) -> list[Block]:
 
 def _beside(runs: Sequence[RunFolder]) -> Table:
     """A row each, with what one looks for first."""
-    metric = next((name for name in ("eval_accuracy", "eval_pearson", "eval_bits_per_byte")
+    metric = next((name for name in ("eval_f1", "eval_accuracy", "eval_f1_macro", "eval_pearson", "eval_bits_per_byte")
                    if any(name in run.results for run in runs)), "eval_loss")  # fmt: skip
     keys = list(dict.fromkeys(("eval_loss", metric, "train_loss", "real_tokens_per_second", "samples_per_second",
                                "step_seconds_median", "peak_memory_gib")))  # fmt: skip

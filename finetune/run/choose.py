@@ -50,7 +50,7 @@ def _knows(recipe: Recipe, name: str) -> bool:
 def _said(argv: Sequence[str]) -> tuple[Collection[str], str | None]:
     """The names of what is given, the YAML's too, and the recipe that this is for."""
     given, config = set(), None
-    for word, follows in zip(argv, [*argv[1:], ""], strict=True):
+    for word, follows in zip(argv, [*argv, ""][1:], strict=True):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             given.add(name.replace("-", "_"))

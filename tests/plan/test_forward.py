@@ -64,6 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": (CLASSES, {"model_type": "roberta", **ENCODER}),
     "roberta-masked": (MASKED, {"model_type": "roberta", **ENCODER}),
     "distilbert": (CLASSES, DISTIL),
+    **{f"{kind}-tags": (TAGS, {"model_type": kind, **ENCODER}) for kind in ("bert", "roberta")},
+    "distilbert-tags": (TAGS, DISTIL),
     "distilbert-masked": (MASKED, DISTIL),
     "bert-tokens": (TAGS, {"model_type": "bert", **ENCODER}),
     "roberta-tokens": (TAGS, {"model_type": "roberta", **ENCODER}),

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BertConfig,
     DistilBertConfig,
     GPT2Config,
@@ -18,7 +19,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from finetune.data.columns import MULTI_LABEL
+from finetune.data.columns import MULTI_LABEL, TOKENS
 from finetune.errors import RequestError
 from finetune.training.loss import class_weights, honours_num_items_in_batch, loss_for, settle_loss_scaling
 
@@ -62,6 +63,12 @@ class LyingClassifier(HonestClassifier):
             lambda: AutoModelForSequenceClassification.from_config(BertConfig(**SMALL)), False, False, id="BERT"
         ),
         pytest.param(lambda: AutoModelForSequenceClassification.from_config(GPT2), False, False, id="looks at values"),
+        *(
+            pytest.param(
+                lambda config=config: AutoModelForTokenClassification.from_config(config), True, False, id=name
+            )
+            for name, config in (("DistilBERT tags", DISTIL), ("Llama tags", LlamaConfig(**SMALL)))
+        ),
         pytest.param(lambda: AutoModelForCausalLM.from_config(GPT2), True, True, id="GPT-2 language model"),
         pytest.param(lambda: AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)), True, True, id="Llama"),
         pytest.param(lambda: HonestClassifier(HonestConfig()), False, True, id="unknown and honest"),
@@ -123,3 +130,21 @@ def test_the_loss_of_several_labels_a_row_adds_up_over_ranks(kind: str) -> None:
     assert float(whole) == pytest.approx(float(expected), rel=1e-6)
     with pytest.raises(RequestError, match="--label_smoothing_factor is for rows with one label"):
         loss_for(kind, 0.1, MULTI_LABEL, [10, 5, 1], 40)
+
+
+@pytest.mark.parametrize(("kind", "smoothing"), [("none", 0.0), ("none", 0.1), ("balanced", 0.0), ("balanced", 0.1)])
+def test_the_loss_of_tags_adds_up_over_ranks_with_unlike_numbers_of_words(kind: str, smoothing: float) -> None:
+    torch.manual_seed(0)
+    compute = loss_for(kind, smoothing, TOKENS, [30, 10, 5])
+    logits, labels = torch.randn(4, 6, 3), torch.randint(0, 3, (4, 6))
+    labels[0, 1:], labels[3, :] = -100, -100  # one rank has a single word, and one row has none
+    judged = int((labels != -100).sum())
+    whole = compute({"logits": logits}, labels, num_items_in_batch=judged)
+    parts = [compute({"logits": logits[part]}, labels[part], judged) for part in (slice(0, 1), slice(1, 4))]
+    assert float(sum(parts)) == pytest.approx(float(whole), rel=1e-6)
+    assert float(compute({"logits": logits}, labels)) == pytest.approx(float(whole), rel=1e-6)
+    weights = torch.tensor(class_weights([30, 10, 5])) if kind == "balanced" else torch.ones(3)
+    each = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), labels, label_smoothing=smoothing, reduction="none"
+    )
+    assert float(whole) == pytest.approx(float((each * weights[labels.clamp_min(0)]).sum() / judged), rel=1e-6)
