@@ -216,8 +216,9 @@ class Launcher:
         import torch
 
         numpy.random.seed()  # as in a new process
-        if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # read when its library is loaded, which has been done
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        # Read when its library is loaded, which has been done.
+        told = os.environ.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(told) if told.isdigit() else len(os.sched_getaffinity(0)))
         return self.script[0]
 
     def wait(self) -> int:
