@@ -292,7 +292,7 @@ def test_the_advice_of_a_run_out_of_memory_is_the_plan_of_its_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In a run's own process, whose environment `start` has changed for the libraries."""
-    from finetune.training.guards.memory import planned as advice
+    from finetune.training.guards.memory import advice
 
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
