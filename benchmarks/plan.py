@@ -137,11 +137,11 @@ CASES = [
     Case("lite_dropout", "none"),
     *(Case("lite_tied", layout) for layout in (ZERO1, "zero3")),
     Case("lite_vocabulary", ZERO2, {"bf16": True}),
-    Case("lite", "none", {"attention": "eager"}),
+    Case("lite", "none", {"attn_implementation": "eager"}),
     Case("lite", ZERO2, {}, micro_batch=1, tokens=32),
     Case("lite", "zero3", {}, micro_batch=1, tokens=32),
     *(Case(model, "none") for model in ("bert", "qwen3", "mixtral", "phi", "t5")),
-    Case("gemma2", "none", {"attention": "eager"}),
+    Case("gemma2", "none", {"attn_implementation": "eager"}),
     Case("bert", "zero3"),
     *(Case(model, ZERO2, {"bf16": True}) for model in ("bert", "distilbert", "llama")),
     *(Case("lite", "pipeline", {"pipeline_parallel_size": 2, "gradient_accumulation_steps": steps}, micro_batch=4)
@@ -217,7 +217,7 @@ def job_of(case: Case) -> Job:
         precision="bf16" if flags.get("bf16") else "fp32",
         optimizer=Optimizer(kind),
         checkpoint_interval=flags.get("activation_checkpoint_interval", 0),
-        attention=flags.get("attention", "sdpa"),
+        attention=flags.get("attn_implementation", "sdpa"),
         device="cpu",
     )
 

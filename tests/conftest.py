@@ -170,6 +170,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
         return
+    config.option.loadscopereorder = False  # xdist would begin with the files of most tests, which are short
     home = Path(tempfile.mkdtemp(prefix="finetune-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
     os.environ["FINETUNE_CACHE"] = str(home / "prepared")  # shared by the runs of one test session, and by nothing else
@@ -184,8 +185,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that launch come first: the short ones at the end let all workers be done at about the same time."""
-    items.sort(key=lambda item: item.path.parent.name not in ("runs", "launch", "export", "security"))
+    """The longest files first, then others that launch: with the short ones at the end all workers are done at about
+    the same time."""
+    longest = ["test_cold_launches.py", "test_pipeline.py", "test_causal_lm.py", "test_image_cls.py", "test_forward.py"]
+
+    def order(item: pytest.Item) -> int:
+        if item.path.name in longest:
+            return longest.index(item.path.name)
+        return len(longest) + (item.path.parent.name not in ("runs", "launch", "export", "security"))
+
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ ROOMS: dict[str, set[str]] = {
     "training": {"data", "drawing", "dsconfig", "errors", "metrics", "models", "plan", "privacy", "run", "safe_read"},
     "measure": {"dsconfig", "errors", "host", "models", "plan", "run", "training"},
     "bench": {"drawing", "dsconfig", "errors", "host", "measure", "models", "plan", "run", "training"},
-    "report": {"bench", "drawing", "errors", "plan", "privacy", "run"},
+    "report": {"bench", "drawing", "errors", "plan", "privacy", "run", "safe_read"},
     "doctor": {"dsconfig", "host", "run", "upstream"},
     "export": {"errors", "run", "safe_read", "training"},
     "cli": {"errors", "privacy"},

@@ -76,6 +76,9 @@ class WarmRanks:
                 self._kill()
                 raise
             output = Path(log.name).read_text(errors="replace")
+        if ready and not line:
+            self.close()
+            raise RuntimeError("the process that imports the stack has died; what it said is above")
         if not line:
             self._kill()
             raise subprocess.TimeoutExpired([*launcher, *script], timeout_seconds, output)
@@ -213,8 +216,9 @@ class Launcher:
         import torch
 
         numpy.random.seed()  # as in a new process
-        if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # read when its library is loaded, which has been done
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        # Read when its library is loaded, which has been done.
+        told = os.environ.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(told) if told.isdigit() else len(os.sched_getaffinity(0)))
         return self.script[0]
 
     def wait(self) -> int:

@@ -39,7 +39,7 @@ def parameters_of(model: BenchModel) -> int | None:
     return model_of(model.config).parameters if model.config["model_type"] in FAMILIES else None
 
 
-def planned(cell: Cell, model: BenchModel, machine: Machine | None) -> dict[str, Any] | None:
+def plan_of_cell(cell: Cell, model: BenchModel, machine: Machine | None) -> dict[str, Any] | None:
     """`peak_bytes` of the fullest rank in a step and `step_seconds`; None of what is not planned: AlexNet, FSDP,
     pipelines of other models than GPT-lite, and what would be refused."""
     layout = LAYOUTS[cell.layout]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.bench import provenance
-from finetune.bench.cell_plan import parameters_of, planned
+from finetune.bench.cell_plan import parameters_of, plan_of_cell
 from finetune.bench.cell_process import command_of, why_not
 from finetune.bench.grid import Cell, Grid, config_sha256
 from finetune.bench.models import TEXT
@@ -132,7 +132,7 @@ class Bench:
             repeat=repeat,
             status=UNSUPPORTED,
             parameters=parameters_of(model),
-            planned=planned(cell, model, self.machine),
+            planned=plan_of_cell(cell, model, self.machine),
             started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
         )
         if reason := why_not(cell):
@@ -187,7 +187,7 @@ def is_named(name: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, one) or one in name for one in pattern.split(","))
 
 
-def headline(row: Row, number: int, many: int) -> str:
+def progress_line(row: Row, number: int, many: int) -> str:
     """A line to say once a row is there."""
     if row.status != DONE:
         return f"[{number}/{many}] {row.cell}, repeat {row.repeat}: {row.status}: {row.reason}"

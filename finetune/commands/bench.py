@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 from finetune.bench import table
-from finetune.bench.cell_plan import machine_for, planned
+from finetune.bench.cell_plan import machine_for, plan_of_cell
 from finetune.bench.cell_process import why_not
 from finetune.bench.compare import compare
 from finetune.bench.folder import command_to_go_on, left_to_run
 from finetune.bench.grid import read_grid
 from finetune.bench.result import Row, read_results, read_rows
-from finetune.bench.runner import Bench, headline
+from finetune.bench.runner import Bench, progress_line
 from finetune.errors import RequestError
 from finetune.host.hardware import gpu_names
 
@@ -40,7 +40,7 @@ def run(asked: argparse.Namespace) -> int:
     bench.open(asked.resume)
     try:
         for number, row in enumerate(bench.run(asked.only), start=1):
-            print(headline(row, number, many), flush=True)
+            print(progress_line(row, number, many), flush=True)
     except KeyboardInterrupt:
         return _stopped(bench, asked, many)
     rows = bench.rows()
@@ -99,7 +99,7 @@ def _list(bench: Bench, only: str | None) -> int:
     due = bench.due(only)
     lines = []
     for repeat, cell in due:
-        plan = planned(cell, bench.grid.models[cell.model], bench.machine) or {}
+        plan = plan_of_cell(cell, bench.grid.models[cell.model], bench.machine) or {}
         seconds, size = plan.get("step_seconds"), plan.get("peak_bytes")
         figures = (f"{seconds * 1e3:,.1f}", f"{size / 2**20:,.1f}") if seconds and size else ("", "")
         lines.append((cell.name, str(repeat), *figures, why_not(cell) or ""))

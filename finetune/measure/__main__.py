@@ -26,6 +26,7 @@ from finetune.measure.train import train, train_pipeline
 from finetune.measure.watch import OBSERVED_STEPS, WARM_STEPS, Watch
 from finetune.models.chunked_loss import use_chunked_loss
 from finetune.models.gptlite_pipeline import gptlite_pipeline
+from finetune.plan.families.parts import CLASSES
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.main import run_recipe
@@ -72,12 +73,12 @@ def main(run: Run) -> None:
 
 def _trainer(session: Session, config: dict[str, Any], data: Copies, watch: Watch) -> None:
     trial = session[TrialArguments]
-    model = build(config, trial.head, trial.attention)
+    model = build(config, trial.head, trial.attn_implementation)
     if trial.loss_chunk_tokens:
         model.accepts_loss_kwargs = True  # see use_chunked_loss
         use_chunked_loss(model, trial.loss_chunk_tokens)
     else:
-        settle_loss_scaling(model, label_per_token=trial.head in ("causal_lm", "masked_lm", "seq2seq_lm"))
+        settle_loss_scaling(model, label_per_token=trial.head != CLASSES)
     train(session, model, data, watch)
 
 

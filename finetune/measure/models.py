@@ -22,8 +22,8 @@ AUTO = {
     CAUSAL: AutoModelForCausalLM,
     MASKED: AutoModelForMaskedLM,
     CLASSES: AutoModelForSequenceClassification,
-    TAGS: AutoModelForTokenClassification,
     SEQ2SEQ: AutoModelForSeq2SeqLM,
+    TAGS: AutoModelForTokenClassification,
 }
 
 

@@ -27,7 +27,7 @@ class TrialArguments:
 
     model_config: str = field(default="", metadata={"help": "the config.json of a Hugging Face model"})
     head: str = field(default="causal_lm", metadata={"help": "causal_lm, masked_lm, sequence_classification, ..."})
-    attention: str = field(default="sdpa", metadata={"help": "attn_implementation"})
+    attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, eager or flash_attention_2"})
     sequence_tokens: int = field(default=128, metadata={"help": "tokens of each sample"})
     loss_chunk_tokens: int = field(default=0, metadata={"help": "rows of logits at a time; 0: all"})
     planned_device: str = field(default="", metadata={"help": "cpu or cuda: another is refused; empty: any"})

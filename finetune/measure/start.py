@@ -74,7 +74,7 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int)
         "planned_device": job.device,
         "use_cpu": job.device == "cpu",
         "head": job.model.head,
-        "attention": job.attention,
+        "attn_implementation": job.attention,
         "sequence_tokens": job.tokens,
         "loss_chunk_tokens": job.loss_chunk_tokens,
         "per_device_train_batch_size": job.micro_batch,

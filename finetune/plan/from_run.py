@@ -16,7 +16,14 @@ from finetune.plan.model import Model, read_config, with_lora
 from finetune.plan.optimizers import optimizer_of
 from finetune.plan.run_model import lora_of, model_of_run
 from finetune.plan.zero import read_zero
-from finetune.run.engine import context_of, deepspeed_config_of, load_deepspeed, settle_engine, stated_precision
+from finetune.run.engine import (
+    context_of,
+    deepspeed_config_of,
+    fsdp_by_accelerate,
+    load_deepspeed,
+    settle_engine,
+    stated_precision,
+)
 from finetune.run.facts import (
     LEAST_SIDE,
     MOST_SIDE,
@@ -60,7 +67,7 @@ def job_of(
         raise RequestError(f"--params_per_layer is {params_per_layer}, but it must be 1 or more.")
     subject = subject or _subject(run, machine, params_per_layer, notes)
     model, run = subject.model, settle_engine(run)
-    if run.value("fsdp"):
+    if run.value("fsdp") or fsdp_by_accelerate(run):
         raise RequestError("--fsdp: what it shards is not known. --deepspeed zero3 shards the same, and is.")
     if run.stages is not None and model.family != "gptlite":
         raise RequestError(

@@ -98,7 +98,9 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Mo
         if head in FAMILIES[model.family].heads:
             model = model_of(config, str(given), head=head)
         else:
-            notes.append(f"{run.recipe.script} does not train a {model.family}; its flags are read all the same")
+            notes.append(
+                f"the head that {run.recipe.script} trains is not known of a {model.family}; its own is counted"
+            )
     return model
 
 
@@ -135,8 +137,7 @@ def _resnet(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
             raise RequestError(f"--{name} {run.value(name)}: its memory is not known, that of a {usual} is.")
     notes.append(f"{PICTURE_CLASSES} classes are taken for granted; the data decides")
     shape = resnet_shape(size)
-    return {"model_type": "resnet", "architectures": ["ResNetForImageClassification"], **shape,
-            "num_labels": PICTURE_CLASSES}  # fmt: skip
+    return {"model_type": "resnet", **shape, "num_labels": PICTURE_CLASSES}
 
 
 def lora_of(run: Run, model: Model) -> Lora | None:

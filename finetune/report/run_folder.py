@@ -12,11 +12,11 @@ import yaml
 
 from finetune.privacy import HIDDEN, TOKEN, hidden, is_secret, names_a_secret
 from finetune.report.axes import as_number
+from finetune.run.files import RUN_RECORD
+from finetune.safe_read import DEEPEST, SAFE_LOADER
 
-METRICS, RESULTS, ENVIRONMENT, RECIPE = "metrics.jsonl", "all_results.json", "environment.json", "recipe.yaml"
+METRICS, RESULTS, ENVIRONMENT, RECIPE = "metrics.jsonl", "all_results.json", "environment.json", RUN_RECORD
 MARKS = (METRICS, RESULTS, "train_results.json", "eval_results.json", ENVIRONMENT, RECIPE)  # of a run folder
-SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other takes seconds for a file of brackets
-DEEPEST = 50  # levels of objects and lists in each other; what recipes and benches write has 6
 LARGEST_INTEGER_BITS = 1024
 HOLDERS = (dict, list, tuple, set)  # the last two by YAML's tags
 LONGEST_TEXT = 20_000  # letters of samples.md or of the card that are shown

@@ -11,7 +11,7 @@ from finetune.report.run_folder import RunFolder
 from finetune.run.launch import Launch
 
 
-def planned(run: RunFolder) -> Plan | None:
+def plan_of_run(run: RunFolder) -> Plan | None:
     """None where no plan can be made, which is said in the run's notes."""
     if not run.recipe:
         return None

@@ -19,7 +19,7 @@ from finetune.report.profile import profile_blocks
 from finetune.report.rank_memory import rank_bars
 from finetune.report.run_curves import curves_of
 from finetune.report.run_folder import RunFolder
-from finetune.report.run_plan import planned
+from finetune.report.run_plan import plan_of_run
 from finetune.report.schedule import schedule_pictures
 from finetune.report.words import duration, figure, ratio, said
 
@@ -38,7 +38,7 @@ SHOWN_BY_SVG = {"confusion_matrix.png", "schedule.png", "training_curve.png"}
 
 
 def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
-    plans = [planned(run) for run in runs]
+    plans = [plan_of_run(run) for run in runs]
     curves = curves_of(runs)
     sections = [
         Section("Runs" if len(runs) > 1 else "The run", tuple(_overview(runs))),

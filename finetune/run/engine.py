@@ -26,11 +26,21 @@ RULED = (
 ONLY_IF_GIVEN = ("optim", "lr_scheduler_type")
 
 
+def deepspeed_by_accelerate(run: Run) -> bool:
+    """Whether `accelerate launch` has set DeepSpeed up for this run. The environment alone does not tell: where a run
+    has DeepSpeed by a flag, `start` sets the same variable for the libraries."""
+    return run.launch.launcher == "accelerate" and accelerate_uses_deepspeed()
+
+
+def fsdp_by_accelerate(run: Run) -> bool:
+    return run.launch.launcher == "accelerate" and accelerate_uses_fsdp()
+
+
 def settle_engine(run: Run) -> Run:
     """The run with the engine that its launch and flags make, so that its record repeats it. Raises RequestError."""
     run = run.settled("as --fsdp is read", fsdp=fsdp_of(run))
     asked = deepspeed_config_of(run)
-    if not asked or accelerate_uses_deepspeed():
+    if not asked or deepspeed_by_accelerate(run):
         return run
     return run if run.value("deepspeed") == asked else run.settled("follows from the launch", deepspeed=asked)
 
@@ -44,7 +54,7 @@ def fsdp_of(run: Run) -> Any:
         raise RequestError(
             "--fsdp shards over several ranks, and this is one. Drop it, or launch with `torchrun --nproc_per_node N`."
         )
-    if (asked or accelerate_uses_fsdp()) and not run.value("do_train"):
+    if (asked or fsdp_by_accelerate(run)) and not run.value("do_train"):
         raise RequestError("--fsdp shards training, but --do_train is False. Drop it.")
     return asked
 
@@ -57,8 +67,8 @@ def deepspeed_config_of(run: Run) -> str | None:
     """
     launch = run.launch
     asked = run.value("deepspeed") or run.value("deepspeed_config")
-    by_accelerate = accelerate_uses_deepspeed()
-    if run.value("fsdp") or accelerate_uses_fsdp():
+    by_accelerate = deepspeed_by_accelerate(run)
+    if run.value("fsdp") or fsdp_by_accelerate(run):
         if by_accelerate or asked not in (None, "none"):
             raise RequestError(f"--fsdp and DeepSpeed ({asked or 'by accelerate'}) both shard the model. Keep one.")
         return None

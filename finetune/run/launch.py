@@ -34,14 +34,15 @@ class Launch:
 def read_launch() -> Launch:
     """From the environment that torchrun, `accelerate launch` and the deepspeed launcher set up.
 
-    deepspeed/launcher/launch.py sets CROSS_SIZE and LOCAL_SIZE; accelerate's marks are ACCELERATE_*; all set RANK.
+    deepspeed/launcher/launch.py sets CROSS_SIZE and LOCAL_SIZE; accelerate always sets
+    ACCELERATE_MIXED_PRECISION (utils/launch.py; ACCELERATE_USE_DEEPSPEED is also set by us); all set RANK.
     """
     env = os.environ
     if "RANK" not in env:
         return Launch()
     world = int(env.get("WORLD_SIZE", "1"))
     local_world = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world)
-    if "ACCELERATE_MIXED_PRECISION" in env or "ACCELERATE_USE_DEEPSPEED" in env:
+    if "ACCELERATE_MIXED_PRECISION" in env:
         launcher = "accelerate"
     else:
         launcher = "deepspeed" if "CROSS_SIZE" in env else "torchrun"

@@ -47,7 +47,8 @@ class Run:
         """Of a pipeline, how many stages; None for a run by the Trainer."""
         engines = self.recipe.engines
         is_pipeline = PIPELINE in engines and (TRAINER not in engines or self.value(ENGINE_FLAG) is not None)
-        return int(self.value(ENGINE_FLAG) or 1) if is_pipeline else None
+        asked = self.value(ENGINE_FLAG)
+        return (1 if asked is None else int(asked)) if is_pipeline else None
 
     @property
     def groups(self) -> tuple[type, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from transformers.trainer_utils import PredictionOutput, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 
 class Closing(Protocol):
@@ -46,11 +46,3 @@ if TYPE_CHECKING:
 
     def of_any_engine(trainer: FinetuneTrainer, pipeline: PipelineTrainer) -> tuple[Closing, Closing]:
         return trainer, pipeline  # mypy holds them to it
-
-
-class Predicting(Closing, Protocol):
-    """Those that also give rows back; a pipeline gives sums alone."""
-
-    def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput: ...

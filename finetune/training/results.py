@@ -167,7 +167,7 @@ def write_image_report(
         pictures += write_confusion(folder, counts, data.labels)
     if (folder / "schedule.png").is_file():
         pictures.append(SCHEDULE)
-    own = OWN_IMAGE_MODELS.get(read_json_object(folder / "config.json")["model_type"])
+    own = OWN_IMAGE_MODELS.get(_kind(folder, source.config))
     known = f"import finetune.models.{own}  # makes the model known to transformers\n" if own else ""
     card = Card(
         task="image classification",
@@ -287,3 +287,9 @@ def closing_line(folder: Path) -> str:
     results = results_of(folder)
     shown = ", ".join(f"{name} {results[name]:.4g}" for name in SHOWN_AT_THE_END if name in results)
     return f"done: {folder} ({shown})"
+
+
+def _kind(folder: Path, config: Any) -> str:
+    """The model's type: of a run that did not train, as it was loaded; else as it was saved."""
+    saved = folder / "config.json"
+    return str(read_json_object(saved)["model_type"]) if saved.is_file() else str(config.model_type)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import distributed
 
-from finetune.training.guards.memory import oom_kills, planned
+from finetune.training.guards.memory import advice, oom_kills
 from finetune.training.guards.pulse import HURRIED_SECONDS, MEND, QUIET_RANKS_WAIT_SECONDS, Pulse, begin_pulse
 from finetune.training.interruption import StopOnSignal
 
@@ -121,7 +121,7 @@ def _why(kills_before: int, folder: Path) -> str:
     """Words, where the kernel has killed a process of this cgroup for want of memory meanwhile."""
     if oom_kills() == kills_before:
         return ""
-    return f"The kernel killed for want of memory (memory.events of the cgroup). {planned(folder)} "
+    return f"The kernel killed for want of memory (memory.events of the cgroup). {advice(folder)} "
 
 
 def _by(pid: int) -> str:

@@ -131,4 +131,24 @@ COMMAND_LINE = (
     ),
 )
 
-ROWS = (*MODELS, *MEMORY, *COMMAND_LINE)
+METRIC = "evaluate.module:EvaluationModule."
+METRIC_FILES = ("accuracy", "entity_f1", "f1", "matthews", "mse", "pearson")
+METRICS = tuple(
+    Row(
+        f"metrics/{file}.py",
+        METRIC + name,
+        "override",
+        why,
+        "evaluate/module.py: the documented way to write a metric",
+        "a public name",
+        signature,
+        (METRIC + by,),
+    )
+    for file in METRIC_FILES
+    for name, why, signature, by in (
+        ("_info", "what the metric is, and its features", "self", "__init__"),
+        ("_compute", "the figures", "self, predictions=, references=, **kwargs", "compute"),
+    )
+)
+
+ROWS = (*MODELS, *METRICS, *MEMORY, *COMMAND_LINE)

@@ -14,6 +14,7 @@ TESTED = {
     "accelerate": "1.15.0",
     "deepspeed": "0.19.8",
     "datasets": "5.2.0",
+    "evaluate": "0.4.6",
     "peft": "0.21.2",
     "bitsandbytes": "0.50.2",
     "trl": "1.16.0",

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from conftest import REPO
 
-from finetune.bench.cell_plan import machine_for, planned
+from finetune.bench.cell_plan import machine_for, plan_of_cell
 from finetune.bench.cell_process import command_of, why_not
 from finetune.bench.grid import Grid, read_grid
 from finetune.bench.layouts import LAYOUTS
@@ -200,7 +200,7 @@ def test_the_shipped_grids_are_read_and_planned() -> None:
     for path in SHIPPED:
         grid = read_grid(str(path))
         machine = machine_for("cpu" if path.stem == "bench_laptop" else "V100-32GB", [])
-        plans = [planned(cell, grid.models[cell.model], machine) for cell in grid.cells[:6]]
+        plans = [plan_of_cell(cell, grid.models[cell.model], machine) for cell in grid.cells[:6]]
         assert all(plan and plan["peak_bytes"] > 0 and plan["step_seconds"] > 0 for plan in plans)
 
 

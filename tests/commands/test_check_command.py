@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-from finetune.cli import main, parser
-from finetune.run.choose import recipes
+from finetune.cli import main
 
 ZERO2 = '"zero_optimization": {"stage": 2}'
 ZERO3PP = {
@@ -24,68 +23,6 @@ ZERO3PP = {
     }
 }
 FAULTY = f'{{ {ZERO2},\n  "gradient_cliping": 1.0,\n}}\n'
-
-
-def test_the_options_are_these() -> None:
-    (commands,) = (action for action in parser()._actions if action.dest == "command")
-    assert commands.choices is not None
-    of_recipes = {f"--{name}" for recipe in recipes().values() for name in recipe.flags}
-    options = {name: sorted(command._option_string_actions) for name, command in commands.choices.items()}
-    assert of_recipes < set(options["plan"])
-    options["plan"] = [option for option in options["plan"] if option not in of_recipes]
-    assert options == {
-        "check": [
-            *("--config", "--cpu", "--disable", "--engine", "--fix", "--format", "--gpu", "--gpu_name", "--help"),
-            *("--model", "--pipeline_parallel_size", "--ranks_per_node", "--versions", "--world_size", "-h"),
-        ],
-        "bench": [
-            *("--compare", "--dry_run", "--help", "--machine", "--only", "--output_dir", "--repeats", "--resume"),
-            *("--scale", "--threshold", "-h"),
-        ],
-        "report": ["--help", "--html", "--markdown", "-h"],
-        "checkpoint": ["--help", "-h"],  # `ls` and `verify` have their own
-        "export": ["--base_model", "--dtype", "--help", "--max_shard_size", "--merge_adapter", "-h"],
-        "doctor": [
-            "--deep",
-            "--help",
-            "--hostfile",
-            "--json",
-            "--master_addr",
-            "--master_port",
-            "--nvme_path",
-            "--output_dir",
-            "-h",
-        ],
-        "launch": [
-            *(
-                "--exclude",
-                "--gpus_per_node",
-                "--help",
-                "--hostfile",
-                "--image",
-                "--include",
-                "--interface",
-                "--launcher",
-            ),
-            *("--master_addr", "--master_port", "--no_ssh", "--nodes", "--print", "-h"),
-        ],
-        "plan": sorted(
-            [
-                *("--autotune", "--calibrate", "--global_batch_size", "--gpu", "--gpus_per_node", "--help", "--html"),
-                *(
-                    "--json",
-                    "--layouts",
-                    "--no_search",
-                    "--nodes",
-                    "--params_per_layer",
-                    "--png",
-                    "--ranks",
-                    "--verify",
-                ),
-                *("--write", "--recipe", "-h"),
-            ]
-        ),
-    }
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,8 @@ def test_a_key_that_is_misspelt_is_refused_as_the_recipe_refuses_it(
     ("lines", "words", "recipe", "is_said"),
     [
         ("recipe: seq_cls", [], "seq_cls", False),
-        ("max_seq_length: 64", [], "seq_cls", False),
+        ("task: regression", [], "seq_cls", False),
+        ("max_seq_length: 64", [], "seq_cls", True),
         ("model_size: base", [], "seq_cls", True),
         ("learning_rate: 1e-4", [], "causal_lm", True),
         ("learning_rate: 1e-4", ["--recipe", "seq_cls"], "seq_cls", False),
@@ -285,3 +286,18 @@ def test_a_precision_that_is_faster_is_found_unless_one_was_asked_for(
     assert found["layouts"][0]["job"]["precision"] in ("fp32", "fp16")
     asked = planned(capsys, *words, "--bf16", "True")
     assert {one["job"]["precision"] for one in asked["layouts"]} == {"bf16"}
+
+
+def test_the_advice_of_a_run_out_of_memory_is_the_plan_of_its_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a run's own process, whose environment `start` has changed for the libraries."""
+    from finetune.training.guards.memory import advice
+
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    words = ("recipe: seq_cls", "model_size: base", "deepspeed: zero2", "per_device_train_batch_size: 64")
+    (tmp_path / "recipe.yaml").write_text("\n".join(words))
+    said = advice(tmp_path)
+    assert re.search(r"^Planned: [\d.]+ GiB .*a micro-batch of 32 \(", said), said

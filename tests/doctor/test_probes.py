@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from finetune.doctor import network, probes
+from finetune.doctor import probes
 from finetune.doctor.probes import look
 from finetune.doctor.releases import KNOWN, known_faults
+from finetune.host import network
 from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result
 from finetune.training import runtime
 from finetune.upstream.row import TESTED

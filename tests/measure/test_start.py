@@ -15,6 +15,8 @@ from finetune.errors import RequestError, RunError
 from finetune.host.hardware import cores_here
 from finetune.measure import start
 from finetune.measure.calibrate import calibrate
+from finetune.measure.recipe import TRIAL
+from finetune.plan.from_run import Subject, job_of
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.model import model_of
@@ -23,6 +25,8 @@ from finetune.plan.plan import plan
 from finetune.plan.search import laid_out, shipped
 from finetune.plan.values import Lora
 from finetune.plan.zero import read_zero
+from finetune.run.launch import Launch
+from finetune.run.resolve import resolve
 
 LITE = {"model_type": "gptlite", "vocab_size": 65, "num_hidden_layers": 2, "hidden_size": 64,
         "num_attention_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -39,12 +43,33 @@ def flags(job: Job, config: dict[str, Any] | None, folder: Path) -> dict[str, st
 def test_the_trainer_is_told_what_was_planned(tmp_path: Path) -> None:
     found = flags(replace(BASE, checkpoint_interval=2, attention="eager", precision="bf16"), None, tmp_path)
     assert {name: found[name] for name in found if not found[name].startswith(str(tmp_path))} == {
-        "timed_steps": "5", "planned_device": "cpu", "use_cpu": "True", "head": "causal_lm", "attention": "eager",
+        "timed_steps": "5", "planned_device": "cpu", "use_cpu": "True", "head": "causal_lm",
+        "attn_implementation": "eager",
         "sequence_tokens": "32", "loss_chunk_tokens": "0", "per_device_train_batch_size": "3",
         "gradient_accumulation_steps": "4", "bf16": "True", "fp16": "False", "deepspeed": "none",
         "activation_checkpoint_interval": "2", "optim": "adamw_torch_fused",
     }  # fmt: skip
     assert json.loads(Path(found["model_config"]).read_text()) == LITE
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("none", {}),
+        ("none", {"checkpoint_interval": 2, "attention": "eager", "optimizer": Optimizer("sgd")}),
+        ("zero2", {"loss_chunk_tokens": 512}),
+        ("zero2_offload", {}),
+        ("zero3", {"micro_batch": 1, "accumulation": 1}),
+        ("pipeline", {"stages": 2, "partition_method": "uniform"}),
+    ],
+)
+def test_what_is_run_is_what_was_planned(layout: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """The trial's command line, read as its process reads it, is planned as the very job that it is run for."""
+    job = replace(laid_out(BASE, layout), **changes)
+    argv = start.arguments(job, None if layout == "none" else shipped(layout), tmp_path, 5)
+    run = resolve(TRIAL, argv, Launch(world_size=2, local_world_size=2, launcher="torchrun"))
+    subject = Subject(job.model, job.tokens, loss_chunk_tokens=job.loss_chunk_tokens)
+    assert job_of(run, find_machine("cpu"), subject=subject)[0] == job
 
 
 def test_a_loss_in_chunks_is_run_in_chunks(tmp_path: Path) -> None:

@@ -35,16 +35,15 @@ DISTIL = {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96, "vocab_size"
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 101, "n_positions": 32}
 T5 = {"d_model": 64, "d_kv": 24, "d_ff": 96, "num_layers": 3, "num_heads": 4, "vocab_size": 101}
 CAUSAL, CLASSES, MASKED = AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForMaskedLM
-TAGS = AutoModelForTokenClassification
-IMAGES = AutoModelForImageClassification
+IMAGES, TOKENS = AutoModelForImageClassification, AutoModelForTokenClassification
 CASES: list[tuple[str, Any, dict[str, Any]]] = [
     *((family, head, SMALL) for family in ("bert", "roberta") for head in (CLASSES, MASKED)),
     ("bert", MASKED, {**SMALL, "tie_word_embeddings": False}),
     ("roberta", MASKED, {**SMALL, "tie_word_embeddings": False}),
     ("distilbert", CLASSES, {**DISTIL, "num_labels": 5}),
     ("distilbert", MASKED, DISTIL),
-    ("distilbert", TAGS, {**DISTIL, "num_labels": 5}),
-    *((family, TAGS, SMALL) for family in ("bert", "roberta")),
+    *((family, TOKENS, {**SMALL, "num_labels": 5}) for family in ("bert", "roberta")),
+    ("distilbert", TOKENS, DISTIL),
     ("gpt2", CAUSAL, GPT2),
     ("gpt2", CLASSES, {**GPT2, "n_inner": 80}),
     ("gptlite", CAUSAL, SMALL),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import torch
@@ -12,6 +11,9 @@ from transformers import TrainerCallback, default_data_collator
 from finetune.measure.__main__ import Copies
 from finetune.models.mlp import MLPConfig, MLPForClassification
 from finetune.run.flags.common import RunArguments
+from finetune.run.main import run_recipe
+from finetune.run.recipe import Recipe
+from finetune.run.run import Run
 from finetune.training.start import start
 from finetune.training.trainer import FinetuneTrainer
 
@@ -30,8 +32,11 @@ class Counted(TrainerCallback):  # type: ignore[misc]
             print("COUNTS " + json.dumps({event.key: event.count for event in self.profile.key_averages()}))
 
 
-def main() -> None:
-    session = start((RunArguments,), {}, sys.argv[1:], scratch_defaults={})
+ONE_STEP = Recipe(name="one_step", task="", groups=(RunArguments,), defaults={})
+
+
+def main(run: Run) -> None:
+    session = start(run)
     model = MLPForClassification(MLPConfig(width=WIDTH, layers=LAYERS, num_labels=4))
     model.accepts_loss_kwargs = False
     data = Copies(8, {"inputs": torch.ones(WIDTH), "labels": torch.tensor(0)})
@@ -45,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(ONE_STEP, main)

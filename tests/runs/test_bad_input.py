@@ -27,10 +27,8 @@ def write(folder: Path, name: str, text: str) -> str:
 
 
 CASES = [
-    pytest.param(
-        lambda f: {"max_step": 3}, r"--max_step is no flag of this recipe\. Did you mean --max_steps\?", id="flag"
-    ),
-    pytest.param(lambda f: {"max_steps": "many"}, r"invalid int value: 'many'", id="value of a flag"),
+    pytest.param(lambda f: {"max_step": 3}, r"Did you mean --max_steps\?", id="flag"),
+    pytest.param(lambda f: {"max_steps": "many"}, r"--max_steps is 'many'", id="value of a flag"),
     pytest.param(
         lambda f: {"config": write(f, "c.yaml", "learning_rat: 1")}, "Did you mean --learning_rate", id="YAML key"
     ),

@@ -13,7 +13,6 @@ from conftest import REPO, free_port, run_to_its_end, tool
 
 FOLDER = REPO / "recipes" / "basics"
 PAGES = sorted(FOLDER.glob("*.py"))
-INDEX = (FOLDER / "README.md").read_text()
 
 # What each page must have printed, exactly: figures worked out by hand, next to each.
 PRINTS = {
@@ -107,28 +106,15 @@ def test_the_pages_are_there() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_is_short_stands_alone_and_is_in_the_index(page: Path) -> None:
+def test_a_page_is_short_and_stands_alone(page: Path) -> None:
     text = page.read_text()
     assert len(text.splitlines()) <= 150
-    assert len(docstring(page).splitlines()) >= 10, "the idea is in the docstring"
     modules = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {name.name for node in modules if isinstance(node, ast.Import) for name in node.names}
     names |= {node.module or "." for node in modules if isinstance(node, ast.ImportFrom)}
     roots = {name.split(".")[0] for name in names}
     own = {other.stem for other in PAGES} | {"finetune", "recipes", "", "deepspeed", "transformers", "accelerate"}
     assert not roots & own, "a page imports no other page, and neither the toolkit nor what hides the idea"
-    command = command_of(page)
-    ranks = command[command.index("--nproc_per_node") + 1]
-    row = next((line for line in INDEX.splitlines() if f"`{page.name}`" in line), "")
-    assert f"`{page.name}` | {ranks} |" in row, "the index says how many ranks"
-
-
-def test_the_index_has_the_commands_of_the_docstrings() -> None:
-    lines = re.findall(r"^torchrun (--nproc_per_node .+)$", INDEX, re.MULTILINE)
-    assert [Path(line.split()[-1]).name for line in lines] == re.findall(r"^\| \d+ \| `(.+?)`", INDEX, re.MULTILINE)
-    assert {Path(line.split()[-1]).stem for line in lines} == {page.stem for page in PAGES}
-    for line in lines:
-        assert f"torchrun {line}" in docstring(page_of(Path(line.split()[-1]).stem))
 
 
 @pytest.mark.parametrize("name", one_quick_of([page.stem for page in PAGES], "zero3_by_hand"))

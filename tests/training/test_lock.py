@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,10 +45,8 @@ def end(process: subprocess.Popen[str]) -> None:
 def test_the_second_is_refused_and_told_the_owner(tmp_path: Path) -> None:
     owner = holder(tmp_path)
     try:
-        begun = time.monotonic()
         with pytest.raises(RequestError) as refused:
             lock_run_folder(tmp_path, "another")
-        assert time.monotonic() - begun < 5
         said = str(refused.value)
         assert f"process {owner.pid} on {os.uname().nodename}, started 20" in said
         assert "python recipes/seq_cls.py" in said

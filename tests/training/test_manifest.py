@@ -16,8 +16,8 @@ from finetune.errors import RequestError
 from finetune.training.checkpoints.manifest import (
     MANIFEST,
     FileRecord,
-    Layout,
     Manifest,
+    Spread,
     checkpoints_in,
     files_of,
     hash_of,
@@ -35,7 +35,7 @@ FILES = {
     "global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt": b"z" * 5_000,
     "pytorch_model_fsdp_0/.metadata": b"",
 }
-LAYOUT = Layout("deepspeed", 2, zero_stage=3)
+LAYOUT = Spread("deepspeed", 2, zero_stage=3)
 
 
 def make(folder: Path, step: int = 4) -> Manifest:

@@ -16,8 +16,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from finetune.errors import RequestError, RunError
 from finetune.run.launch import Launch
 from finetune.run.run import Run
-from finetune.training.checkpoints.manifest import Layout as WrittenLayout
-from finetune.training.checkpoints.manifest import Manifest, files_of, write_manifest
+from finetune.training.checkpoints.manifest import Manifest, Spread, files_of, write_manifest
 from finetune.training.checkpoints.tag import newest_tag
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
 from finetune.training.reshard.for_trainer import mend_optimizer
@@ -166,11 +165,11 @@ def checkpoint(folder: Path, stage: int, ranks: int) -> Path:
     (place / "latest").write_text("global_step7")
     for rank in range(ranks):
         torch.save({"rank": rank}, place / (f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"))
-    write_own_manifest(place, 16, WrittenLayout("deepspeed", ranks, stage))
+    write_own_manifest(place, 16, Spread("deepspeed", ranks, stage))
     return place
 
 
-def write_own_manifest(place: Path, batch: int, layout: WrittenLayout) -> None:
+def write_own_manifest(place: Path, batch: int, layout: Spread) -> None:
     place.mkdir(exist_ok=True)
     write_manifest(place, Manifest(7, 0.5, "2026-01-01T00:00:00Z", batch, layout, {}, {}))
 
@@ -200,15 +199,15 @@ def test_moving_leaves_the_checkpoint_as_it_is_and_the_folder_goes_when_it_is_do
 
 def test_states_go_to_the_trainers_own_form_and_come_back(tmp_path: Path) -> None:
     place = checkpoint(tmp_path, 2, 3)
-    mover = Mover(place, tmp_path, Sharding("plain", 1), 0)
+    mover = Mover(place, tmp_path, Sharding("ddp", 1), 0)
     mover.move(sharding_of(place), NAMES)
-    assert sharding_of(mover.folder) == Sharding("plain", 1)
+    assert sharding_of(mover.folder) == Sharding("ddp", 1)
     assert_whole(read_plain(mover.folder, NAMES))
 
 
 def test_states_of_another_model_are_refused_with_the_sizes_of_both(tmp_path: Path) -> None:
     place = checkpoint(tmp_path, 2, 1)
-    mover = Mover(place, tmp_path, Sharding("plain", 1), 0)
+    mover = Mover(place, tmp_path, Sharding("ddp", 1), 0)
     mover.move(sharding_of(place), NAMES)
     smaller = Names((Group(("a.weight",), {}), Group(("a.bias",), {})), {})
     with pytest.raises(RequestError, match=r"\[2, 2\] weights .* this model has \[1, 1\]"):
@@ -264,9 +263,9 @@ ZERO = Sharding("deepspeed", 2, 2)
         pytest.param(ZERO, Sharding("deepspeed", 1, 2), False, id="another world size"),
         pytest.param(ZERO, Sharding("deepspeed", 2, 2, "cpu"), False, id="offload"),
         pytest.param(ZERO, Sharding("deepspeed", 2, 2, precision="bf16"), False, id="another precision"),
-        pytest.param(ZERO, Sharding("plain", 2), False, id="without DeepSpeed"),
+        pytest.param(ZERO, Sharding("ddp", 2), False, id="without DeepSpeed"),
         pytest.param(Sharding("deepspeed", 2, 0), Sharding("deepspeed", 4, 0), True, id="ZeRO-0 is whole on each rank"),
-        pytest.param(Sharding("plain", 2), Sharding("plain", 1), True, id="so is DDP"),
+        pytest.param(Sharding("ddp", 2), Sharding("ddp", 1), True, id="so is DDP"),
         pytest.param(Sharding("pipeline", 2), Sharding("pipeline", 4), True, id="a pipeline's goes by name"),
         pytest.param(Sharding("pipeline", 2), ZERO, False, id="to the Trainer"),
     ],
@@ -301,7 +300,7 @@ def asked(ranks: int, stages: int | None = None, *words: str) -> Run:
 
 
 def saved(folder: Path, batch: int) -> str:
-    write_own_manifest(folder / "checkpoint-7", batch, WrittenLayout("ddp", 2))
+    write_own_manifest(folder / "checkpoint-7", batch, Spread("ddp", 2))
     return str(folder / "checkpoint-7")
 
 
@@ -374,7 +373,7 @@ def test_on_another_number_of_ranks_each_has_random_states_by_the_name_that_the_
     checkpoint.mkdir()
     for name in ("rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"):
         (checkpoint / name).write_text(name)
-    mover = Mover(checkpoint, tmp_path, Sharding("plain", ranks), 0)
+    mover = Mover(checkpoint, tmp_path, Sharding("ddp", ranks), 0)
     mover.link()
     found = {path.name: path.read_text() for path in mover.folder.iterdir()}
     names = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]

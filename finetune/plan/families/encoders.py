@@ -59,6 +59,7 @@ def _classes(dense: str, out: str, hidden: str = "hidden_size") -> Callable[[Siz
 
 
 def _tags(hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
+    """A label for each token, without a pooler."""
     return lambda sizes: linear("classifier", sizes(hidden), sizes.labels)
 
 

@@ -78,6 +78,13 @@ def distilbert(setting: Setting) -> Value:
         return _masked(setting, x, "vocab_projector", f"{name}.word_embeddings", "vocab_projector.bias")
 
 
+def _tags(setting: Setting, x: Value, hidden: int, dropout: float) -> Value:
+    """A label for each token."""
+    x = setting.tape.dropout(x, dropout)
+    logits = setting.tape.linear(x, "classifier", setting.batch.positions, hidden, setting.sizes.labels)
+    return token_loss(setting, logits)
+
+
 def _masked(setting: Setting, x: Value, decoder: str, words: str, bias: str) -> Value:
     tape, sizes = setting.tape, setting.sizes
     vocabulary, hidden = sizes("vocab_size"), sizes("hidden_size", "dim")
@@ -85,11 +92,6 @@ def _masked(setting: Setting, x: Value, decoder: str, words: str, bias: str) -> 
     logits = tape.linear(x, decoder, setting.batch.positions, hidden, vocabulary,
                          weight=f"{words}.weight" if tied else None, bias_name=bias if tied else None)  # fmt: skip
     return token_loss(setting, logits)
-
-
-def _tags(setting: Setting, x: Value, hidden: int, dropout: float) -> Value:
-    x, rows = setting.tape.dropout(x, dropout), setting.batch.positions
-    return token_loss(setting, setting.tape.linear(x, "classifier", rows, hidden, setting.sizes.labels))
 
 
 def _class_dropout(setting: Setting) -> float:

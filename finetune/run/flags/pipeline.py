@@ -61,7 +61,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 def check_pipeline(run: Run) -> None:
     """Raises RequestError for a layout that cannot be, and for flags that would not be honoured."""
     values, world = run.values, run.launch.world_size
-    stages = run.stages or 0
+    stages = int(run.stages or 0)
     if stages < 1:
         raise RequestError(f"{run.said('pipeline_parallel_size')}, but it must be 1 or more.")
     if world % stages:

@@ -40,7 +40,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Spread:
     """How a run is spread: `engine` is one of ENGINES; one process without DeepSpeed is "ddp" with a world of 1."""
 
     engine: str
@@ -63,7 +63,7 @@ class Manifest:
     epoch: float | None
     saved: str
     global_batch_size: int
-    layout: Layout
+    layout: Spread
     versions: dict[str, str]
     files: dict[str, FileRecord]
 
@@ -261,7 +261,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         epoch=epoch,
         saved=_text(content, "saved"),
         global_batch_size=_count(content, "global_batch_size"),
-        layout=Layout(engine, _count(layout, "world_size"), **optional),
+        layout=Spread(engine, _count(layout, "world_size"), **optional),
         versions={_text({"": name}, ""): _text(content["versions"], name) for name in content["versions"]},
         files=files,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.run.files import STATE_FILE
 from finetune.training.checkpoints.best import note_place_of_best
-from finetune.training.checkpoints.manifest import Layout
+from finetune.training.checkpoints.manifest import Spread
 from finetune.training.checkpoints.rotation import Keeper
 from finetune.training.checkpoints.space import check_space, trainer_bytes
 from finetune.training.checkpoints.writing import About, AtomicFolder
@@ -57,7 +57,7 @@ class TrainerSaves:
         trainer, ranks = self.trainer, self.trainer.args.world_size
         if trainer.is_deepspeed_enabled:
             config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
-            layout = Layout("deepspeed", ranks, zero_stage=int(config.get("zero_optimization", {}).get("stage", 0)))
+            layout = Spread("deepspeed", ranks, zero_stage=int(config.get("zero_optimization", {}).get("stage", 0)))
         else:
-            layout = Layout("fsdp" if trainer.is_fsdp_enabled else "ddp", ranks)
+            layout = Spread("fsdp" if trainer.is_fsdp_enabled else "ddp", ranks)
         return About(trainer.state.global_step, trainer.state.epoch, trainer.global_batch_size, layout)

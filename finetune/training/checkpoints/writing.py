@@ -20,8 +20,8 @@ from finetune.errors import FinetuneError, RunError, first_line
 from finetune.run.files import DELETING, REPLACED, UNFINISHED
 from finetune.training.checkpoints.manifest import (
     FileRecord,
-    Layout,
     Manifest,
+    Spread,
     files_of,
     record_of,
     shares,
@@ -50,7 +50,7 @@ class About:
     step: int
     epoch: float | None
     global_batch_size: int
-    layout: Layout
+    layout: Spread
 
 
 class AtomicFolder:

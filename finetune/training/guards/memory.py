@@ -38,7 +38,7 @@ def out_of_memory(error: BaseException, folder: Path) -> RunError:
     said = (str(error).strip().splitlines() or ["no memory"])[0].removesuffix(".")
     traceback.clear_frames(error.__traceback__)  # whose tensors planning needs the room of
     gc.collect()
-    return RunError(f"out of memory on rank {read_launch().rank}: {said[:200]}. {_measured()} {planned(folder)}")
+    return RunError(f"out of memory on rank {read_launch().rank}: {said[:200]}. {_measured()} {advice(folder)}")
 
 
 def _measured() -> str:
@@ -61,7 +61,7 @@ def _measured() -> str:
     )
 
 
-def planned(folder: Path) -> str:
+def advice(folder: Path) -> str:
     """The plan of a run's recipe.yaml: its peak on a rank, and the three cheapest changes that lower it."""
     where = f"`finetune plan {folder / RUN_RECORD}` shows what takes it."
     try:

@@ -23,7 +23,7 @@ from finetune.errors import RequestError
 from finetune.run.files import PIPELINE_RECORD, STATE_FILE
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.final import save_final
-from finetune.training.checkpoints.manifest import Layout
+from finetune.training.checkpoints.manifest import Spread
 from finetune.training.checkpoints.space import OTHER_BYTES, check_space, stage_bytes
 from finetune.training.checkpoints.writing import About, AtomicFolder, every
 from finetune.training.pipeline.engine import Built, Named
@@ -127,7 +127,7 @@ class Checkpoints:
 
     def _about(self, state: Any, global_batch_size: int) -> About:
         zero_stage = self.built.engine.zero_optimization_stage()
-        layout = Layout("pipeline", distributed.get_world_size(), zero_stage, self.stages, self.pipelines)
+        layout = Spread("pipeline", distributed.get_world_size(), zero_stage, self.stages, self.pipelines)
         return About(state.global_step, state.epoch, global_batch_size, layout)
 
     def _write_model(self, folder: Path) -> None:

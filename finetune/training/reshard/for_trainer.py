@@ -153,7 +153,7 @@ def here_of(trainer: Any) -> Sharding:
         precision = next((n for n in ("bf16", "fp16") if config.get(n, {}).get("enabled") is True), "fp32")
         stage = config.get("zero_optimization", {}).get("stage", 0)
         return Sharding("deepspeed", ranks, stage, where, precision)
-    return Sharding("fsdp" if trainer.args.fsdp or accelerate_uses_fsdp() else "plain", ranks)
+    return Sharding("fsdp" if trainer.args.fsdp or accelerate_uses_fsdp() else "ddp", ranks)
 
 
 def names_of(trainer: Any) -> Names:

@@ -31,7 +31,7 @@ def read_any(checkpoint: Path, written: Sharding, names: Names) -> Portable:
     """By the reader of the layout that wrote it. Raises RequestError."""
     if written.engine == "pipeline":
         return read_pipeline(checkpoint, names.filled)
-    if written.engine == "plain":
+    if written.engine == "ddp":
         return read_plain(checkpoint, names)
     folder = newest_tag(checkpoint)
     assert folder is not None, "its layout was read from there"
@@ -140,7 +140,7 @@ class Mover:
             return
         if self.here.engine == "pipeline":
             write_pipeline_record(self.folder, portable, *pipeline)
-        elif self.here.engine == "plain":
+        elif self.here.engine == "ddp":
             write_plain(self.folder, portable, names)
         elif self.here.zero_stage:
             write_record(self._engine_folder, portable, self.here.zero_stage, self.ranks)

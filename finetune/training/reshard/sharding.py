@@ -14,7 +14,7 @@ from finetune.training.reshard.zero_shards import model_file, shard_files
 
 @dataclass(frozen=True)
 class Sharding:
-    """`engine` is "plain" (the Trainer alone: one process or DDP), "fsdp", "deepspeed" or "pipeline". `offload` and
+    """`engine` is "ddp" (the Trainer alone: one process or DDP), "fsdp", "deepspeed" or "pipeline". `offload` and
     `precision` are of DeepSpeed: it keeps states elsewhere, and names its files otherwise."""
 
     engine: str
@@ -28,7 +28,7 @@ class Sharding:
         if self.engine == "deepspeed":
             where = f", states on {self.offload}" if self.offload != "none" else ""
             return f"{count} with ZeRO-{self.zero_stage}{where}"
-        words = {"plain": "without DeepSpeed", "fsdp": "with FSDP", "pipeline": "in a pipeline"}
+        words = {"ddp": "without DeepSpeed", "fsdp": "with FSDP", "pipeline": "in a pipeline"}
         return f"{count} {words[self.engine]}"
 
 
@@ -47,7 +47,7 @@ def sharding_of(checkpoint: Path) -> Sharding:
         ranks = len(shard_files(folder)) if stage else random_states
         return Sharding("deepspeed", ranks, stage, where, precision)
     if (checkpoint / "optimizer.pt").is_file():
-        return Sharding("plain", random_states)
+        return Sharding("ddp", random_states)
     if any(checkpoint.glob("optimizer_*")) or any(checkpoint.glob("pytorch_model_fsdp*")):
         return Sharding("fsdp", random_states)
     raise RequestError(

@@ -37,9 +37,10 @@ def movement() -> Movement:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    reads = "import os\nwhile os.read(0, 4096): pass"
-    process = subprocess.Popen([sys.executable, "-S", "-c", reads], stdin=subprocess.PIPE)
-    time.sleep(1)  # until it has begun
+    reads = "import os\nos.write(1, b'.')\nwhile os.read(0, 4096): pass"
+    process = subprocess.Popen([sys.executable, "-S", "-c", reads], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.read(1) == b"."  # it has begun
     yield process
     process.kill()
     process.wait()
