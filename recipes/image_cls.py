@@ -42,7 +42,7 @@ def main(run):
         trained=source.labels,
     )
     data.require_all(training)
-    metrics = CountedMetrics(len(data.labels.names), session.run.value("metrics"))
+    metrics = CountedMetrics(len(data.labels.names), session.run.value("metrics"), session.run.stages is not None)
     settle_best_metric(training, metrics, session.run.given)
     session.say(data.describe(), f"model: {source.description}; --model_name_or_path takes any other")
 
