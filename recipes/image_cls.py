@@ -21,8 +21,9 @@ def main(run):
     from finetune.data.images import prepare_images
     from finetune.models.images import find_image_source
     from finetune.training.chapters import finish
+    from finetune.training.counted_metrics import CountedMetrics
     from finetune.training.image_trainers import image_trainer
-    from finetune.training.metrics import CountedMetrics, settle_best_metric
+    from finetune.training.metrics import settle_best_metric
     from finetune.training.results import write_image_report
     from finetune.training.start import start
 
@@ -42,7 +43,7 @@ def main(run):
         trained=source.labels,
     )
     data.require_all(training)
-    metrics = CountedMetrics(len(data.labels.names), session.run.value("metrics"))
+    metrics = CountedMetrics(len(data.labels.names), session.run.value("metrics"), session.run.stages is not None)
     settle_best_metric(training, metrics, session.run.given)
     session.say(data.describe(), f"model: {source.description}; --model_name_or_path takes any other")
 

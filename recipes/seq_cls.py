@@ -49,8 +49,7 @@ def main(run):
     # Train, evaluate and predict whole sets, each row once, whatever the number of ranks; then report.
     def evaluate():
         evaluated = trainer.predict(data.splits["validation"], metric_key_prefix="eval")
-        settle_thresholds(session, metrics, evaluated)
-        return evaluated
+        return settle_thresholds(session, metrics, evaluated)
 
     trainer = trainer_of(session, model, data, compute_metrics=metrics, compute_loss=loss)
     finish(

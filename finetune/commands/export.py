@@ -13,7 +13,7 @@ import torch
 from finetune.errors import RequestError
 from finetune.export.adapter import write_merged
 from finetune.export.source import Source, read_source
-from finetune.export.write import bytes_of, whole, write_companions, write_weights
+from finetune.export.write import bytes_of, whole, write_companions, write_thresholds, write_weights
 from finetune.training.run_folder import explained_disk_errors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,6 +37,7 @@ def run(asked: argparse.Namespace) -> int:
             stem = "adapter_model" if source.is_adapter else "model"
             write_weights(folder, stem, source.weights, dtype, most_bytes)
             notes += write_companions(source.folder, folder, dtype)
+            notes += write_thresholds(source.folder, folder)
         _record(source, folder, asked)
     files = sorted(path for path in out.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files) / 2**20

@@ -25,6 +25,7 @@ PAIR_NAMES = (
     ("query", "passage"),
 )
 MAX_SHOWN = 5
+HIDDEN_LABEL = -1  # GLUE's test sets on the hub
 MULTI_LABEL = "multi_label_classification"  # transformers' word for it
 TOKENS = "token_classification"
 IGNORED = -100  # the label of a token that is not judged, as torch has it
@@ -62,6 +63,18 @@ def label_text(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value).strip()
+
+
+def names_of_ids(ids: Sequence[int | None] | None, names: Sequence[str], where: str) -> list[str] | None:
+    """What a row's ids are called, "" for one that is not there; None where a test set hides them. Raises
+    RequestError for an id that has no name."""
+    if ids is None or HIDDEN_LABEL in ids:
+        return None
+    if wrong := [i for i in ids if i is not None and not 0 <= i < len(names)]:
+        raise RequestError(
+            f"{where}: has the id {wrong[0]}, but the {len(names)} names have ids from 0 to {len(names) - 1}. Mend it."
+        )
+    return ["" if i is None else names[i] for i in ids]
 
 
 def find_columns(

@@ -17,9 +17,9 @@ from datasets import ClassLabel, Dataset
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from finetune.data import cifar
-from finetune.data.columns import label_text
+from finetune.data.columns import HIDDEN_LABEL, label_text
 from finetune.data.files import open_hub
-from finetune.data.tables import HIDDEN_LABEL, SPLITS
+from finetune.data.tables import SPLITS
 from finetune.errors import RequestError, first_line
 from finetune.run.flags.images import ImageArguments
 

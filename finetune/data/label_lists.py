@@ -11,11 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from datasets import ClassLabel, Dataset, LargeList, List, Value
 
-from finetune.data.columns import MAX_SHOWN, MULTI_LABEL, Labels, is_empty, label_text
+from finetune.data.columns import MAX_SHOWN, MULTI_LABEL, Labels, is_empty, label_text, names_of_ids
 from finetune.errors import RequestError
 
 MERGED = "label_column_names"  # the column that those of the flag are made into
-MEND = "Give lists of names, lists of 0 and 1 of one length, or a column of 0 and 1 a label by --label_column_names."
+MEND = (
+    "Give lists of names, lists of 0 and 1 of one length, or a column of 0 and 1 a label by --label_column_names; ids "
+    "of classes are read only from a ClassLabel column, which names them."
+)
 ZEROS_AND_ONES = {"0": 0, "1": 1, "false": 0, "true": 1}
 
 Table = dict[str, Dataset]
@@ -138,18 +141,27 @@ def _named(table: Dataset, label: str, split: str, hot: MultiHot) -> tuple[Datas
     declared: Sequence[str] | None = None
     where = [f"{split} data, row {i + 1}" for i in range(len(lists))]
     if isinstance(inside, ClassLabel):
-        declared, places = inside.names, lists
-    elif isinstance(inside, Value) and any(kind in inside.dtype for kind in ("int", "float", "bool")):
+        declared = inside.names
+        named = [names_of_ids(row, inside.names, place) for row, place in zip(lists, where, strict=True)]
+    elif not isinstance(inside, Value):
+        raise RequestError(
+            f"the {split} data: the lists in {label!r} hold lists or objects, such as {_first_item(lists)}, where "
+            f"names belong. {MEND}"
+        )
+    elif any(kind in inside.dtype for kind in ("int", "float", "bool")):
         places = [hot.places(row, place) for row, place in zip(lists, where, strict=True)]
-        declared = hot.names()
-    if declared is not None:
-        named = [None if row is None else [declared[i] for i in row] for row in places]
+        declared = names = hot.names()
+        named = [None if row is None else [names[i] for i in row] for row in places]
     else:
-        named = [None if row is None else [label_text(name) for name in row] for row in lists]
-        for row, raw, place in zip(named, lists, where, strict=True):
-            if row and any(is_empty(name) for name in raw):
-                raise RequestError(f"{place}: has an empty name among its labels. Take it out.")
+        named = [row and ["" if is_empty(name) else label_text(name) for name in row] for row in lists]
+    for row, place in zip(named, where, strict=True):
+        if row and "" in row:
+            raise RequestError(f"{place}: has an empty name among its labels. Take it out.")
     return table.remove_columns(label).add_column(label, named, feature=List(Value("string"))), declared
+
+
+def _first_item(lists: Sequence[Sequence[Any] | None]) -> str:
+    return str(next((item for row in lists for item in row or ()), None))[:40]
 
 
 def find_many_labels(lists: Sequence[Sequence[str]], declared: Sequence[str] | None, trained: Labels | None) -> Labels:

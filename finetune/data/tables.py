@@ -14,7 +14,16 @@ from datasets import ClassLabel, Dataset
 from sklearn.model_selection import train_test_split
 
 from finetune.data.builtin import docstring_rows
-from finetune.data.columns import MULTI_LABEL, Columns, Labels, find_columns, find_labels, is_empty, label_text
+from finetune.data.columns import (
+    HIDDEN_LABEL,
+    MULTI_LABEL,
+    Columns,
+    Labels,
+    find_columns,
+    find_labels,
+    is_empty,
+    label_text,
+)
 from finetune.data.files import open_file, open_hub
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
 from finetune.errors import RequestError
@@ -23,7 +32,6 @@ from finetune.run.flags.text import DataArguments, PreparationArguments
 SPLITS = ("train", "validation", "test")
 HEAD_ROWS = 200
 ROW = "row"  # the number of a test row in its file, from 0
-HIDDEN_LABEL = -1  # GLUE's test sets on the hub
 
 Table = dict[str, Dataset]
 

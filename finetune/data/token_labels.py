@@ -15,10 +15,10 @@ from typing import Any
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from finetune.data.classification import Kind
-from finetune.data.columns import IGNORED, TOKENS, Columns, Labels
+from finetune.data.columns import IGNORED, TOKENS, Columns, Labels, names_of_ids
 from finetune.data.files import open_file, open_hub
 from finetune.data.python_names import name_rows
-from finetune.data.tables import HIDDEN_LABEL, ROW, SPLITS, CleanTables, Table, at_most
+from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most
 from finetune.data.tag_schemes import OUTSIDE, find_scheme, read_conll, to_bio
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
@@ -113,8 +113,8 @@ def _columns(table: Dataset, arguments: TokenDataArguments, split: str) -> Colum
 
 
 def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) -> tuple[Dataset, int]:
-    """Columns `tokens`, and `tags` as names where there are any. A row without words, or with another number of tags,
-    is refused or left out."""
+    """Columns `tokens`, and `tags` as names where there are any. A row without words, with another number of tags, or
+    with an empty one is refused or left out."""
     words = table[columns.text[0]][:]
     if not all(row is None or isinstance(row, list) for row in words[:SHOWN]):
         raise RequestError(f"the {split} data: {columns.text[0]!r} holds no lists of words. Give a list a row.")
@@ -125,15 +125,16 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
         raise RequestError(f"the {split} data has no column {columns.label!r}. Give the tags of its words.")
     good = [
         i for i, row in enumerate(words)
-        if row and all(word and word.strip() for word in row) and (tags is None or len(tags[i] or ()) == len(row))
+        if row and all(word and word.strip() for word in row)
+        and (tags is None or (len(tags[i] or ()) == len(row) and all(tags[i] or ())))
     ]  # fmt: skip
     bad = len(words) - len(good)
     if bad and not skip:
         rows = sorted(set(range(len(words))) - set(good))[:SHOWN]
         raise RequestError(
-            f"the {split} data has {bad:,} of {len(words):,} sentences without words, with an empty word, or with "
-            f"another number of tags than words (counted from 1: {', '.join(str(i + 1) for i in rows)}). Mend them, or "
-            "leave them out by --skip_bad_rows True."
+            f"the {split} data has {bad:,} of {len(words):,} sentences without words, with an empty word or tag, or "
+            f"with another number of tags than words (counted from 1: {', '.join(str(i + 1) for i in rows)}). Mend "
+            "them, or leave them out by --skip_bad_rows True."
         )
     if not good:
         raise RequestError(f"the {split} data has no sentence with a tag for each word. Check the column names.")
@@ -150,9 +151,9 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
 def _named(table: Dataset, label: str, split: str) -> list[list[str] | None]:
     inside, rows = getattr(table.features[label], "feature", None), table[label][:]
     if isinstance(inside, ClassLabel):
-        return [None if row is None or HIDDEN_LABEL in row else [inside.names[i] for i in row] for row in rows]
+        return [names_of_ids(row, inside.names, f"{split} data, row {i + 1}") for i, row in enumerate(rows)]
     if isinstance(inside, Value) and "string" in inside.dtype:
-        return [row and [str(tag).strip() for tag in row] for row in rows]
+        return [row and [(tag or "").strip() for tag in row] for row in rows]
     if not any(rows):
         return [None] * len(rows)
     raise RequestError(

@@ -19,7 +19,7 @@ from finetune.errors import RequestError, RunError
 from finetune.export.weight import Weight, cast_of
 from finetune.run.files import UNFINISHED
 from finetune.safe_read import read_json_object
-from finetune.training.checkpoints.manifest import MANIFEST
+from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST
 from finetune.training.checkpoints.writing import flush
 
 SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?([KMGT])(i?)B", re.IGNORECASE)
@@ -145,6 +145,21 @@ def write_companions(source: Path, folder: Path, dtype: torch.dtype) -> list[str
     for path in _companions(source):
         shutil.copyfile(path, folder / path.name)
     return notes
+
+
+def write_thresholds(source: Path, folder: Path) -> list[str]:
+    """Into the config of a checkpoint that gives several labels a row, those that its run chose at its end, where the
+    labels are the same ones. Gives what the user should know."""
+    there = folder / "config.json"
+    config = read_json_object(there) if there.is_file() else {}
+    if config.get("problem_type") != "multi_label_classification" or "thresholds" in config:
+        return []
+    run = source.absolute().parent / "config.json"  # of the final model
+    chosen = read_json_object(run) if CHECKPOINT.fullmatch(source.name) and run.is_file() else {}
+    if "thresholds" not in chosen or chosen.get("id2label") != config.get("id2label"):
+        return ["config.json has no thresholds: none were chosen for these labels, and each is given from 0.5 on."]
+    _write(there, {**config, "thresholds": chosen["thresholds"]})
+    return ["config.json has the thresholds that the run chose for its final model."]
 
 
 def _without_paths(config: dict[str, Any]) -> list[str]:

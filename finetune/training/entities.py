@@ -138,7 +138,7 @@ def write_entity_report(
         pipeline_tag="token-classification",
         model=source.description,
         base_model=source.hub_id,
-        recipe="recipes/token_cls.py",
+        recipe=session.run.recipe.script,
         source=account.source,
         table=[
             ("split", "sentences", "left out", f"cut to {account.max_seq_length} tokens"),

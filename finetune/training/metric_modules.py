@@ -21,16 +21,17 @@ from finetune.errors import RequestError, first_line
 
 FOLDER = Path(finetune.metrics.__file__).parent
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("[!_]*.py")))
+LESS_IS_BETTER = ("loss", "error")  # at the end of a figure's name, where its metric does not say
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One of a run's metrics: its name as given, and the figures that it has been seen to compute."""
+    """One of a run's metrics: its name as given, and the figures that it has been seen to compute, with whether the
+    greater of two is the better one."""
 
     name: str
     module: Any
-    figures: tuple[str, ...]
-    greater_is_better: bool
+    figures: Mapping[str, bool]
 
     def compute(self, inputs: Mapping[str, Any]) -> dict[str, float]:
         """Its figures of `inputs`, of which it takes those that it has a feature for."""
@@ -65,9 +66,13 @@ def load_metrics(
             if figure in givers:
                 raise RequestError(f"{said}: gives {figure}, and so does {givers[figure]}. Drop or rename one.")
             givers[figure] = name
-        better = bool(getattr(module, "greater_is_better", True))
-        found.append(Metric(name, module, tuple(figures), better))
+        found.append(Metric(name, module, {figure: _greater_is_better(module, figure) for figure in figures}))
     return tuple(found)
+
+
+def _greater_is_better(module: Any, figure: str) -> bool:
+    """As the metric's class says by an attribute of this name, which `evaluate` does not know; else by the name."""
+    return bool(getattr(module, "greater_is_better", not figure.lower().endswith(LESS_IS_BETTER)))
 
 
 def _compute(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,14 @@ from sklearn.metrics import confusion_matrix
 from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
 from finetune.training.metric_modules import load_metrics
-from finetune.training.thresholds import choose_thresholds, given_labels, save_thresholds, sigmoid, thresholds_of
+from finetune.training.thresholds import (
+    choose_thresholds,
+    given_labels,
+    save_thresholds,
+    sigmoid,
+    softplus,
+    thresholds_of,
+)
 
 Metrics = Callable[[Any], dict[str, float]]
 
@@ -56,8 +63,7 @@ class TaskMetrics:
     @property
     def greater_is_better(self) -> dict[str, bool]:
         """Every figure of an evaluation, and whether the greater of two is the better one."""
-        found = {figure: metric.greater_is_better for metric in self.metrics for figure in metric.figures}
-        return {LOSS: False, **found}
+        return {LOSS: False, **{figure: better for metric in self.metrics for figure, better in metric.figures.items()}}
 
 
 def metrics_for(labels: Labels, names: Sequence[str] | None = None, trained: Any | None = None) -> TaskMetrics:
@@ -66,14 +72,17 @@ def metrics_for(labels: Labels, names: Sequence[str] | None = None, trained: Any
     return TaskMetrics(labels, names, thresholds_of(trained, labels))
 
 
-def settle_thresholds(session: Any, metrics: TaskMetrics, evaluated: Any) -> None:
+def settle_thresholds(session: Any, metrics: TaskMetrics, evaluated: Any) -> Any:
     """From here on give labels at the thresholds that suit the held-out rows best, and write them into the run folder.
-    Nothing where rows have one label each, or where a trained model has brought its own."""
+    Gives the evaluation with its figures at those. Nothing changes where rows have one label each, or where a trained
+    model has brought its own."""
     if metrics.labels.task != MULTI_LABEL or not session.training.do_train:
-        return
+        return evaluated
     metrics.thresholds = choose_thresholds(first_output(evaluated.predictions), np.asarray(evaluated.label_ids))
     if session.launch.speaks:
-        save_thresholds(session.folder, metrics.labels, metrics.thresholds)
+        save_thresholds(session.folder, metrics.thresholds)
+    anew = {f"eval_{name}": value for name, value in metrics(evaluated).items()}
+    return evaluated._replace(metrics={**evaluated.metrics, **anew})
 
 
 def metrics_of_run(session: Any, labels: Labels, source: Any) -> TaskMetrics:
@@ -115,27 +124,6 @@ def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, An
             training.eval_steps = training.eval_steps or training.save_steps
 
 
-class CountedMetrics:
-    """The figures of a classification, and in `counts` the confusion matrix of the last evaluation (classes,
-    classes). It takes logits and ids, or the sums of a pipeline's evaluation (1, 1 + classes^2): the loss over all
-    rows, and a confusion matrix row by row."""
-
-    def __init__(self, classes: int, names: Sequence[str] | None = None) -> None:
-        self.counts: npt.NDArray[Any] = np.zeros((classes, classes), dtype=np.int64)
-        self.of_rows = TaskMetrics(Labels("classification", tuple(map(str, range(classes)))), names)
-        self.labels, self.greater_is_better = self.of_rows.labels, self.of_rows.greater_is_better
-
-    def __call__(self, evaluated: Any) -> dict[str, float]:
-        if evaluated.label_ids is not None:
-            self.counts = confusion(evaluated.predictions, evaluated.label_ids, len(self.counts))
-            return self.of_rows(evaluated)
-        loss, *cells = np.asarray(evaluated.predictions, dtype=np.float64)[0]
-        self.counts = np.rint(cells).astype(np.int64).reshape(self.counts.shape)
-        truth, predicted = np.nonzero(self.counts)  # each pair of classes that was seen, weighed by how often
-        pairs = {"predictions": predicted, "references": truth, "sample_weight": self.counts[truth, predicted]}
-        return {LOSS: float(loss / self.counts.sum()), **self.of_rows.figures(pairs)}
-
-
 def language_metrics(tokens_per_byte: float, tokens_per_character: float) -> Metrics:
     """A `compute_metrics` over the rows' figures (N, 3): loss in nats, right guesses, tokens (models.chunked_loss)."""
 
@@ -173,7 +161,7 @@ def _many_inputs(logits: npt.NDArray[Any], truth: npt.NDArray[Any], of: TaskMetr
     """From logits (N, labels) and rows of 0 and 1 (N, labels). The loss is the mean binary cross entropy."""
     given = given_labels(logits, of.thresholds)
     inputs = {"predictions": given, "references": truth.astype(np.int64), "prediction_scores": sigmoid(logits)}
-    return inputs, float((np.logaddexp(0, logits) - truth * logits).mean())
+    return inputs, float((softplus(logits) - truth * logits).mean())
 
 
 def _token_inputs(guessed: npt.NDArray[Any], ids: npt.NDArray[Any], of: TaskMetrics) -> tuple[dict[str, Any], float]:

@@ -19,11 +19,12 @@ FEWEST = 5  # held-out rows with a label; a threshold chosen on fewer would be c
 
 
 def thresholds_of(config: Any, labels: Labels) -> list[float] | None:
-    """Those that a trained model carries in its config; None where it has none for these labels."""
+    """Those that a trained model carries in its config, one half for any that is no number; None where it has none for
+    these labels."""
     found = getattr(config, "thresholds", None)
     if labels.task != MULTI_LABEL or not isinstance(found, list) or len(found) != len(labels.names):
         return None
-    return [float(value) for value in found]
+    return [float(value) if isinstance(value, int | float) else UNSETTLED_THRESHOLD for value in found]
 
 
 def choose_thresholds(logits: npt.NDArray[Any], truth: npt.NDArray[Any]) -> list[float]:
@@ -32,7 +33,7 @@ def choose_thresholds(logits: npt.NDArray[Any], truth: npt.NDArray[Any]) -> list
 
 
 def _best_threshold(scores: npt.NDArray[Any], is_true: npt.NDArray[np.bool_]) -> float:
-    if is_true.sum() < FEWEST or is_true.all():
+    if is_true.sum() < FEWEST or is_true.all() or not np.isfinite(scores).all():  # as of a model that has diverged
         return UNSETTLED_THRESHOLD
     order = np.argsort(-scores, kind="stable")
     ordered: npt.NDArray[Any] = np.append(scores[order], 0.0)
@@ -44,12 +45,8 @@ def _best_threshold(scores: npt.NDArray[Any], is_true: npt.NDArray[np.bool_]) ->
     return float(cuts[np.argmin(np.abs(cuts - UNSETTLED_THRESHOLD))])
 
 
-def save_thresholds(folder: Path, labels: Labels, thresholds: Sequence[float]) -> None:
-    """Into thresholds.json and the config.json that the run has saved. Only rank 0."""
-    rule = "a label is given from this probability on"
-    write_json(
-        folder / "thresholds.json", {"rule": rule, "thresholds": dict(zip(labels.names, thresholds, strict=True))}
-    )
+def save_thresholds(folder: Path, thresholds: Sequence[float]) -> None:
+    """Into the config.json that the run has saved, in the order of its labels. Only rank 0."""
     saved = folder / "config.json"
     if saved.is_file():
         write_json(saved, {**read_json_object(saved), "thresholds": list(thresholds)})
@@ -77,5 +74,12 @@ def given_labels(logits: npt.NDArray[Any], thresholds: Sequence[float] | None = 
 
 def sigmoid(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Probabilities, in float64, without overflow."""
-    chances: npt.NDArray[Any] = np.exp(-np.logaddexp(0, -np.asarray(logits, dtype=np.float64)))
+    chances: npt.NDArray[Any] = np.exp(-softplus(-np.asarray(logits, dtype=np.float64)))
     return chances
+
+
+def softplus(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """log(1 + exp(logits)), without overflow; of NaN without a warning, for the end of a run says what diverged."""
+    with np.errstate(invalid="ignore"):
+        found: npt.NDArray[Any] = np.logaddexp(0, logits)
+    return found

@@ -70,7 +70,7 @@ def test_a_list_of_zeros_and_ones_is_multi_hot_and_a_trained_model_names_its_pla
     ("rows", "said"),
     [
         pytest.param([[0, 1], [1, 0], [1]], r"training? data, row 3: has 1 values, but .* row 1 has 2", id="lengths"),
-        pytest.param([[0, 1], [1, 3]], r"row 2: has the value 3, but a list of numbers holds 0 and 1", id="ids"),
+        pytest.param([[0, 1], [1, 3]], r"row 2: has the value 3, .* holds 0 and 1 .* only from a ClassLabel", id="ids"),
         pytest.param([[0, 1], [0, 1]], r"of 2 labels no training row has label_0", id="never positive"),
         pytest.param([["art"], ["art", " "]], r"row 2: has an empty name", id="empty name"),
         pytest.param([[], []], r"no training row has a label", id="no label at all"),
@@ -94,6 +94,32 @@ def test_lists_that_are_no_labels_are_refused(rows: list[Any], said: str) -> Non
 def test_columns_that_are_no_labels_are_refused(cells: Any, flags: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         clean({"train": columns(cells)}, label_column_names=["a", "b"], **flags)
+
+
+def ids(rows: list[Any]) -> Dataset:
+    return table(rows, feature=List(ClassLabel(names=list(NAMES))))
+
+
+def test_ids_that_a_test_set_hides_are_no_labels() -> None:
+    given = ids([[0], [1, 0], [2]] * 5)
+    found = clean({"train": given, "validation": given, "test": ids([[-1], [-1]])})
+    assert "label" not in found.splits["test"].column_names
+    with pytest.raises(RequestError, match="the validation data has 1 of 2 rows with empty text or label"):
+        clean({"train": given, "validation": ids([[0], [-1, 0]])})
+
+
+@pytest.mark.parametrize(
+    ("rows", "feature", "said"),
+    [
+        pytest.param([[0], [0, -2]], List(ClassLabel(names=["a", "b"])), r"row 2: has the id -2, but the 2", id="low"),
+        pytest.param([[None, 0]], List(ClassLabel(names=["a", "b"])), r"row 1: has an empty name", id="none"),
+        pytest.param([[["a"]], [["b"]]], None, r"hold lists or objects, such as \['a'\], .*ClassLabel", id="nested"),
+        pytest.param([[{"name": "a"}]], None, r"hold lists or objects, such as \{'name': 'a'\}", id="objects"),
+    ],
+)
+def test_items_that_are_no_names_are_refused(rows: list[Any], feature: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        clean({"train": table(rows, feature=feature)})
 
 
 def test_a_name_that_is_no_label_is_refused() -> None:

@@ -60,6 +60,9 @@ def test_a_trained_models_tags_keep_their_ids() -> None:
         pytest.param(
             {"train": table([["a"], [" "]], [["B-x"], ["O"]])}, r"has 1 of 2 sentences .* an empty word", id="empty"
         ),
+        pytest.param(
+            {"train": table(tags=[["O"] * 5, ["B-x", None], ["", "O"]])}, r"has 2 of 3 .* 1: 2, 3\)", id="empty tag"
+        ),
         pytest.param({"train": table(tags=None)}, r"no column 'tags or ner_tags", id="no tags"),
         pytest.param(
             {"train": table(tags=[[1] * 5, [1, 1], [1, 1]])}, r"holds no lists of tags, but '\[1, 1", id="ids"
@@ -81,6 +84,21 @@ def test_bad_sentences_are_left_out_where_asked_and_a_test_row_keeps_its_number(
     found = clean({"train": bad, "validation": table(), "test": bad}, skip=True)
     assert found.skipped == {"train": 1, "validation": 0, "test": 1}
     assert found.splits["test"]["row"][:] == [1, 2, 3]
+
+
+def of_ids(rows: Any) -> Dataset:
+    features = Features({"tokens": List(Value("string")), "tags": List(ClassLabel(names=["O", "B-x"]))})
+    return Dataset.from_dict({"tokens": [["a", "b"]] * len(rows), "tags": rows}, features)
+
+
+def test_a_sentence_with_an_empty_tag_is_left_out_where_asked() -> None:
+    found = clean({"train": table(tags=[TAGS[0], ["O", None], [" ", "O"]]), "validation": table()}, skip=True)
+    assert found.labels.names == NAMES
+    assert found.skipped["train"] == 2
+    found = clean({"train": of_ids([[0, 1], [None, 1], [-1, 1]]), "validation": of_ids([[1, 0]])}, skip=True)
+    assert found.skipped["train"] == 2
+    with pytest.raises(RequestError, match="train data, row 1: has the id -2, but the 2 names"):
+        clean({"train": of_ids([[0, -2]])}, skip=True)
 
 
 def test_a_test_split_may_have_no_tags() -> None:

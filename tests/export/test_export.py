@@ -14,7 +14,7 @@ import torch
 from conftest import REPO, TINY, launch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForSequenceClassification, DistilBertConfig, GPT2Config, GPT2LMHeadModel
 
 from finetune.cli import main
 
@@ -57,6 +57,22 @@ def test_a_run_folder_is_exported_though_its_latest_names_a_checkpoint(gpt2: Pat
     assert export(gpt2, tmp_path / "out") == 0
     assert weights_in(tmp_path / "out").keys() == weights_in(gpt2).keys()
     assert (tmp_path / "out/model.safetensors").stat().st_mode == (tmp_path / "out/config.json").stat().st_mode
+
+
+@pytest.mark.parametrize(("names", "has"), [(("art", "law"), True), (("art", "war"), False)])
+def test_a_checkpoint_gets_the_thresholds_of_its_run_where_the_labels_agree(
+    names: tuple[str, str], has: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = {"id2label": {0: "art", 1: "law"}, "problem_type": "multi_label_classification"}
+    config = DistilBertConfig(vocab_size=40, n_layers=1, dim=8, n_heads=2, hidden_dim=8, **labels)
+    place = tmp_path / "run" / "checkpoint-2"
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(place)
+    final = {**labels, "id2label": dict(enumerate(names)), "thresholds": [0.3, 0.7]}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(final))
+    assert export(place, tmp_path / "out") == 0
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert found.get("thresholds") == ([0.3, 0.7] if has else None)
+    assert ("has no thresholds" in capsys.readouterr().out) is not has
 
 
 def test_nothing_is_exported_into_a_checkpoint(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, DistilBertConfig, GPT2Config
 
-from finetune.data.columns import Labels
+from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
 from finetune.models.classifier import build_classifier, find_source
@@ -37,6 +37,17 @@ def test_weights_are_loaded_in_fp32_whatever_the_file_has(tmp_path: Path) -> Non
     source = find_source(arguments, None)
     model = build_classifier(arguments, source, LABELS, source.tokenizer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_thresholds_of_the_weights_that_were_are_dropped_when_they_are_trained_on(tmp_path: Path) -> None:
+    many = Labels(MULTI_LABEL, ("bad", "good"))
+    config = DistilBertConfig(**{**DISTILBERT.to_dict(), "problem_type": MULTI_LABEL, "thresholds": [0.3, 0.7]})
+    config.id2label = dict(enumerate(many.names))
+    arguments = ModelArguments(model_name_or_path=saved(tmp_path, config))
+    for trains in (False, True):
+        source = find_source(arguments, None)
+        model = build_classifier(arguments, source, many, source.tokenizer, will_train=trains)
+        assert hasattr(model.config, "thresholds") is not trains
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end_token(tmp_path: Path) -> None:

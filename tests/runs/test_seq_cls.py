@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -352,26 +353,37 @@ def write_topics(path: Path, rows: int, seed: int) -> str:
     return str(path)
 
 
-def test_several_labels_a_text_are_learnt_alike_on_one_rank_and_on_two(tmp_path: Path) -> None:
-    """The losses of 60 steps; then what stands in the folder: thresholds, predictions by them, a table, a picture."""
+@pytest.fixture(scope="module")
+def topics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("topics")
     files = {
-        "train_file": write_topics(tmp_path / "a.jsonl", 400, 1),
-        "test_file": write_topics(tmp_path / "b.jsonl", 60, 2),
+        "train_file": write_topics(folder / "a.jsonl", 400, 1),
+        "test_file": write_topics(folder / "b.jsonl", 60, 2),
     }
-    flags = {**OWN, **files, "max_steps": 60, "max_train_samples": 320, "class_weights": "balanced"}
-    two = launch(
-        "deepspeed", tmp_path / "two", {**flags, "deepspeed": "zero2", "per_device_train_batch_size": 8}, ranks=2
-    )
-    one = launch("python", tmp_path / "one", {**flags, "per_device_train_batch_size": 16})
+    return {**OWN, **files, "max_steps": 60, "max_train_samples": 320, "class_weights": "balanced"}
+
+
+@pytest.fixture(scope="module")
+def topics_on_two(topics: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("two") / "run"
+    return launch("deepspeed", folder, {**topics, "deepspeed": "zero2", "per_device_train_batch_size": 8}, ranks=2)
+
+
+def test_several_labels_a_text_are_learnt_alike_on_one_rank_and_on_two(
+    topics: dict[str, Any], topics_on_two: Finished, tmp_path: Path
+) -> None:
+    """The losses of 60 steps; then what stands in the folder: thresholds, predictions by them, a table, a picture."""
+    two = topics_on_two
+    one = launch("python", tmp_path / "one", {**topics, "per_device_train_batch_size": 16})
     losses = [[step["loss"] for step in run.steps] for run in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
     results = two.json("all_results.json")
     assert {"eval_f1_micro", "eval_f1_macro", "eval_subset_accuracy"} <= set(results)
-    thresholds = two.json("thresholds.json")["thresholds"]
+    thresholds = {row["label"]: row["threshold"] for row in two.json("per_label.json")}
+    assert list(thresholds) == list(TOPICS)
     assert two.json("config.json")["thresholds"] == list(thresholds.values())
     assert two.json("config.json")["problem_type"] == "multi_label_classification"
-    assert [row["threshold"] for row in two.json("per_label.json")] == list(thresholds.values())
     assert (two.folder / "per_label.png").is_file()
     right = 0
     for row in predictions(two):
@@ -385,3 +397,36 @@ def test_several_labels_a_text_are_learnt_alike_on_one_rank_and_on_two(tmp_path:
 
     scores = pipeline("text-classification", str(two.folder))("the court of the museum", top_k=None)
     assert {score["label"] for score in scores if score["score"] >= thresholds[score["label"]]} == {"art", "law"}
+
+
+def test_a_trained_model_is_evaluated_at_the_thresholds_of_its_run(
+    topics: dict[str, Any], topics_on_two: Finished, tmp_path: Path
+) -> None:
+    """The figures that the run ended with are at those, in whichever file."""
+    trained = topics_on_two
+    alone = {**topics, "do_train": False, "do_predict": False, "model_name_or_path": trained.folder}
+    again = launch("python", tmp_path / "again", alone)
+    names = ("eval_f1_micro", "eval_f1_macro", "eval_subset_accuracy", "eval_loss")
+    closing = {name: trained.json("eval_results.json")[name] for name in names}
+    assert {name: again.json("eval_results.json")[name] for name in names} == pytest.approx(closing, rel=1e-5)
+    rows = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
+    assert {name: [row for row in rows if name in row][-1][name] for name in names} == pytest.approx(closing)
+    table = trained.json("per_label.json")
+    assert sum(row["f1"] for row in table) / len(table) == pytest.approx(closing["eval_f1_macro"])
+
+
+@pytest.mark.parametrize(
+    ("launcher", "config", "then"), [("torchrun", "zero1", "zero3"), ("accelerate", "none", "zero2")]
+)
+def test_several_labels_a_text_go_on_from_two_ranks_to_one_at_another_stage(
+    launcher: str, config: str, then: str, topics: dict[str, Any], tmp_path: Path
+) -> None:
+    saving = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "do_predict": False}
+    flags = {**topics, **saving, "per_device_train_batch_size": 8}
+    two = launch(launcher, tmp_path / "run", {**flags, "deepspeed": config}, ranks=2)
+    uncut = two.column("loss")
+    shutil.rmtree(two.folder / "checkpoint-8")
+    one = launch("python", two.folder, {**flags, "deepspeed": then, "resume": "auto"})
+    assert "going on from" in one.output
+    assert one.column("loss")[:4] == uncut[:4]
+    assert one.column("loss")[4:] == pytest.approx(uncut[4:], rel=1e-4)

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from finetune.data.columns import MULTI_LABEL, Labels
+from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
+from finetune.training.counted_metrics import CountedMetrics
 from finetune.training.metric_modules import FOLDER, NAMES
 from finetune.training.metrics import metrics_for
 
@@ -79,6 +80,68 @@ def test_a_metric_that_asks_for_scores_gets_them(tmp_path: Path) -> None:
 def test_a_metric_that_does_not_work_is_refused_before_the_run(result: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=said):
         metrics_for(CLASSES, ["accuracy", own(tmp_path, result)])
+
+
+# What the best model has more of; less of all others.
+MORE = {"accuracy", "subset_accuracy", "f1_macro", "f1_micro", "matthews", "pearson", "precision", "recall", "f1"}
+
+
+def test_every_figure_of_ours_knows_which_is_better() -> None:
+    tasks = {"classification": 3, "regression": 2, MULTI_LABEL: 2, TOKENS: 1}
+    labels = {MULTI_LABEL: ("a", "b"), "classification": ("a", "b"), TOKENS: ("O", "B-x", "I-x"), "regression": ()}
+    every = [metrics_for(Labels(task, labels[task])) for task in tasks]
+    assert {metric.name for one in every for metric in one.metrics} == set(NAMES)
+    for one in every:
+        found = dict(one.greater_is_better)
+        assert found.pop("loss") is False
+        assert {**one.greater_is_better} == {"loss": False, **{name: name in MORE for name in found}}
+    assert not every[1].greater_is_better["mse"]
+
+
+@pytest.mark.parametrize(
+    ("name", "better", "greater"),
+    [
+        pytest.param("hinge_loss", "", False, id="loss"),
+        pytest.param("Mean_Error", "", False, id="error"),
+        pytest.param("lossless", "", True, id="loss within"),
+        pytest.param("gain_or_loss", "greater_is_better = True", True, id="said"),
+    ],
+)
+def test_what_a_metric_does_not_say_is_told_by_the_name_of_its_figure(
+    name: str, better: str, greater: bool, tmp_path: Path
+) -> None:
+    metrics = metrics_for(CLASSES, [own(tmp_path, f"{{{name!r}: 1.0}}", better)])
+    assert metrics.greater_is_better[name] is greater
+
+
+WEIGHED = "{'all': float(sum(more.get('sample_weight', [1] * len(predictions))))}"
+
+
+@pytest.mark.parametrize(
+    ("result", "more", "why"),
+    [
+        pytest.param(
+            "{'x': len(more['prediction_scores'])}",
+            ', "prediction_scores": datasets.Value("float64")',
+            "ValueError",
+            id="scores",
+        ),
+        pytest.param("{'x': 1 / (1 - len(more))}", "", "ZeroDivisionError", id="refuses weights"),
+        pytest.param("{'x': len(predictions)}", "", "gives another x than of the rows", id="passes weights over"),
+    ],
+)
+def test_a_metric_that_cannot_take_a_pipelines_sums_is_refused_before_the_run(
+    result: str, more: str, why: str, tmp_path: Path
+) -> None:
+    path = own(tmp_path, result, more=more)
+    CountedMetrics(2, [path])
+    with pytest.raises(RequestError, match=rf"own.py: a pipeline's evaluation .*{why}.*drop --pipeline_parallel_size"):
+        CountedMetrics(2, [path], of_sums=True)
+
+
+def test_a_metric_that_takes_weights_gives_the_figures_of_a_pipelines_sums(tmp_path: Path) -> None:
+    metrics = CountedMetrics(2, ["accuracy", "f1", "matthews", own(tmp_path, WEIGHED)], of_sums=True)
+    assert metrics(SimpleNamespace(predictions=np.array([[8.0, 1, 0, 2, 5]]), label_ids=None))["all"] == 8
 
 
 def test_a_metric_of_another_task_is_refused() -> None:

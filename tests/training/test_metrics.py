@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.errors import RequestError
 from finetune.run.flags.language import CorpusArguments
+from finetune.training.counted_metrics import CountedMetrics
 from finetune.training.metrics import (
-    CountedMetrics,
     confusion,
     language_metrics,
     log_softmax,

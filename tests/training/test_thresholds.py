@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from sklearn.metrics import f1_score
+from transformers.trainer_utils import PredictionOutput
 
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.training.metrics import metrics_for, settle_thresholds
@@ -43,10 +44,18 @@ def test_thresholds_go_into_the_config_and_come_back_with_the_model(tmp_path: Pa
     metrics = metrics_for(LABELS)
     speaks, trains = SimpleNamespace(speaks=True), SimpleNamespace(do_train=True)
     session = SimpleNamespace(launch=speaks, training=trains, folder=tmp_path)
-    settle_thresholds(session, metrics, SimpleNamespace(predictions=4.0 * truth - 5, label_ids=truth))
+    evaluated = PredictionOutput(4.0 * truth - 5, truth, {"eval_f1_micro": 0.0, "eval_runtime": 1.0})
+    found = settle_thresholds(session, metrics, evaluated)
+    assert (found.metrics["eval_f1_micro"], found.metrics["eval_runtime"]) == (1.0, 1.0), "0.5 would give no label"
     assert metrics.thresholds == pytest.approx([sigmoid(np.array([-1.0, -5])).mean()] * 2, abs=1e-6)
     config = SimpleNamespace(**json.loads((tmp_path / "config.json").read_text()))
     assert config.model_type == "distilbert"
     assert metrics_for(LABELS, None, config).thresholds == metrics.thresholds
     assert thresholds_of(config, Labels("classification", ("a", "b"))) is None
-    assert json.loads((tmp_path / "thresholds.json").read_text())["thresholds"].keys() == {"often", "seldom"}
+
+
+def test_a_model_that_has_diverged_keeps_one_half_and_so_does_what_was_saved_as_null() -> None:
+    truth = np.array([[1, 0]] * 10 + [[0, 1]] * 10)
+    logits = np.where(np.arange(20)[:, None] == 3, np.nan, 4.0 * truth - 5)
+    assert choose_thresholds(logits, truth) == [0.5, 0.5]
+    assert thresholds_of(SimpleNamespace(thresholds=[None, 0.25]), LABELS) == [0.5, 0.25]

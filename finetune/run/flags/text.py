@@ -105,7 +105,8 @@ class ClassArguments:
     metrics: list[str] | None = field(
         default=None,
         metadata={
-            "help": "names in finetune/metrics/, or files with an evaluate.Metric; default: the task's",
+            "help": "names in finetune/metrics/, or files with an evaluate.Metric; default: the task's. The best model "
+            "has less of a figure that ends in loss or error, or whose class says greater_is_better = False",
             "path": NAME_OR_PATH,
         },
     )
