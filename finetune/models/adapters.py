@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,33 +16,10 @@ MERGED_FOLDER = "merged"  # in the run folder
 MAX_SHOWN = 20
 
 
-def check_adapter(arguments: AdapterArguments, pretrained: str | None, resizes: bool, shards: bool) -> None:
-    """Raises RequestError for what cannot be, before weights are loaded. `resizes` the embeddings; `shards` the frozen
-    weights themselves, as ZeRO-3 and FSDP do."""
-    if not arguments.use_peft:
-        asked = "load_in_4bit" if arguments.load_in_4bit else "merge_adapter" if arguments.merge_adapter else None
-        if asked:
-            raise RequestError(f"--{asked} is for adapters. Add --use_peft True, or drop it.")
-        return
-    if importlib.util.find_spec("peft") is None:
-        raise RequestError("--use_peft needs peft, which is not installed. pip install peft.")
-    if pretrained is None:
-        raise RequestError(
-            "--use_peft adapts a trained model, and one from scratch has nothing to keep. Give --model_name_or_path."
-        )
-    if arguments.lora_r < 1:
-        raise RequestError(f"--lora_r is {arguments.lora_r}, but an adapter has a rank of 1 or more.")
-    if resizes:
-        raise RequestError(
-            "--resize_embeddings and --use_peft: an adapter leaves the embeddings as they are, so the new tokens would "
-            "never be learnt. Drop one of them."
-        )
-    if arguments.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-        raise RequestError(
-            "--load_in_4bit needs bitsandbytes, which is not installed. pip install bitsandbytes, or leave it out for "
-            "plain LoRA."
-        )
-    if arguments.load_in_4bit and shards:
+def check_adapter(arguments: AdapterArguments, shards: bool) -> None:
+    """Raises RequestError for packed weights that ZeRO-3 or FSDP would have to shard. What flags alone show,
+    finetune.run.conflicts has said."""
+    if arguments.use_peft and arguments.load_in_4bit and shards:
         raise RequestError(
             "--load_in_4bit: packed 4-bit weights are not sharded here. Use zero2, zero1 or no DeepSpeed, or leave it "
             "out for plain LoRA under ZeRO-3 or FSDP."

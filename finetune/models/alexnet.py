@@ -59,6 +59,7 @@ class AlexNetConvolution(GradientCheckpointingLayer):
             draw_layer(self, config, seed, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.convolution.weight.dtype)  # pictures come in fp32, also to a pipeline's weights in bf16
         return self.pool(nn.functional.relu(self.convolution(x)))  # (B, C, H, W)
 
 

@@ -6,11 +6,13 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
+from finetune.run.conflicts import conflicts, missing
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.guards import check_guards
 from finetune.run.flags.pipeline import check_pipeline
 from finetune.run.flags.profiling import check_profile
 from finetune.run.flags.trackers import check_trackers
+from finetune.run.output_folder import missing_checkpoint
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
@@ -22,7 +24,17 @@ LEAST = {
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "activation_checkpoint_interval": 1,
+    "max_seq_length": 1,
+    "block_size": 1,
+    "max_train_samples": 1,
+    "max_eval_samples": 1,
+    "max_predict_samples": 1,
+    "sample_tokens": 0,
+    "sample_temperature": 0,
+    "early_stopping_patience": 1,
 }
+# Shares, which lie between 0 and this.
+SHARES = {"validation_fraction": 1.0, "validation_split_percentage": 100.0, "label_smoothing_factor": 1.0}
 TESTS = ("test_file", "test_dir", "cifar_dir", "dataset_name")
 
 
@@ -34,12 +46,19 @@ def check(run: Run, is_here: bool = True) -> None:
         for name, least in LEAST.items()
         if (value := run.value(name)) is not None and value < least
     ]
+    mistakes += [
+        f"{run.said(name)}, but it must be 0 or more and less than {most:g}."
+        for name, most in SHARES.items()
+        if (value := run.value(name)) is not None and not 0 <= value < most
+    ]
     steps, epochs = run.value("max_steps"), run.value("num_train_epochs")
     if steps == 0 or steps < -1:
         mistakes.append(f"{run.said('max_steps')}, but it must be 1 or more, or -1 for whole epochs.")
     if epochs <= 0:
         mistakes.append(f"{run.said('num_train_epochs')}, but it must be more than 0.")
-    mistakes += _contradictions(run)
+    mistakes += conflicts(run)
+    if is_here:
+        mistakes += [*missing(run), *missing_checkpoint(run)]
     if is_here and run.values.get("do_predict") and not any(run.values.get(name) for name in TESTS):
         tests = [f"--{name}" for name in TESTS if name in run.recipe.flags]
         mistakes.append(f"--do_predict needs a test split. Give {', or '.join(tests)} with one.")
@@ -57,31 +76,6 @@ def check_here(run: Run, deepspeed: str | None) -> None:
     check_trackers(_listed(run.value("report_to")))
     check_profile(run, deepspeed, None)
     check_comm_hook(run, deepspeed, {name: run.given.get(name) is True for name in ("bf16", "fp16")})
-
-
-def _contradictions(run: Run) -> list[str]:
-    given, values = run.given, run.values
-    found = []
-    if given.get("hub_model_id") and not given.get("push_to_hub"):
-        found.append("--hub_model_id names where to push, but nothing is pushed. Add --push_to_hub True.")
-    if given.get("hub_token"):
-        found.append(
-            "--hub_token: everybody on this machine sees a command line, and the shell keeps it. Set HF_TOKEN, or run "
-            "`hf auth login`."
-        )
-    if values.get("resume") and values.get("overwrite_output_dir"):
-        found.append("--resume and --overwrite_output_dir contradict each other. Keep one.")
-    if given.get("deepspeed") and given.get("deepspeed_config"):
-        found.append("--deepspeed and --deepspeed_config say the same thing twice. Keep one.")
-    if given.get("bf16") and given.get("fp16"):
-        found.append("--bf16 and --fp16 are both True. Keep one.")
-    for name, usual in (("dataloader_drop_last", False), ("train_sampling_strategy", "random")):
-        if given.get(name, usual) != usual:
-            found.append(
-                f"{run.said(name)}: steps are made here so that they do not depend on the number of ranks. Use "
-                "--group_by_length."
-            )
-    return found
 
 
 def _check_optimizer(run: Run) -> None:

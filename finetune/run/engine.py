@@ -42,6 +42,12 @@ def settle_engine(run: Run) -> Run:
     asked = deepspeed_config_of(run)
     if not asked or deepspeed_by_accelerate(run):
         return run
+    flag = next((name for name in ("deepspeed", "deepspeed_config") if run.value(name) == asked), None)
+    try:
+        find_config(asked)
+    except RequestError as error:
+        said = f"{run.said(flag)}: " if flag else ""
+        raise RequestError(f"{said}{error}") from error
     return run if run.value("deepspeed") == asked else run.settled("follows from the launch", deepspeed=asked)
 
 

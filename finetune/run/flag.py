@@ -35,12 +35,12 @@ class Flag:
         """The value that `given` means: words of a command line (a list of texts) or a value of YAML. Raises ValueError
         with what is wrong."""
         if isinstance(given, dict) and self.kind != "json":
-            raise ValueError("takes no object")
+            raise ValueError("must be a plain value, and this is an object")
         if self.many:
             return [self._one(item) for item in (given if isinstance(given, list) else [given])]
         if isinstance(given, list):
             if len(given) != 1:
-                raise ValueError(f"takes one value, and {len(given)} are given: {' '.join(map(str, given))}")
+                raise ValueError(f"takes one value, and got {len(given)}: {' '.join(map(str, given))}")
             given = given[0]
         return self._one(given)
 
@@ -71,16 +71,19 @@ def _bool(given: Any) -> bool:
 def _float(given: Any) -> float:
     try:
         found = math.nan if isinstance(given, bool) else float(given)
-    except ValueError:
+    except (ValueError, OverflowError):
         found = math.nan
-    if not math.isfinite(found):
+    if math.isnan(found):
         raise ValueError("must be a number")
-    return found
+    return found  # infinity, too: a norm that is measured, and not clipped
 
 
 def _int(given: Any) -> int:
-    if isinstance(given, str) and given.strip().lstrip("+-").isdecimal():
-        return int(given)
+    try:
+        if isinstance(given, str):
+            return int(given)
+    except ValueError:
+        pass  # 1e3 is whole, too
     try:
         found = _float(given)
     except ValueError:
@@ -96,7 +99,7 @@ def _object(given: Any) -> Any:
     try:
         return json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON ({error})") from error
+        raise ValueError(f"is not valid JSON ({error})") from error
 
 
 READERS: dict[str, Callable[[Any], Any]] = {"bool": _bool, "int": _int, "float": _float}

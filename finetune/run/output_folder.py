@@ -7,9 +7,27 @@ from pathlib import Path
 
 from finetune.dsconfig.context import NVME_FOLDER
 from finetune.errors import RequestError
-from finetune.run.files import LOCK, RUN_RECORD
+from finetune.run.files import LOCK, REPLACED, RUN_RECORD, STATE_FILE
 from finetune.run.paths import named_in
 from finetune.run.run import Run
+
+START_ANEW = "To start anew, put --overwrite_output_dir True in place of --resume."
+RESUMES = "Give one, auto, or allow."
+
+
+def missing_checkpoint(run: Run) -> list[str]:
+    """What is wrong with --resume, as far as names tell."""
+    resume = run.value("resume")
+    if not resume or resume == "allow":
+        return []
+    if resume != "auto":
+        there = (Path(resume).expanduser() / STATE_FILE).is_file()
+        return (
+            [] if there else [f"{run.said('resume')}: is no checkpoint folder ({STATE_FILE} is not in it). {RESUMES}"]
+        )
+    folder = Path(run.value("output_dir")).expanduser()
+    found = any(folder.glob("checkpoint-*")) or any(folder.glob(f"{REPLACED}checkpoint-*"))
+    return [] if found else [f"{run.said('resume')}: {folder} holds no checkpoint. {START_ANEW}"]
 
 
 def check_output_dir(run: Run) -> None:

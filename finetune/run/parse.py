@@ -46,7 +46,7 @@ def settings_of(
                 shown = " ".join(given) if isinstance(given, list) and source == COMMAND_LINE else given
                 mistakes.append(f"--{name} is {shown!r} ({source}), but it {error}.")
         elif name not in refused:
-            mistakes.append(f"{where} is no flag of recipes/{recipe}.py.{meant(name, flags)}")
+            mistakes.append(f"{where}: recipes/{recipe}.py has no such flag.{meant(name, flags)}")
         elif given or source == COMMAND_LINE:  # a YAML's `streaming: false` asks for nothing
             mistakes.append(f"{where}: {refused[name]}")
     if mistakes:
@@ -62,7 +62,7 @@ def words_by_flag(argv: Sequence[str], flags: Mapping[str, Flag], mistakes: list
     for word in argv:
         if not word.startswith("--"):
             if values is None:
-                mistakes.append(f"{word} stands alone: a value follows its flag.")
+                mistakes.append(f"unexpected argument {word}: a value follows its flag, as in --flag {word}.")
             else:
                 values.append(word)
             continue

@@ -32,7 +32,7 @@ NO_ENTITY = "no entity"
 USE = """from transformers import pipeline
 
 find = pipeline("token-classification", "path/to/this/folder", aggregation_strategy="simple")
-print(find("Some text."))"""
+print(find("Some text."))  # "first" in place of "simple" keeps words whole"""
 
 
 def kept_of_tokens(logits: Any, labels: torch.Tensor) -> torch.Tensor:

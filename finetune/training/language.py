@@ -33,8 +33,7 @@ def language_source(session: Session) -> CausalSource:
     settle_language_arguments(session.training, session[CorpusArguments], run.given)
     source = find_causal_source(arguments, session[BlockArguments].block_size)
     if run.stages is None:
-        adapter = session[AdapterArguments]
-        check_adapter(adapter, source.pretrained, arguments.resize_embeddings, session.shards_weights)
+        check_adapter(session[AdapterArguments], session.shards_weights)
     else:
         check_gptlite(source, arguments)
         check_cut(pipeline_layers(source.config, seed=None), session[PipelineArguments].partition_method, run.stages)

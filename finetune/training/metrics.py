@@ -112,35 +112,14 @@ LANGUAGE = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_
 
 def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, Any]) -> None:
     """What the Trainer would take wrong for a language model, where it was not `given`: less is better for all metrics
-    but one, and a stream has no end of an epoch to save or evaluate at. Raises RequestError for flags that a language
-    model's run does not honour."""
+    but one, and a stream has no end of an epoch to save or evaluate at. Raises RequestError for another
+    model's metric."""
     streaming = corpus.streaming
-    if training.do_train and corpus.validation_file and not (corpus.train_file or corpus.dataset_name):
-        raise RequestError("--validation_file without --train_file: give one, or evaluate alone by --do_train False.")
-    if streaming and training.do_train and training.max_steps < 1:
-        raise RequestError("--streaming: nobody knows how long a stream is. Say how long to train by --max_steps.")
-    if streaming and training.dataloader_num_workers > 1:
-        raise RequestError(
-            f"--dataloader_num_workers {training.dataloader_num_workers}: a stream is read by one process. Give 1 to "
-            "have it tokenized beside the training, or 0."
-        )
-    if training.label_smoothing_factor:
-        raise RequestError(
-            "--label_smoothing_factor: the Trainer's smoothing shifts labels that are shifted here. Drop it."
-        )
-    if not training.do_train and not training.do_eval:
-        raise RequestError("--do_train and --do_eval are both False: there is nothing to do. Set one to True.")
-    if not training.do_train and not given.get("model_name_or_path"):
-        raise RequestError("--do_train False: there is no trained model to evaluate. Give --model_name_or_path.")
-    if training.do_predict:
-        raise RequestError("--do_predict: a language model writes samples instead (--sample_prompt). Drop it.")
     _refuse_other_than(LANGUAGE, training.metric_for_best_model, "language model")
     if training.metric_for_best_model and "greater_is_better" not in given:
         training.greater_is_better = training.metric_for_best_model.endswith("accuracy")
     for name in ("save_strategy", "eval_strategy"):
         if streaming and getattr(training, name) == "epoch":
-            if name in given:
-                raise RequestError(f"--{name} epoch: nobody knows how long a stream is. Use steps, with --save_steps.")
             setattr(training, name, type(getattr(training, name))("steps"))
             training.eval_steps = training.eval_steps or training.save_steps
 

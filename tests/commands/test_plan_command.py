@@ -49,12 +49,16 @@ def test_a_flag_overrules_the_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     assert (job["micro_batch"], job["tokens"], job["precision"], job["zero"]["stage"]) == (2, 128, "fp32", 3)
 
 
+MODELS_GIVEN = ("instruction", "lora_zero3", "token_cls_conll")  # the last one's own is not in the table
+
+
 def test_every_shipped_recipe_config_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     every = sorted((REPO / "recipes/configs").glob("*.yaml"))
     files = [file for file in every if not file.stem.startswith("bench_")]  # grids of `finetune bench`
     assert len(files) >= 9
     for file in files:  # two of them go on from a model, which the command line gives
-        model = ["--model_name_or_path", "Llama-3.2-1B"] if file.stem in ("instruction", "lora_zero3") else []
+        named = {"token_cls_conll": "bert-base-uncased"}.get(file.stem, "Llama-3.2-1B")
+        model = ["--model_name_or_path", named] if file.stem in MODELS_GIVEN else []
         found = planned(capsys, str(file), *model, "--gpu", "A100-80GB", "--no_search")
         assert found["ranks"][0]["peak"]["bytes"] > found["ranks"][0]["resident_bytes"] > 0
 
@@ -132,7 +136,7 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--per_device_train_batch_size", "99999999999"], "Mistyped"),
         (["gpt2", "--layouts", "pipeline"], "the pipeline recipe trains GPT-lites"),
         (["recipes/configs/instruction.yaml"], "--model_name_or_path, if the recipe goes on from one"),
-        (["recipes/configs/lora_zero3.yaml"], "Add --model_name_or_path"),
+        (["recipes/configs/lora_zero3.yaml"], "Give --model_name_or_path"),
         (["gpt2", "--model_size", "tiny"], "--model_size shapes a model from scratch"),
         (["--model_size", "tiny", "--partition_method", "type:Block"], "--partition_method type:Block"),
         (["--model_size", "tiny", "--config_overrides", "num_hidden_layers=1000000"], "1,000,000 layers"),
@@ -140,7 +144,7 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--layouts", "zero9"], "zero9"),
         (["gpt2", "--autotune", "0"], "--autotune is 0"),
         (["--model_type", "alexnet"], "--model_type alexnet: its memory is not known"),
-        (["gpt2", "--recipe", "seq_cls", "--block_size", "64"], "no flag of recipes/seq_cls.py. Did you mean"),
+        (["gpt2", "--recipe", "seq_cls", "--block_size", "64"], "recipes/seq_cls.py has no such flag. Did you mean"),
         ([POST, "--recipe", "seq_cls"], "is for recipes/causal_lm.py, and this is recipes/seq_cls.py"),
         (["gpt2", "--lr", "1e-4"], "--lr is no flag of `finetune plan`. Did you mean --learning_rate?"),
         (["gpt2", "--fsdp", "True", "--nodes", "2"], "--fsdp: what it shards is not known"),
@@ -215,7 +219,7 @@ def test_a_key_that_is_misspelt_is_refused_as_the_recipe_refuses_it(
     path.write_text("model_name_or_path: gpt2\nblok_size: 64\n")
     assert main(["plan", str(path), "--no_search"]) == 2
     said = capsys.readouterr().err
-    assert f"--blok_size ({path} line 2) is no flag of recipes/causal_lm.py. Did you mean --block_size?" in said
+    assert f"--blok_size ({path} line 2): recipes/causal_lm.py has no such flag. Did you mean --block_size?" in said
 
 
 @pytest.mark.parametrize(

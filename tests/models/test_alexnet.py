@@ -101,3 +101,10 @@ def test_a_saved_one_opens_by_its_auto_class(tmp_path: Path) -> None:
     again = AutoModelForImageClassification.from_pretrained(tmp_path)
     pictures = torch.randn(2, 3, 32, 32)
     assert torch.equal(again(pictures).logits, model(pictures).logits)
+
+
+def test_weights_in_bf16_take_pictures_as_they_come() -> None:
+    """DeepSpeed's pipeline engine casts weights, not what goes in."""
+    config = AlexNetConfig(**{**ALEXNET_SIZES["tiny"], "num_labels": 10})
+    model = AlexNetForImageClassification(config).to(torch.bfloat16)
+    assert model(torch.ones(2, 3, 32, 32)).logits.dtype == torch.bfloat16

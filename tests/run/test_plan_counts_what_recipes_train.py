@@ -32,7 +32,8 @@ YAMLS = {path.stem: path for path in sorted((REPO / "recipes" / "configs").glob(
 OF_RECIPES = {name: yaml.safe_load(path.read_text()).get(RECIPE_KEY) for name, path in YAMLS.items()}
 CASES = [*recipes(), *(name for name, recipe in OF_RECIPES.items() if recipe)]
 # Whose vocabulary is that of the text, which no plan reads; or whose classes are.
-BY_THE_DATA = ("causal_lm", "causal_lm_pipeline", "seq_cls", "token_cls", "gptlite_post", "gptlite_tinyshakespeare")
+BY_THE_DATA = ("causal_lm", "causal_lm_pipeline", "seq_cls", "token_cls", "token_cls_conll", "gptlite_post",
+               "gptlite_tinyshakespeare")  # fmt: skip
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 LARGE_VOCABULARY = 9000
 FILES = {"instruction": "chats.jsonl", "gpt2_124m": "words.txt"}  # the latter enough for a BPE of 50,304 tokens
@@ -101,7 +102,7 @@ def flags_of(case: str, folder: Path) -> list[str]:
         words += ["--train_file", str(folder / FILES.get(case, "text.txt"))]
     if case in ("instruction", "lora_zero3"):
         words += ["--model_name_or_path", str(folder / "decoder")]
-    if case.startswith("seq_cls_"):
+    if case.startswith(("seq_cls_", "token_cls_")):
         words += ["--model_name_or_path", str(folder / "encoder")]
     return words
 

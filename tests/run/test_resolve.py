@@ -125,7 +125,7 @@ def test_every_mistake_is_said_at_once_with_its_source_and_what_is_probably_mean
     assert "--per_device_train_batch_size?" in said
     assert "--max_seq_length?" in said
     assert "--bf16 is 'perhaps' (command line), but it must be True or False" in said
-    assert "stray stands alone" in said
+    assert "unexpected argument stray" in said
     assert said.count("\n") == 5
 
 
@@ -191,7 +191,7 @@ def test_words_mean_what_their_writer_means(words: list[str], name: str, value: 
         (["--learning_rate", "nan"], "must be a number"),
         (["--max_steps", "2.5"], "must be a whole number"),
         (["--optim", "adam"], "must be one of adamw_torch"),
-        (["--lr_scheduler_kwargs", "{a"], "is no JSON"),
+        (["--lr_scheduler_kwargs", "{a"], "is not valid JSON"),
     ],
 )
 def test_values_that_are_none_of_their_flag_are_refused(words: list[str], said: str) -> None:

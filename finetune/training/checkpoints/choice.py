@@ -11,6 +11,7 @@ from pathlib import Path
 
 from finetune.errors import FinetuneError, NothingToDoError, RequestError
 from finetune.run.files import LAST_WRITTEN, REPLACED, STATE_FILE
+from finetune.run.output_folder import RESUMES, START_ANEW
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import (
@@ -92,12 +93,11 @@ def _newest(run: Run, broken: dict[str, str]) -> Chosen:
         skipped.append(why)
     if not skipped and resume == "allow":
         return Chosen(None)
-    start_anew = "To start anew, put --overwrite_output_dir True in place of --resume."
     if not skipped:
-        raise RequestError(f"--resume {resume}: {folder} holds no checkpoint. {start_anew}")
+        raise RequestError(f"--resume {resume}: {folder} holds no checkpoint. {START_ANEW}")
     raise RequestError(
         f"--resume {resume}: {folder} holds no checkpoint that verifies. {' '.join(skipped)} `finetune checkpoint "
-        f"verify {folder}` says more. {start_anew}"
+        f"verify {folder}` says more. {START_ANEW}"
     )
 
 
@@ -116,9 +116,7 @@ def _looked_at(folder: Path, broken: dict[str, str]) -> Iterator[tuple[Path, str
 def _named(run: Run, path: Path) -> Chosen:
     """The user's own choice, which may be older than manifests."""
     if not (path / STATE_FILE).is_file():
-        raise RequestError(
-            f"--resume {path}: is no checkpoint folder (no trainer_state.json in it). Give one, auto, or allow."
-        )
+        raise RequestError(f"--resume {path}: is no checkpoint folder (no trainer_state.json in it). {RESUMES}")
     notes: tuple[str, ...] = ()
     if not (path / MANIFEST).exists():
         notes = (f"warning: {path} has no {MANIFEST}, so nobody can say whether it is whole. It is taken as it is.",)
