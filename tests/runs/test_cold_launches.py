@@ -20,6 +20,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "causal_lm": CAUSAL,
     "causal_lm_pipeline": {**CAUSAL, "gradient_accumulation_steps": 2},
     "image_cls": {"max_train_samples": 64},
+    "token_cls": TINY,
 }
 STAGES = {"python": 1, "deepspeed": 2, "torchrun": 2, "accelerate": 2}
 
