@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
@@ -37,8 +38,8 @@ def check(run: Run, is_here: bool = True) -> None:
     steps, epochs = run.value("max_steps"), run.value("num_train_epochs")
     if steps == 0 or steps < -1:
         mistakes.append(f"{run.said('max_steps')}, but it must be 1 or more, or -1 for whole epochs.")
-    if epochs <= 0:
-        mistakes.append(f"{run.said('num_train_epochs')}, but it must be more than 0.")
+    if not 0 < epochs < math.inf:
+        mistakes.append(f"{run.said('num_train_epochs')}, but it must be more than 0, and have an end.")
     mistakes += _contradictions(run)
     if is_here and run.values.get("do_predict") and not any(run.values.get(name) for name in TESTS):
         tests = [f"--{name}" for name in TESTS if name in run.recipe.flags]

@@ -7,6 +7,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -35,12 +36,12 @@ class Flag:
         """The value that `given` means: words of a command line (a list of texts) or a value of YAML. Raises ValueError
         with what is wrong."""
         if isinstance(given, dict) and self.kind != "json":
-            raise ValueError("takes no object")
+            raise ValueError("expects a value, not an object")
         if self.many:
             return [self._one(item) for item in (given if isinstance(given, list) else [given])]
         if isinstance(given, list):
             if len(given) != 1:
-                raise ValueError(f"takes one value, and {len(given)} are given: {' '.join(map(str, given))}")
+                raise ValueError(f"expects one value, not {len(given)}")
             given = given[0]
         return self._one(given)
 
@@ -69,24 +70,24 @@ def _bool(given: Any) -> bool:
 
 
 def _float(given: Any) -> float:
+    """Infinity is a number here: --max_grad_norm inf clips nothing."""
     try:
         found = math.nan if isinstance(given, bool) else float(given)
-    except ValueError:
+    except (ValueError, OverflowError):  # a YAML's whole number may have hundreds of digits
         found = math.nan
-    if not math.isfinite(found):
+    if math.isnan(found):
         raise ValueError("must be a number")
     return found
 
 
 def _int(given: Any) -> int:
-    if isinstance(given, str) and given.strip().lstrip("+-").isdecimal():
-        return int(given)
-    try:
+    found = math.nan
+    with suppress(ValueError):
         found = _float(given)
-    except ValueError:
-        found = math.nan
     if not found.is_integer():
         raise ValueError("must be a whole number")
+    with suppress(ValueError):  # exact, where a float is not
+        return int(given)
     return int(found)
 
 
@@ -96,7 +97,7 @@ def _object(given: Any) -> Any:
     try:
         return json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON ({error})") from error
+        raise ValueError(f"is not valid JSON ({error})") from error
 
 
 READERS: dict[str, Callable[[Any], Any]] = {"bool": _bool, "int": _int, "float": _float}

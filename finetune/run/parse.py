@@ -46,7 +46,7 @@ def settings_of(
                 shown = " ".join(given) if isinstance(given, list) and source == COMMAND_LINE else given
                 mistakes.append(f"--{name} is {shown!r} ({source}), but it {error}.")
         elif name not in refused:
-            mistakes.append(f"{where} is no flag of recipes/{recipe}.py.{meant(name, flags)}")
+            mistakes.append(f"unknown flag {where} for recipes/{recipe}.py.{meant(name, flags)}")
         elif given or source == COMMAND_LINE:  # a YAML's `streaming: false` asks for nothing
             mistakes.append(f"{where}: {refused[name]}")
     if mistakes:
@@ -62,7 +62,7 @@ def words_by_flag(argv: Sequence[str], flags: Mapping[str, Flag], mistakes: list
     for word in argv:
         if not word.startswith("--"):
             if values is None:
-                mistakes.append(f"{word} stands alone: a value follows its flag.")
+                mistakes.append(f"unexpected argument {word}: a value follows its flag (--flag VALUE).")
             else:
                 values.append(word)
             continue
@@ -82,7 +82,7 @@ def _lines(path: str, recipes: Sequence[str], mistakes: list[str]) -> dict[str, 
     content, lines = read_flat_yaml_lines(path)
     asked = content.pop(RECIPE_KEY, None)
     if asked not in (None, *recipes):
-        mistakes.append(f"--config {path}: is for recipes/{asked}.py, and this is recipes/{recipes[0]}.py.")
+        mistakes.append(f"--config {path} (command line) is for recipes/{asked}.py, not for recipes/{recipes[0]}.py.")
     return {str(name): (value, f"{path} line {lines[name]}") for name, value in content.items() if value is not None}
 
 

@@ -140,9 +140,9 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--layouts", "zero9"], "zero9"),
         (["gpt2", "--autotune", "0"], "--autotune is 0"),
         (["--model_type", "alexnet"], "--model_type alexnet: its memory is not known"),
-        (["gpt2", "--recipe", "seq_cls", "--block_size", "64"], "no flag of recipes/seq_cls.py. Did you mean"),
-        ([POST, "--recipe", "seq_cls"], "is for recipes/causal_lm.py, and this is recipes/seq_cls.py"),
-        (["gpt2", "--lr", "1e-4"], "--lr is no flag of `finetune plan`. Did you mean --learning_rate?"),
+        (["gpt2", "--recipe", "seq_cls", "--block_size", "64"], "for recipes/seq_cls.py. Did you mean"),
+        ([POST, "--recipe", "seq_cls"], "is for recipes/causal_lm.py, not for recipes/seq_cls.py"),
+        (["gpt2", "--lr", "1e-4"], "unknown flag --lr for `finetune plan`. Did you mean --learning_rate?"),
         (["gpt2", "--fsdp", "True", "--nodes", "2"], "--fsdp: what it shards is not known"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_key_that_is_misspelt_is_refused_as_the_recipe_refuses_it(
     path.write_text("model_name_or_path: gpt2\nblok_size: 64\n")
     assert main(["plan", str(path), "--no_search"]) == 2
     said = capsys.readouterr().err
-    assert f"--blok_size ({path} line 2) is no flag of recipes/causal_lm.py. Did you mean --block_size?" in said
+    assert f"unknown flag --blok_size ({path} line 2) for recipes/causal_lm.py. Did you mean --block_size?" in said
 
 
 @pytest.mark.parametrize(

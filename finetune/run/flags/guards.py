@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
+from finetune.run.flags.compression import KEEPS_ERRORS
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
 
 POLICIES = ("stop", "skip", "rollback", "off")
 SHORTEST_HANG_SECONDS = 5.0  # heartbeats come once a second, and a busy machine delays them
-LASTING_HOOKS = ("powersgd", "topk", "onebit_adam")  # which keep what they have not sent yet
 
 
 @dataclass
@@ -55,7 +55,7 @@ def check_guards(run: Run) -> None:
             "delays a sign of life), or 0 to wait for ever."
         )
     hook = run.value("ddp_comm_hook")
-    if policy in ("skip", "rollback") and hook in LASTING_HOOKS:
+    if policy in ("skip", "rollback") and hook in KEEPS_ERRORS:
         raise RequestError(
             f"--on_nan {policy} and --ddp_comm_hook {hook}: the hook keeps what it has not sent yet for later steps, "
             "and a NaN in it stays. Give --on_nan stop and --resume auto after it, or another hook."
