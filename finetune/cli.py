@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
             from finetune.run.meanings import meant
 
             mend = meant(word.partition("=")[0], names).replace("`--help`", f"`{self.prog} --help`")
-            raise RequestError(f"{word} is no flag of `{self.prog}`.{mend}")
+            raise RequestError(f"unknown flag {word} for `{self.prog}`.{mend}")
         return known, unknown
 
 

@@ -12,14 +12,14 @@ from finetune.run.flat_yaml import read_flat_yaml
 from finetune.run.parse import RECIPE_KEY
 from finetune.run.recipe import Recipe
 
-USUAL = ("causal_lm", "causal_lm_pipeline", "seq_cls", "image_cls")  # the likeliest first, where flags fit several
+LIKELIEST = ("causal_lm", "causal_lm_pipeline", "seq_cls", "image_cls")  # where flags fit several
 
 
 @cache
 def recipes() -> dict[str, Recipe]:
-    """Those of finetune/run/recipes/, the usual ones first: of `NAME.py` there its `NAME`, in capitals."""
+    """Those of finetune/run/recipes/, the likeliest first: of `NAME.py` there its `NAME`, in capitals."""
     names = {path.stem for path in (Path(__file__).parent / "recipes").glob("[a-z]*.py")}
-    ordered = (*(name for name in USUAL if name in names), *sorted(names.difference(USUAL)))
+    ordered = (*(name for name in LIKELIEST if name in names), *sorted(names.difference(LIKELIEST)))
     return {name: getattr(import_module(f"finetune.run.recipes.{name}"), name.upper()) for name in ordered}
 
 

@@ -4,10 +4,12 @@ Recipes train by these functions, and `finetune plan` counts by them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
 from finetune.run.run import Run
+from finetune.safe_read import read_json_object
 
 NO_LIMIT = 10**9
 # The flag that says how many tokens a sample has: the most that a recipe takes unasked, the least, and why no less.
@@ -77,6 +79,12 @@ def checkpointing_kwargs(run: Run) -> dict[str, Any] | None:
         return None
     given = run.value("activation_checkpointing_kwargs") or run.value("gradient_checkpointing_kwargs") or {}
     return {**given, "every_n_layers": interval} if interval else dict(given)
+
+
+def object_of(run: Run, name: str) -> dict[str, Any] | None:
+    """The value of a flag that takes an object, or the file that holds it. Raises RequestError."""
+    value = run.value(name)
+    return read_json_object(Path(value).expanduser()) if isinstance(value, str) else value
 
 
 def checkpoint_interval(run: Run) -> int:

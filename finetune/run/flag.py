@@ -7,6 +7,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -69,6 +70,7 @@ def _bool(given: Any) -> bool:
 
 
 def _float(given: Any) -> float:
+    """Infinity is a number here: --max_grad_norm inf clips nothing."""
     try:
         found = math.nan if isinstance(given, bool) else float(given)
     except (ValueError, OverflowError):
@@ -86,10 +88,10 @@ def _int(given: Any) -> int:
         pass  # 1e3 is whole, too
     try:
         found = _float(given)
-    except ValueError:
-        found = math.nan
     if not found.is_integer():
         raise ValueError("must be a whole number")
+    with suppress(ValueError):  # exact, where a float is not
+        return int(given)
     return int(found)
 
 

@@ -40,7 +40,7 @@ def read_flat_yaml_lines(name: str) -> tuple[dict[Any, Any], dict[Any, int]]:
 def read_flat_yaml(name: str, said: str | None = None, holds: str = "flat `flag: value` lines") -> dict[str, Any]:
     """The file's lines. Raises RequestError, with line and column, for what is no such file; `said` is how it was asked
     for, other than by --config, and `holds` what belongs into it."""
-    path, said = Path(name).expanduser(), said or f"--config {name}"
+    path, said = Path(name).expanduser(), said or f"--config {name} (command line)"
     try:
         if path.stat().st_size > MAX_YAML_BYTES:
             raise RequestError(f"{said}: {path.stat().st_size:,} bytes is no recipe config.")
@@ -66,8 +66,11 @@ def _refuse_expansion(text: str, name: str) -> None:
     level = 0
     for event in yaml.parse(text, Loader=SAFE_LOADER):
         place = f"{name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}" if event.start_mark else name
-        if isinstance(event, yaml.AliasEvent):
-            raise RequestError(f"{place}: cannot be read as YAML: it has an alias, which is not taken. Write it out.")
+        what = "an alias" if isinstance(event, yaml.AliasEvent) else None
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and event.value == "<<":
+            what = "a merge key"
+        if what:
+            raise RequestError(f"{place}: cannot be read as YAML: it has {what}, which is not taken. Write it out.")
         level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if level > DEEPEST:
             raise RequestError(f"{place}: cannot be read as YAML: it is nested deeper than {DEEPEST} levels.")

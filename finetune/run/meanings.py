@@ -98,7 +98,7 @@ CLOSE = 0.6  # of difflib's ratio
 
 
 def meant(word: str, known: Collection[str]) -> str:
-    """What to say behind "X is no flag": a sentence that names the flag, or where to look."""
+    """What to say behind "unknown flag X": a sentence that names the flag, or where to look."""
     name = word.lstrip("-").replace("-", "_").lower()
     if name in known:
         return f" Did you mean --{name}?"

@@ -82,7 +82,7 @@ def _lines(path: str, recipes: Sequence[str], mistakes: list[str]) -> dict[str, 
     content, lines = read_flat_yaml_lines(path)
     asked = content.pop(RECIPE_KEY, None)
     if asked not in (None, *recipes):
-        mistakes.append(f"--config {path}: is for recipes/{asked}.py, and this is recipes/{recipes[0]}.py.")
+        mistakes.append(f"--config {path} (command line) is for recipes/{asked}.py, not for recipes/{recipes[0]}.py.")
     return {str(name): (value, f"{path} line {lines[name]}") for name, value in content.items() if value is not None}
 
 

@@ -11,6 +11,19 @@ from finetune.run.flag import OUTPUT, Flag, flags_of
 from finetune.run.trainer_flags import trainer_flags
 
 TRAINER, PIPELINE = "trainer", "pipeline"
+# What the recipes of tasks have in common, where the Trainer's own defaults are others.
+USUAL: Mapping[str, Any] = {
+    "do_train": True,
+    "do_eval": True,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 32,
+    "num_train_epochs": 3,
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "save_total_limit": 2,
+    "logging_steps": 10,
+    "report_to": ["none"],
+}
 ENGINE_FLAG = "pipeline_parallel_size"  # by which a recipe of two engines is asked for the pipeline
 
 

@@ -7,10 +7,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from finetune.run.flag import NAME_OR_PATH, OUTPUT, Flag
+from finetune.run.flag import FILE, NAME_OR_PATH, OUTPUT, Flag
 
 SNAPSHOT = Path(__file__).with_name("training_arguments.json")
-PATHS = {"output_dir": OUTPUT, "deepspeed": NAME_OR_PATH}
+PATHS = {
+    "output_dir": OUTPUT,
+    "deepspeed": NAME_OR_PATH,
+    **dict.fromkeys(("accelerator_config", "fsdp_config", "liger_kernel_config"), FILE),  # where it is no object
+}
 
 
 @cache

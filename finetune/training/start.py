@@ -16,7 +16,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from finetune.errors import RequestError
 from finetune.privacy import without_home
 from finetune.run.engine import context_of, deepspeed_config_of, load_deepspeed, stated_precision
-from finetune.run.facts import checkpointing_kwargs, precision_flags
+from finetune.run.facts import checkpointing_kwargs, object_of, precision_flags
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.profiling import check_profile
 from finetune.run.launch import Launch, accelerate_uses_deepspeed, accelerate_uses_fsdp
@@ -157,7 +157,8 @@ def _settled(run: Run, has_cuda: bool, by_hand: bool) -> dict[str, Any]:
         accelerator["dispatch_batches"] = False
         settled["remove_unused_columns"] = False
     settled |= checkpointing(run) if run.stages is None else {}
-    settled["accelerator_config"] = {**accelerator, **(run.value("accelerator_config") or {})}
+    settled["accelerator_config"] = {**accelerator, **(object_of(run, "accelerator_config") or {})}
+    settled["liger_kernel_config"] = object_of(run, "liger_kernel_config")
     return settled
 
 

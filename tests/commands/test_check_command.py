@@ -28,16 +28,19 @@ FAULTY = f'{{ {ZERO2},\n  "gradient_cliping": 1.0,\n}}\n'
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["bench", "grid.yaml", "--onyl", "wide-*"], "--onyl is no flag of `finetune bench`. Did you mean --only?"),
-        (["bench", "grid.yaml", "--treshold=1"], "--treshold=1 is no flag of `finetune bench`. Did you mean --thres"),
-        (["report", "runs/one", "--markdwon", "a.md"], "of `finetune report`. Did you mean --markdown?"),
+        (["bench", "grid.yaml", "--onyl", "wide-*"], "unknown flag --onyl for `finetune bench`. Did you mean --only?"),
+        (
+            ["bench", "grid.yaml", "--treshold=1"],
+            "unknown flag --treshold=1 for `finetune bench`. Did you mean --thre",
+        ),
+        (["report", "runs/one", "--markdwon", "a.md"], "for `finetune report`. Did you mean --markdown?"),
         (["plan", "gpt2", "--per_device_train_batch_sise", "8"], "Did you mean --per_device_train_batch_size?"),
-        (["doctor", "--xyzzy"], "--xyzzy is no flag of `finetune doctor`. `finetune doctor --help` lists them."),
+        (["doctor", "--xyzzy"], "unknown flag --xyzzy for `finetune doctor`. `finetune doctor --help` lists them."),
         (["doctor", "runs"], "runs: that is one argument too many for `finetune doctor`"),
-        (["--verison", "doctor"], "--verison is no flag of `finetune`. Did you mean --version?"),
+        (["--verison", "doctor"], "unknown flag --verison for `finetune`. Did you mean --version?"),
         (
             ["launch", "--nodse", "2", "recipes/seq_cls.py", "--onyl"],
-            "--nodse is no flag of `finetune launch`. Did you",
+            "unknown flag --nodse for `finetune launch`. Did you",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -55,7 +55,7 @@ def test_a_recipe_without_a_flag_is_a_run(recipe: Recipe) -> None:
 def test_a_flag_that_names_what_is_read_is_protected(recipe: Recipe) -> None:
     """By how such flags are named: a new one that says no `path` would be deleted by --overwrite_output_dir."""
     ends = ("_file", "_dir", "_or_path", "_path", "tokenizer_name", "dataset_name", "config", "deepspeed")
-    none = ("overwrite_output_dir", "fsdp_config", "liger_kernel_config", "accelerator_config", "result_dir")
+    none = ("overwrite_output_dir", "result_dir")
     for flag in recipe.flags.values():
         if flag.name.endswith(ends) and flag.name not in none:
             assert flag.path is not None, flag.name

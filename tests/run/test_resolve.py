@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,23 @@ def test_a_key_that_is_twice_in_a_yaml_is_refused(tmp_path: Path) -> None:
         request("--config", str(path))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed: &a 1\nmax_steps: *a\n", r"c\.yaml:2:12: .* has an alias"),
+        ("lr_scheduler_kwargs: {<<: {a: 1}}\n", r"c\.yaml:1:23: .* has a merge key"),
+        ("<<: 1\n", r"c\.yaml:1:1: .* has a merge key"),
+        (f"seed: {'9' * 400}\n", r"--seed .*must be a whole number"),
+        (f"learning_rate: {'9' * 400}\n", r"--learning_rate .*must be a number"),
+    ],
+    ids=["alias", "merge key", "merge key of a word", "huge whole number", "huge number"],
+)
+def test_a_yaml_that_means_too_much_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(RequestError, match=said):
+        request("--config", str(tmp_path / "c.yaml"))
+
+
 def test_every_mistake_is_said_at_once_with_its_source_and_what_is_probably_meant(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("# a comment\nlr: 1e-4\nseed: many\n")
@@ -177,6 +195,9 @@ def test_yaml_means_what_its_writer_means(yaml: str, name: str, value: Any, tmp_
         (["--lr_scheduler_kwargs", '{"num_cycles": 2}'], "lr_scheduler_kwargs", {"num_cycles": 2}),
         (["--max_seq_length", "none"], "max_seq_length", None),
         (["--max_steps", "-1"], "max_steps", -1),
+        (["--max_steps", "+5"], "max_steps", 5),
+        (["--seed", "9007199254740993"], "seed", 2**53 + 1),
+        (["--max_grad_norm", "inf"], "max_grad_norm", math.inf),
     ],
 )
 def test_words_mean_what_their_writer_means(words: list[str], name: str, value: Any) -> None:
@@ -186,10 +207,13 @@ def test_words_mean_what_their_writer_means(words: list[str], name: str, value: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--learning_rate", "1", "2"], "takes one value"),
+        (["--learning_rate", "1", "2"], "expects one value, not 2"),
         (["--learning_rate"], "needs a value"),
         (["--learning_rate", "nan"], "must be a number"),
         (["--max_steps", "2.5"], "must be a whole number"),
+        (["--max_steps", "+-5"], r"--max_steps is '\+-5' \(command line\), but it must be a whole number"),
+        (["--max_steps", "inf"], "must be a whole number"),
+        (["--max_steps", "9" * 400], "must be a whole number"),
         (["--optim", "adam"], "must be one of adamw_torch"),
         (["--lr_scheduler_kwargs", "{a"], "is not valid JSON"),
     ],

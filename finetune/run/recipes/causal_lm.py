@@ -13,7 +13,7 @@ from finetune.run.flags.language import (
     SampleArguments,
 )
 from finetune.run.flags.profiling import ProfileArguments
-from finetune.run.recipe import Recipe
+from finetune.run.recipe import USUAL, Recipe
 
 CAUSAL_LM = Recipe(
     name="causal_lm",
@@ -30,17 +30,9 @@ CAUSAL_LM = Recipe(
         GuardArguments,
     ),
     defaults={
+        **USUAL,
         "output_dir": "runs/causal_lm",
-        "do_train": True,
-        "do_eval": True,
-        "per_device_train_batch_size": 16,
-        "per_device_eval_batch_size": 32,
-        "num_train_epochs": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "save_total_limit": 2,
-        "logging_steps": 10,
-        "report_to": ["none"],
+        "num_train_epochs": 1,  # a pretrained model has most of its gain after one, and begins to repeat the text
         "logging_nan_inf_filter": False,  # a NaN is to be seen, and looking for it stops a GPU each step
         "remove_unused_columns": False,  # labels come shifted, under a name that no model's signature has
     },

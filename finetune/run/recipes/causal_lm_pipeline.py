@@ -7,7 +7,7 @@ from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.language import BlockArguments, CausalModelArguments, CorpusArguments, SampleArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
-from finetune.run.recipe import PIPELINE, Recipe
+from finetune.run.recipe import PIPELINE, USUAL, Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM
 
 CAUSAL_LM_PIPELINE = Recipe(
@@ -26,18 +26,11 @@ CAUSAL_LM_PIPELINE = Recipe(
     pipeline_groups=(PipelineArguments,),
     reads=(CAUSAL_LM.name,),
     defaults={
+        **USUAL,
         "output_dir": "runs/causal_lm_pipeline",
-        "do_train": True,
-        "do_eval": True,
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 8,  # micro-batches that fill the pipeline; with one pipeline 32 blocks a step
-        "per_device_eval_batch_size": 32,
-        "num_train_epochs": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "save_total_limit": 2,
-        "logging_steps": 10,
-        "report_to": ["none"],
+        "num_train_epochs": 1,  # as recipes/causal_lm.py does
     },
     # The same model learns the same; no engine of the Trainer's is told of its parameters.
     scratch_defaults={k: v for k, v in CAUSAL_LM.scratch_defaults.items() if not k.startswith("ddp_")},

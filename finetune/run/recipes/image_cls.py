@@ -9,7 +9,7 @@ from finetune.run.flags.images import AugmentationArguments, ImageArguments, Ima
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ClassArguments, PreparationArguments
-from finetune.run.recipe import PIPELINE, TRAINER, Recipe
+from finetune.run.recipe import PIPELINE, TRAINER, USUAL, Recipe
 
 IMAGE_CLS = Recipe(
     name="image_cls",
@@ -27,18 +27,10 @@ IMAGE_CLS = Recipe(
     trainer_groups=(ClassArguments, CompressionArguments),
     pipeline_groups=(PipelineArguments,),
     defaults={
+        **USUAL,
         "output_dir": "runs/image_cls",
-        "do_train": True,
-        "do_eval": True,
-        "per_device_train_batch_size": 16,
-        "per_device_eval_batch_size": 64,
-        "num_train_epochs": 3,
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "save_total_limit": 2,
-        "logging_steps": 10,
+        "per_device_eval_batch_size": 64,  # small pictures, and no activations to keep
         "ddp_broadcast_buffers": False,  # of batch norm: SharedStatistics averages them instead
-        "report_to": ["none"],
     },
     # A model from scratch wants a higher rate and more rounds than a pretrained one.
     scratch_defaults={

@@ -7,7 +7,7 @@ from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ClassArguments, DataArguments, ModelArguments, PreparationArguments
-from finetune.run.recipe import Recipe
+from finetune.run.recipe import USUAL, Recipe
 
 SEQ_CLS = Recipe(
     name="seq_cls",
@@ -22,19 +22,7 @@ SEQ_CLS = Recipe(
         CompressionArguments,
         GuardArguments,
     ),
-    defaults={
-        "output_dir": "runs/seq_cls",
-        "do_train": True,
-        "do_eval": True,
-        "per_device_train_batch_size": 16,
-        "per_device_eval_batch_size": 32,
-        "num_train_epochs": 3,
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "save_total_limit": 2,
-        "logging_steps": 10,
-        "report_to": ["none"],
-    },
+    defaults={**USUAL, "output_dir": "runs/seq_cls"},
     # A model from scratch wants a higher rate and more rounds than a pretrained one.
     scratch_defaults={"learning_rate": 1e-3, "num_train_epochs": 8, "warmup_steps": 0.1},
 )
