@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
@@ -21,6 +20,13 @@ if TYPE_CHECKING:
 # The least that a number may be, where the Trainer would go on with less or stop with a trace.
 LEAST = {
     "learning_rate": 0,
+    "seed": 0,
+    "data_seed": 0,
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "logging_steps": 0,
+    "dataloader_num_workers": 0,
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,

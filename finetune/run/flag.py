@@ -7,7 +7,6 @@ import math
 import types
 import typing
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -16,6 +15,7 @@ from typing import Any
 FILE, FOLDER = "file", "folder"
 NAME_OR_PATH = "name or path"  # a hub id, a shipped name, or a path
 OUTPUT = "output"  # is made where it is missing
+MOST = 2**63  # a larger number is a slip of a finger
 TRUE, FALSE = ("true", "yes", "y", "t", "1", "on"), ("false", "no", "n", "f", "0", "off")
 
 
@@ -41,7 +41,7 @@ class Flag:
             return [self._one(item) for item in (given if isinstance(given, list) else [given])]
         if isinstance(given, list):
             if len(given) != 1:
-                raise ValueError(f"takes one value, and got {len(given)}: {' '.join(map(str, given))}")
+                raise ValueError(f"expects one value, not {len(given)}: {' '.join(map(str, given))}")
             given = given[0]
         return self._one(given)
 
@@ -70,7 +70,6 @@ def _bool(given: Any) -> bool:
 
 
 def _float(given: Any) -> float:
-    """Infinity is a number here: --max_grad_norm inf clips nothing."""
     try:
         found = math.nan if isinstance(given, bool) else float(given)
     except (ValueError, OverflowError):
@@ -82,17 +81,23 @@ def _float(given: Any) -> float:
 
 def _int(given: Any) -> int:
     try:
-        if isinstance(given, str):
-            return int(given)
+        found = int(str(given))
     except ValueError:
-        pass  # 1e3 is whole, too
-    try:
-        found = _float(given)
-    if not found.is_integer():
+        found = _whole(given)
+    if abs(found) >= MOST:
         raise ValueError("must be a whole number")
-    with suppress(ValueError):  # exact, where a float is not
-        return int(given)
-    return int(found)
+    return found
+
+
+def _whole(given: Any) -> int:
+    """1e3 is a whole number, too."""
+    try:
+        number = _float(given)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer():
+        raise ValueError("must be a whole number")
+    return int(number)
 
 
 def _object(given: Any) -> Any:

@@ -20,10 +20,6 @@ class _OneOfEach(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[Any] = set()
         for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
-                raise yaml.MarkedYAMLError(
-                    problem="'<<' merges are not taken; write the lines out", problem_mark=key.start_mark
-                )
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
             seen.add(key.value)

@@ -15,6 +15,7 @@ COMMON = (
 )
 CLOSING = """A list takes several words (--report_to wandb tensorboard), and --flag alone means True.
 --config takes a YAML of the same flags, which the command line overrules."""
+BY_MACHINE = ("bf16", "fp16")  # chosen where nobody asks
 INDENT, COLUMN = "  ", 34
 
 
@@ -40,7 +41,9 @@ def _entry(flag: Flag, recipe: Recipe) -> str:
     default = recipe.default(flag.name)
     words = "" if flag.kind == "bool" else f" {flag.kind.upper()}" + (" ..." if flag.many else "")
     choices = f" [{', '.join(flag.choices)}]" if flag.choices and flag.choices[0] not in flag.help else ""
-    shown = "" if default is None or default in ("", []) else f" (default: {default})"
+    shown = "" if default is None or default in ("", []) or flag.name in BY_MACHINE else f" (default: {default})"
+    if flag.name in recipe.scratch_defaults:
+        shown = f" (default: {default}; of a model from scratch {recipe.scratch_defaults[flag.name]})"
     head = f"{INDENT}--{flag.name}{words}"
     width = max(60, min(120, shutil.get_terminal_size().columns))
     body = textwrap.wrap(f"{flag.help}{choices}{shown}", width - COLUMN) or [""]

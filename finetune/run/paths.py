@@ -64,4 +64,5 @@ def _there(folder: Path) -> str:
         return f" There is no folder {folder} either."
     names = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if not path.name.startswith("."))
     near = [name for name in names if name.endswith((*TABLES, "/", ".yaml"))][:SHOWN]
-    return f" {folder}/ holds {', '.join(near)}." if near else f" {folder}/ holds no table or folder."
+    shown = str(folder).rstrip("/")
+    return f" {shown}/ holds {', '.join(near)}." if near else f" {shown}/ holds no table or folder."

@@ -145,8 +145,8 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--autotune", "0"], "--autotune is 0"),
         (["--model_type", "alexnet"], "--model_type alexnet: its memory is not known"),
         (["gpt2", "--recipe", "seq_cls", "--block_size", "64"], "recipes/seq_cls.py has no such flag. Did you mean"),
-        ([POST, "--recipe", "seq_cls"], "is for recipes/causal_lm.py, and this is recipes/seq_cls.py"),
-        (["gpt2", "--lr", "1e-4"], "--lr is no flag of `finetune plan`. Did you mean --learning_rate?"),
+        ([POST, "--recipe", "seq_cls"], "is for recipes/causal_lm.py, not for recipes/seq_cls.py"),
+        (["gpt2", "--lr", "1e-4"], "unknown flag --lr for `finetune plan`. Did you mean --learning_rate?"),
         (["gpt2", "--fsdp", "True", "--nodes", "2"], "--fsdp: what it shards is not known"),
     ],
 )

@@ -22,6 +22,8 @@ from finetune.run.resolve import resolve, resolve_here
         (SEQ_CLS, "--bf16 True --fp16 True", "Keep one"),
         (SEQ_CLS, "--hub_model_id me/it", "Add --push_to_hub True"),
         (SEQ_CLS, "--max_seq_length -4", "--max_seq_length is -4 .*1 or more"),
+        (SEQ_CLS, "--seed=-5", "--seed is -5 .*0 or more"),
+        (SEQ_CLS, "--warmup_steps=-1", "--warmup_steps is -1.0 .*0 or more"),
         (SEQ_CLS, "--validation_fraction 7", "--validation_fraction is 7.0 .*less than 1"),
         (SEQ_CLS, "--resume /nowhere/checkpoint-4", "--resume is '/nowhere/checkpoint-4' .*trainer_state.json"),
         (SEQ_CLS, "--resume auto --output_dir /nowhere/run", "holds no checkpoint.*--overwrite_output_dir True"),

@@ -7,7 +7,7 @@ from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ClassArguments, ModelArguments, PreparationArguments, TokenDataArguments
-from finetune.run.recipe import USUAL, Recipe
+from finetune.run.recipe import Recipe
 
 TOKEN_CLS = Recipe(
     name="token_cls",
