@@ -33,7 +33,10 @@ def missing(run: Run) -> Iterator[str]:
             "--model_name_or_path."
         )
     if "block_size" in run.recipe.flags:
-        yield from _of_language(run)
+        if run.value("do_train") and run.value("validation_file") and not _trains_on(run):
+            yield "--validation_file without --train_file: give one, or evaluate alone by --do_train False."
+        if run.stages is None:  # a pipeline refuses more, in words of its own
+            yield from _of_language(run)
 
 
 def _twice(run: Run) -> Iterator[str]:
@@ -88,11 +91,9 @@ def _of_adapters(run: Run) -> Iterator[str]:
 
 def _of_language(run: Run) -> Iterator[str]:
     streaming, trains, value = run.value("streaming"), run.value("do_train"), run.value
-    if trains and value("validation_file") and not (value("train_file") or value("dataset_name")):
-        yield "--validation_file without --train_file: give one, or evaluate alone by --do_train False."
     if streaming and trains and value("max_steps") < 1:
         yield f"{run.said('streaming')}: nobody knows how long a stream is. Say how long to train by --max_steps."
-    if streaming and not (value("train_file") or value("dataset_name")):
+    if streaming and not _trains_on(run):
         yield f"{run.said('streaming')}: there is nothing to stream. Give --train_file or --dataset_name."
     if streaming and value("dataloader_num_workers") > 1:
         yield (
@@ -110,3 +111,7 @@ def _of_language(run: Run) -> Iterator[str]:
         yield f"{run.said('do_train')}: there is no trained model to evaluate. Give --model_name_or_path."
     if value("do_predict"):
         yield f"{run.said('do_predict')}: a language model writes samples instead (--sample_prompt). Drop it."
+
+
+def _trains_on(run: Run) -> bool:
+    return bool(run.value("train_file") or run.value("dataset_name"))
