@@ -27,6 +27,11 @@ def missing(run: Run) -> Iterator[str]:
     for name, package in ADAPTER_NEEDS.items():
         if run.value("use_peft") and run.value(name) and importlib.util.find_spec(package) is None:
             yield f"{run.said(name)}: needs {package}, which is not installed. pip install {package}, or drop it."
+    if run.value("use_peft") and not run.value("model_name_or_path"):
+        yield (
+            f"{run.said('use_peft')}: it adapts a trained model, and one from scratch has nothing to keep. Give "
+            "--model_name_or_path."
+        )
     if "block_size" in run.recipe.flags:
         yield from _of_language(run)
 
@@ -72,11 +77,6 @@ def _of_adapters(run: Run) -> Iterator[str]:
             if run.value(name):
                 yield f"{run.said(name)}, but it is for adapters. Add --use_peft True, or drop it."
         return
-    if not run.value("model_name_or_path"):
-        yield (
-            f"{run.said('use_peft')}: it adapts a trained model, and one from scratch has nothing to keep. Give "
-            "--model_name_or_path."
-        )
     if run.value("lora_r") < 1:
         yield f"{run.said('lora_r')}, but an adapter has a rank of 1 or more."
     if run.value("resize_embeddings"):

@@ -20,7 +20,7 @@ TESTED = {
     "trl": "1.16.0",
 }
 # Begin with an underscore, and are documented all the same.
-DOCUMENTED = {"os._exit", "sys._current_frames", "output._replace"}
+DOCUMENTED = {"os._exit", "sys._current_frames", "output._replace", "evaluated._replace"}
 
 
 @dataclass(frozen=True)

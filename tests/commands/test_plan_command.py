@@ -136,7 +136,7 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--per_device_train_batch_size", "99999999999"], "Mistyped"),
         (["gpt2", "--layouts", "pipeline"], "the pipeline recipe trains GPT-lites"),
         (["recipes/configs/instruction.yaml"], "--model_name_or_path, if the recipe goes on from one"),
-        (["recipes/configs/lora_zero3.yaml"], "Give --model_name_or_path"),
+        (["recipes/configs/lora_zero3.yaml"], "Add --model_name_or_path"),
         (["gpt2", "--model_size", "tiny"], "--model_size shapes a model from scratch"),
         (["--model_size", "tiny", "--partition_method", "type:Block"], "--partition_method type:Block"),
         (["--model_size", "tiny", "--config_overrides", "num_hidden_layers=1000000"], "1,000,000 layers"),
