@@ -25,7 +25,7 @@ from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
 MANY_NUMBERS = 20  # more labels than these, all of them integers, may be amounts
-FORMAT = 6  # raise it when what is cached changes
+FORMAT = 7  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from sklearn.model_selection import train_test_split
 
 from finetune.data.builtin import docstring_rows
 from finetune.data.columns import (
-    HIDDEN_LABEL,
     MULTI_LABEL,
     Columns,
     Labels,
@@ -23,6 +22,7 @@ from finetune.data.columns import (
     find_labels,
     is_empty,
     label_text,
+    names_of_ids,
 )
 from finetune.data.files import open_file, open_hub
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
@@ -154,7 +154,8 @@ def _only_needed_columns(table: Dataset, columns: Columns, split: str) -> Datase
         table = table.add_column(ROW, list(range(len(table))))  # so that a prediction finds its row again
     if columns.label in wanted and isinstance(table.features[columns.label], ClassLabel):
         names = table.features[columns.label].names
-        values = [None if v is None or v == HIDDEN_LABEL else names[v] for v in table[columns.label]]
+        rows = [names_of_ids([v], names, f"{split} data, row {i + 1}") for i, v in enumerate(table[columns.label])]
+        values = [row[0] or None if row else None for row in rows]
         table = table.remove_columns(columns.label).add_column(columns.label, values)
     return table
 

@@ -86,6 +86,9 @@ def test_hidden_labels_of_a_hub_test_split_are_no_labels() -> None:
     cleaned = clean_tables({"train": train, "test": test}, DataArguments(), PreparationArguments(), seed=1)
     assert cleaned.labels.names == ("neg", "pos")
     assert cleaned.splits["test"].column_names == ["text", "row"]
+    wrong = Dataset.from_dict({"text": ["e", "f"], "label": [0, -2]}).cast(features)
+    with pytest.raises(RequestError, match="test data, row 2: has the id -2, but the 2 names have ids from 0 to 1"):
+        clean_tables({"train": train, "test": wrong}, DataArguments(), PreparationArguments(), seed=1)
 
 
 def test_a_cut_of_a_sorted_file_holds_all_classes() -> None:
