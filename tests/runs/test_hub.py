@@ -59,7 +59,7 @@ def test_a_run_is_pushed_once_privately_with_its_card(ranks: int, tmp_path: Path
         pytest.param({}, {"HF_HUB_OFFLINE": "1"}, {}, "HF_HUB_OFFLINE is set", id="offline"),
         pytest.param({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, {}, "--push_to_hub: ", id="no hub", marks=NIGHTLY),
         pytest.param({"role": "read"}, {}, {}, "the token may only read", id="read only", marks=NIGHTLY),
-        pytest.param({}, {}, {"hub_token": "hf_CANARY"}, "everybody on this machine sees", id="token by flag"),
+        pytest.param({}, {}, {"hub_token": "hf_CANARY"}, "everybody on this machine", id="token by flag"),
         pytest.param(
             {},
             {},
