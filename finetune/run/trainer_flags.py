@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from finetune.run.flag import FILE, NAME_OR_PATH, OUTPUT, Flag
 
@@ -23,8 +22,3 @@ def trainer_flags() -> tuple[Flag, ...]:
     return tuple(
         Flag(**{**row, "choices": tuple(row.get("choices", ())), "path": PATHS.get(row["name"])}) for row in rows
     )
-
-
-def trainer_default(name: str) -> Any:
-    """The default of a field of TrainingArguments; None for any other name."""
-    return next((flag.default for flag in trainer_flags() if flag.name == name), None)

@@ -7,7 +7,7 @@ from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ClassArguments, ModelArguments, PreparationArguments, TokenDataArguments
-from finetune.run.recipe import Recipe
+from finetune.run.recipe import USUAL, Recipe
 
 TOKEN_CLS = Recipe(
     name="token_cls",
@@ -22,19 +22,7 @@ TOKEN_CLS = Recipe(
         CompressionArguments,
         GuardArguments,
     ),
-    defaults={
-        "output_dir": "runs/token_cls",
-        "do_train": True,
-        "do_eval": True,
-        "per_device_train_batch_size": 16,
-        "per_device_eval_batch_size": 32,
-        "num_train_epochs": 3,
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "save_total_limit": 2,
-        "logging_steps": 10,
-        "report_to": ["none"],
-    },
+    defaults={**USUAL, "output_dir": "runs/token_cls"},
     # A model from scratch wants a higher rate than a pretrained one, and many steps: it learns what words mean in the
     # first epoch, and to look at their neighbours in the second and third.
     scratch_defaults={
