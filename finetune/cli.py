@@ -151,6 +151,7 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     add("--png", metavar="FILE", help="the pictures alone")
     add("--write", metavar="FILE", help="write the DeepSpeed config of the fastest layout that fits")
     add("--autotune", type=int, metavar="N", help="run the best N on this machine, and rank by what they did")
+    add("--estimator", action="store_true", help="set DeepSpeed's own estimators of memory beside the plan")
     add("--verify", action="store_true", help="run what is planned on this machine, and print both")
     add("--calibrate", metavar="FILE", help="measure this machine into a profile for --gpu; two minutes")
     add("--ranks", type=int, default=2, metavar="N", help="processes that --calibrate measures with (default 2)")

@@ -41,7 +41,7 @@ def parameters_of(model: BenchModel) -> int | None:
 
 def plan_of_cell(cell: Cell, model: BenchModel, machine: Machine | None) -> dict[str, Any] | None:
     """`peak_bytes` of the fullest rank in a step and `step_seconds`; None of what is not planned: AlexNet, FSDP,
-    pipelines of other models than GPT-lite, and what would be refused."""
+    and what would be refused."""
     layout = LAYOUTS[cell.layout]
     if machine is None or model.config["model_type"] not in FAMILIES or layout.flags or cell.accumulation is None:
         return None

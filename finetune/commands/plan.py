@@ -14,10 +14,11 @@ from finetune.errors import RequestError
 from finetune.plan.from_run import job_of
 from finetune.plan.job import Job
 from finetune.plan.machine import Machine, find_machine
+from finetune.plan.mends import mends
 from finetune.plan.notes import notes as notes_of
 from finetune.plan.plan import Plan, plan
 from finetune.plan.run_model import SHAPING, described, with_kept_model
-from finetune.plan.search import LAYOUTS, Found, Limits, mends, scaling, search
+from finetune.plan.search import LAYOUTS, Found, Limits, scaling, search
 from finetune.run.files import RUN_RECORD
 from finetune.run.launch import Launch
 from finetune.run.run import Run
@@ -44,6 +45,10 @@ def run(asked: argparse.Namespace) -> int:
     job, config, more = job_of(planned, machine, asked.params_per_layer)
     notes += [*more, *notes_of(job)]
     limits = _limits(asked, job, any(name in planned.given for name in ("bf16", "fp16")))
+    if asked.estimator:
+        from finetune.measure.estimator import show as show_estimates
+
+        return show_estimates(job, machine)
     found = plan(job, machine, with_timeline=bool(asked.html or asked.png or asked.json))
     if asked.verify:
         from finetune.measure.start import verify
@@ -69,9 +74,12 @@ def _check(asked: argparse.Namespace) -> None:
     searched = next((name for name in ("autotune", "write") if getattr(asked, name) is not None), None)
     if asked.no_search and searched:
         raise RequestError(f"--{searched} is of the search, and --no_search switches it off. Drop one.")
+    alone = next((name for name in ("verify", "estimator") if getattr(asked, name)), None)
     shown = next((name for name in ("autotune", "write", "html", "png", "json") if getattr(asked, name)), None)
-    if asked.verify and shown:
-        raise RequestError(f"--verify runs what is asked and prints both; --{shown} is not for that. Drop one.")
+    if alone and shown:
+        raise RequestError(f"--{alone} prints two figures beside one another; --{shown} is not for that. Drop one.")
+    if asked.verify and asked.estimator:
+        raise RequestError("--verify and --estimator are each alone. Drop one.")
     if asked.json and (asked.html or asked.png):
         raise RequestError("--json is for another program. Ask for --html or --png without it.")
     for path in (Path(name) for name in (asked.write, asked.html, asked.png) if name):

@@ -76,15 +76,6 @@ def all_to_all(machine: Machine, size: float, group: Group) -> float:
     )
 
 
-def broadcast(machine: Machine, size: float, group: Group) -> float:
-    """Down a pipelined chain: the bytes once, and N - 1 latencies."""
-    count = group.ranks
-    if count < 2 or not size:
-        return 0.0
-    link = _link(machine, "broadcast", group)
-    return size / link.bandwidth_bytes_per_second + _latency(machine, link, group, count - 1, group.nodes - 1)
-
-
 def p2p(machine: Machine, size: float, within_node: bool = True) -> float:
     """From one rank to another."""
     link = machine.collectives.get("p2p", machine.intra_node) if within_node else machine.inter_node

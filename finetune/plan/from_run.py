@@ -10,6 +10,7 @@ from typing import Any
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
 from finetune.plan.families.parts import CAUSAL, MOST
+from finetune.plan.forward import LISTED
 from finetune.plan.job import DEEPSPEED, NO_TEXT, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, read_config, with_lora
@@ -69,10 +70,10 @@ def job_of(
     model, run = subject.model, settle_engine(run)
     if run.value("fsdp") or fsdp_by_accelerate(run):
         raise RequestError("--fsdp: what it shards is not known. --deepspeed zero3 shards the same, and is.")
-    if run.stages is not None and model.family != "gptlite":
+    if run.stages is not None and model.family not in LISTED:
         raise RequestError(
-            f"--pipeline_parallel_size: the pipeline recipe trains GPT-lites, and this is a {model.family}. Drop it; "
-            "ZeRO-3 shards any model."
+            f"--pipeline_parallel_size: pipelines of {' and '.join(LISTED)} are planned, and this is a {model.family}. "
+            "Drop it; ZeRO-3 shards any model."
         )
     lora, asked = lora_of(run, model), deepspeed_config_of(run)
     flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine))

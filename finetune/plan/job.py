@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from finetune.plan.forward import build_tape
 from finetune.plan.forward.parts import Batch, Part
+from finetune.plan.forward.stages import entries_of
 from finetune.plan.model import Model
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.tape import Tape
@@ -15,7 +16,6 @@ from finetune.plan.zero import Zero
 
 TRAINER, DEEPSPEED, PIPELINE = "trainer", "deepspeed", "pipeline"
 NO_TEXT = ("mlp", "resnet")  # families whose samples are no tokens
-PIPELINE_ENDS = 4  # layers of a GPT-lite pipeline beside its blocks: tokens, positions, norm, head
 NO_ZERO, ADAM = Zero(), Optimizer("adam")
 
 
@@ -80,7 +80,7 @@ def tape_of(job: Job, part: Part | None = None) -> Tape:
 
 def layers_of(job: Job) -> Tape:
     """Of a pipeline's job, each entry of the flat list of layers as a segment of its own."""
-    entries = Part(0, job.model.layers + PIPELINE_ENDS)
+    entries = entries_of(job.model.family, job.model.layers)
     interval = min(job.checkpoint_interval, 1)  # groups of layers are recomputed whole, however large
     return _tape(job.model, job.batch, job.numbers, interval, job.loss_chunk_tokens, job.lora, entries)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from finetune.plan.machine import Machine
-from finetune.plan.values import FP32_BYTES, Gemm, Op
+from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, Gemm, Op
 
 # A GPU's kernel takes this long if it has next to nothing to do: to fill the chip and to drain it again.
 KERNEL_SECONDS = 2e-6
@@ -76,7 +76,8 @@ class Kernels:
         given = sum(value.needs_grad for value in op.inputs)
         size = op.outputs[0].bytes_each if op.outputs else FP32_BYTES
         key = (op.name, op.gemms, op.gemms_back, op.moved, op.moved_back, op.kernels, op.kernels_back, op.passes_on,
-               op.narrows, given, size, len(op.weights), op.outputs[0].elements if op.outputs else 0)  # fmt: skip
+               op.narrows, given, size, op.gemms and op.inputs[0].bytes_each, len(op.weights),
+               op.outputs[0].elements if op.outputs else 0)  # fmt: skip
         found = self._ops.get(key)
         if found is None:
             found = self._ops[key] = (self._forward(op, size), self._backward(op, size, given))
@@ -88,7 +89,9 @@ class Kernels:
         if op.name == "attention":
             return Work(self._attention(op, "attention", op.gemms, op.moved), op.kernels)
         if op.gemms:
-            seconds = self._products(op.gemms, size)
+            seconds = self._products(op, op.gemms)
+            if op.name == CHUNKED_LOSS:
+                seconds += self.moved(op.name, op.moved, op.inputs[0].bytes_each)
             if len(op.weights) > 1 and not self.is_gpu:  # a GPU adds the bias in the product's kernel
                 seconds += self.moved("add", op.outputs[0].bytes, size)
             return Work(seconds, op.kernels)
@@ -100,7 +103,9 @@ class Kernels:
         if op.name == "attention":
             return Work(self._attention(op, "attention_back", op.gemms_back, op.moved_back), op.kernels_back)
         if op.gemms:
-            seconds = self._products(op.gemms_back, size)
+            seconds = self._products(op, op.gemms_back)
+            if op.name == CHUNKED_LOSS:
+                seconds += self.moved(op.name, op.moved_back, op.inputs[0].bytes_each)
             if len(op.weights) > 1:  # the bias's gradient: a sum over rows
                 seconds += self.moved("mean", op.outputs[0].bytes, size)
             return Work(seconds, op.kernels_back)
@@ -119,9 +124,10 @@ class Kernels:
 
     # Products
 
-    def _products(self, gemms: tuple[Gemm, ...], size: int) -> float:
-        """Also in half precision some are done in fp32: those whose outcome has `size` 4."""
-        whole = size >= FP32_BYTES and self.precision in ("bf16", "fp16")
+    def _products(self, op: Op, gemms: tuple[Gemm, ...]) -> float:
+        """Also in half precision some are done in fp32: those whose factors are. What comes out may be in another
+        precision, as the loss over chunks of logits is."""
+        whole = op.inputs[0].bytes_each >= FP32_BYTES and self.precision in ("bf16", "fp16")
         by = kernels_of(self.machine, "fp32") if whole else self
         return sum(by.product(gemm) for gemm in gemms)
 

@@ -22,7 +22,7 @@ from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, INT64_BYTES
 
 BESIDE_STEPS = ("evaluation", "saving")  # phases that are no part of a step
-BATCH, WORKSPACE, BUFFERS = "batch", "workspace", "model buffers"
+BATCH, WORKSPACE, BUFFERS, SAVED = "batch", "workspace", "model buffers", "weights being saved"
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _pipe_bytes(job: Job, stage: int) -> int:
     neighbour, as large as the hidden state; a copy of each input that is in flight, and its gradient; and on the last
     stage the logits of each."""
     hidden = job.batch.positions * job.model.hidden_size * job.weight_bytes
-    logits = job.batch.positions * job.model.vocab_size * job.weight_bytes
+    logits = job.batch.positions * (job.model.vocab_size or job.model.sizes.labels) * job.weight_bytes
     flying = min(max(2, min(job.stages - stage, job.accumulation)), job.accumulation)
     neighbours = (stage > 0) + (stage < job.stages - 1)
     copies = 2 * hidden if stage > 0 else 0

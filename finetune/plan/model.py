@@ -14,6 +14,7 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, TAGS, Family, Shape, Sizes
+from finetune.plan.families.possible import refuse_impossible
 from finetune.plan.values import Lora
 from finetune.safe_read import parse_json, read_bounded
 
@@ -75,10 +76,6 @@ class Model:
     def parameters(self) -> int:
         return sum(tensor.elements for tensor in self.tensors)
 
-    def parameters_of(self, layer: int | None) -> int:
-        """Of one block; None: of all that is in none."""
-        return sum(tensor.elements for tensor in self.tensors if tensor.layer == layer)
-
 
 def read_model(folder: Path) -> Model:
     """From a model folder, or a config.json. Raises RequestError where it cannot be read."""
@@ -113,6 +110,7 @@ def model_of(config: dict[str, Any], where: str = "the config", head: str | None
     head = head or _head(config, family, where)
     if head not in family.heads:
         raise RequestError(f"{where}: of {kind} these heads are known: {', '.join(family.heads)}; not {head}.")
+    refuse_impossible(kind, sizes)
     layers = family.layers(sizes)
     if layers > MOST_LAYERS:
         raise RequestError(f"{where}: {layers:,} layers are more than {MOST_LAYERS:,}. Mistyped?")

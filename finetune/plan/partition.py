@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
@@ -46,7 +47,8 @@ def balanced_bounds(
     def memory(stage: int, first: int, last: int) -> float:
         return state[last] - state[first] + flights[stage] * (activation[last] - activation[first])
 
-    slowest, _ = _least_worst(layers, stages, pace)
+    is_monotone = parameters is state_bytes is activation_bytes is None  # fewer layers cost less, in any stage the same
+    slowest, _ = _least_worst(layers, stages, pace, is_monotone)
     if slowest == inf and limit_bytes is None:
         raise RequestError(f"{stages} pipeline stages, but too few layers have weights to train. Give fewer stages.")
     if slowest == inf:
@@ -55,22 +57,34 @@ def balanced_bounds(
             "or a smaller --per_device_train_batch_size, or --activation_checkpoint_interval 1 if it is not on."
         )
     quick_enough = slowest * (1 + 1e-9)  # sums of floats taken in another order
-    _, bounds = _least_worst(layers, stages, lambda *cut: memory(*cut) if pace(*cut) <= quick_enough else inf)
+    _, bounds = _least_worst(
+        layers, stages, lambda *cut: memory(*cut) if pace(*cut) <= quick_enough else inf, is_monotone
+    )
     return bounds
 
 
-def _least_worst(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
+def _least_worst(
+    layers: int, stages: int, cost: Callable[[int, int, int], float], is_monotone: bool
+) -> tuple[float, list[int]]:
     """The cut whose worst stage costs least, and what that stage costs: `cost` is of (stage, first layer, layer behind
-    the last). Dynamic programming over stages and layers, O(stages x layers squared)."""
+    the last). Dynamic programming over stages and layers, O(stages x layers squared); where fewer layers never
+    cost more and all stages the same, O(stages x layers x log layers)."""
     # worst[n]: the least cost of the worst of the stages so far over the first n layers; cuts[s][n]: the last bound.
     worst = [0.0] + [inf] * layers
     cuts = []
     for stage in range(stages):
         before, worst, cut = worst, [inf] * (layers + 1), [0] * (layers + 1)
         for last in range(stage + 1, layers + 1):
-            found = [max(before[first], cost(stage, first, last)) for first in range(stage, last)]
+            firsts = range(stage, last)
+            if is_monotone:  # what is before costs more and more, the stage less and less: the best is where they meet
+                met = bisect_left(firsts, True, key=lambda first: before[first] >= cost(stage, first, last))
+                firsts = firsts[max(0, met - 1) : met + 1]
+            found = [max(before[first], cost(stage, first, last)) for first in firsts]
             worst[last] = min(found)
-            cut[last] = stage + found.index(worst[last])
+            cut[last] = firsts[found.index(worst[last])]
+            if is_monotone:  # of those as good the first
+                as_good = range(stage, cut[last])
+                cut[last] = stage + bisect_left(as_good, True, key=lambda at: cost(stage, at, last) <= worst[last])
         cuts.append(cut)
     bounds = [layers]
     for cut in reversed(cuts):

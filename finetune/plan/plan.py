@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finetune.plan.job import PIPELINE, Job
 from finetune.plan.machine import Machine
-from finetune.plan.memory import RankMemory, plan_memory
+from finetune.plan.memory import SAVED, RankMemory, plan_memory
 from finetune.plan.seconds import StepSeconds, plan_seconds
 
 
@@ -25,7 +27,7 @@ class Plan:
 
     @property
     def host_limit_bytes(self) -> int:
-        return host_share_bytes(self.job, self.machine)
+        return self.machine.host_memory_bytes
 
     @property
     def fullest(self) -> RankMemory:
@@ -36,12 +38,16 @@ class Plan:
         return self.fullest.peak.bytes
 
     @property
+    def host(self) -> dict[str, int]:
+        return host_of_node(self.job, self.ranks)
+
+    @property
     def host_bytes(self) -> int:
-        return max(rank.host_bytes for rank in self.ranks)
+        return sum(self.host.values())
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.limit_bytes and self.host_bytes <= self.host_limit_bytes
+        return fits(self.job, self.machine, self.ranks)
 
 
 def usable_bytes(machine: Machine) -> int:
@@ -50,9 +56,21 @@ def usable_bytes(machine: Machine) -> int:
     return int((machine.memory_bytes - machine.context_bytes) * (1 - machine.fragmentation))
 
 
-def host_share_bytes(job: Job, machine: Machine) -> int:
-    """Of one rank, of its node's memory."""
-    return machine.host_memory_bytes // min(job.world_size, job.ranks_per_node)
+def host_of_node(job: Job, ranks: Sequence[RankMemory]) -> dict[str, int]:
+    """By kind, on the node that holds the most: what each of its ranks has there, and the weights while they are saved,
+    which the first rank of each stage gathers. Ranks are counted stage by stage."""
+    here = min(job.world_size, job.ranks_per_node)
+    most = max((rank.host for rank in ranks), key=lambda host: sum(host.values()))
+    saved = Counter[int]()
+    for stage in range(job.stages):
+        saved[stage * job.data_parallel_size // job.ranks_per_node] += ranks[stage].saving_host_bytes
+    return {kind: here * size for kind, size in most.items()} | {SAVED: max(saved.values())}
+
+
+def fits(job: Job, machine: Machine, ranks: Sequence[RankMemory]) -> bool:
+    """On the device of every kind of rank, and on every node."""
+    on_host = sum(host_of_node(job, ranks).values())
+    return max(rank.peak.bytes for rank in ranks) <= usable_bytes(machine) and on_host <= machine.host_memory_bytes
 
 
 def kinds_of_rank(job: Job) -> list[int]:

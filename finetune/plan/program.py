@@ -97,6 +97,7 @@ class _Log:
 
 
 _PROGRAMS: WeakKeyDictionary[Tape, Program] = WeakKeyDictionary()
+_EVALUATIONS: WeakKeyDictionary[Tape, list[list[Event]]] = WeakKeyDictionary()
 
 
 def program_of(tape: Tape) -> Program:
@@ -107,8 +108,10 @@ def program_of(tape: Tape) -> Program:
 
 
 def evaluation_of(tape: Tape) -> list[list[Event]]:
-    """Events of each segment of a forward pass without gradients, which keeps nothing."""
-    return _Player(tape).play_evaluation()
+    """Events of each segment of a forward pass without gradients, which keeps nothing; found once."""
+    if tape not in _EVALUATIONS:
+        _EVALUATIONS[tape] = _Player(tape).play_evaluation()
+    return _EVALUATIONS[tape]
 
 
 class _Player:

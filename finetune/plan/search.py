@@ -1,5 +1,5 @@
 """Which layout to choose: the shipped configs, micro-batches, accumulation, checkpointing and stages that fit a
-machine, by throughput. And, of what does not fit, the smallest change that would.
+machine, by throughput.
 
 A larger micro-batch never takes less, so that of each layout the largest that fits is found by halving; those below it
 fit, too, and what is fastest is planned once more with all that belongs to it.
@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
 
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.load import SHIPPED
@@ -21,7 +20,7 @@ from finetune.plan.job import ADAM, DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine
 from finetune.plan.memory import plan_memory
 from finetune.plan.optimizers import Optimizer
-from finetune.plan.plan import Plan, host_share_bytes, kinds_of_rank, plan, usable_bytes
+from finetune.plan.plan import Plan, fits, kinds_of_rank, plan
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.zero import read_zero
 
@@ -31,7 +30,6 @@ MICRO_BATCHES_A_STAGE = 8  # (P - 1) / (M + P - 1): at 8 a stage about a tenth o
 CHECKPOINT_INTERVALS = (0, 1)  # none, or every layer
 MOST_STAGES = 16
 MOST_RANKS = 4096  # to which curves are drawn and ranks are proposed
-MOST_MENDS = 4
 SHOWN = 12  # of the fastest, beside the fastest of each layout
 TRAINER_ALONE = "none"
 # In the order in which they are to be preferred where they are equally fast: the simplest first. Tensor parallelism is
@@ -159,8 +157,7 @@ def _leaders(fitting: list[tuple[float, str, Job]]) -> Iterator[tuple[str, Job]]
 
 
 def _bases(job: Job, machine: Machine, limits: Limits) -> Iterator[tuple[str, Job]]:
-    """Layouts with everything but the batch. An evaluation's batch can be made to fit any, and is left out."""
-    job = replace(job, eval_batch=0)
+    """Layouts with everything but the batch."""
     for layout in limits.layouts:
         if layout == "zeropp" and (machine.device == "cpu" or job.world_size <= job.ranks_per_node):
             continue  # on one node it does what zero3 does
@@ -219,17 +216,14 @@ def _how_many_fit(options: list[Job], machine: Machine) -> int:
 
 
 def _fits(job: Job, machine: Machine) -> bool:
-    """On every kind of rank."""
-    limit, host = usable_bytes(machine), host_share_bytes(job, machine)
-    kinds = (plan_memory(job, machine, rank) for rank in kinds_of_rank(job))
-    return all(rank.peak.bytes <= limit and rank.host_bytes <= host for rank in kinds)
+    return fits(job, machine, [plan_memory(job, machine, rank) for rank in kinds_of_rank(job)])
 
 
 def _why_not(found: Plan) -> str | None:
     if found.peak_bytes > found.limit_bytes:
         return f"needs {gib(found.peak_bytes)} of {gib(found.limit_bytes)} GiB"
     if found.host_bytes > found.host_limit_bytes:
-        return f"needs {gib(found.host_bytes)} GiB of host memory a rank, of {gib(found.host_limit_bytes)}"
+        return f"needs {gib(found.host_bytes)} GiB of host memory a node, of {gib(found.host_limit_bytes)}"
     return None
 
 
@@ -256,48 +250,3 @@ def slower_by(best: Candidate, other: Candidate) -> tuple[str, float]:
     more = {part: seconds / theirs.samples - ours.parts[part] / ours.samples for part, seconds in theirs.parts.items()}
     part = max(more, key=lambda name: more[name])
     return part, more[part]
-
-
-def mends(found: Plan) -> list[Candidate]:
-    """What would make a plan fit that does not: of each kind of change the gentlest that does."""
-    kept = []
-    for kind in _changes(found.job):
-        for words, changed in kind:
-            tried = plan(changed, found.machine)
-            if tried.fits:
-                kept.append(Candidate(words, tried, None))
-                break
-    return kept[:MOST_MENDS]
-
-
-def cheaper(found: Plan, share: float = 0.9, most: int = 3) -> list[Candidate]:
-    """What lowers a plan's peak to at most `share` of it, whether or not it fits: of each kind of change the gentlest
-    that does, and of those the `most` that cost the least time."""
-    kept = []
-    for kind in _changes(found.job):
-        tried = (Candidate(words, plan(changed, found.machine), None) for words, changed in kind)
-        kept += list(islice((one for one in tried if one.plan.peak_bytes <= share * found.peak_bytes), 1))
-    return sorted(kept, key=lambda one: one.plan.seconds.total)[:most]
-
-
-def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:
-    """By kind, and in each from the gentlest on."""
-    again = replace(job, checkpoint_interval=1)
-    if not job.checkpoint_interval:
-        yield [("activation checkpointing every layer", again)]
-    smaller = []
-    for micro in (job.micro_batch >> halvings for halvings in range(1, job.micro_batch.bit_length())):
-        steps = job.accumulation * job.micro_batch // micro
-        smaller.append((f"a micro-batch of {micro}", replace(job, micro_batch=micro, accumulation=steps)))
-    yield smaller
-    if job.stages == 1:
-        yield [(layout, laid_out(job, layout)) for layout in ("zero1", "zero2", "zero3")]
-        away = ("zero2_offload", "zero3_offload", "zero3_nvme")
-        yield [(layout, laid_out(job, layout)) for layout in away]
-        yield [(f"{layout} and checkpointing", laid_out(again, layout)) for layout in ("zero2", "zero3", *away)]
-        more = [job.world_size << doublings for doublings in range(1, 13)]
-        yield [
-            (f"{ranks} ranks under zero3 with checkpointing", replace(laid_out(again, "zero3"), world_size=ranks))
-            for ranks in more
-            if ranks <= MOST_RANKS
-        ]

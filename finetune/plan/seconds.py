@@ -148,7 +148,7 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
     weights = Weights(job.model.tensors, job.weight_bytes)
     traffic = traffic_of(job, machine, kernels, _tape(job), weights)
     forward, backward, again = (
-        _total(getattr(segment, part) for segment in segments) for part in ("forward", "backward", "again")
+        sum((getattr(segment, part) for segment in segments), NOTHING) for part in ("forward", "backward", "again")
     )
     micros = job.accumulation
     flows = (
@@ -157,43 +157,31 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         (traffic.boundary, backward + again, 1),
     )
     update = update_of(job, machine, kernels, weights)
-    copies = _total([flow.work.times(count) for flow, _, count in flows] + [traffic.step.work])
+    copies = sum((flow.work.times(count) for flow, _, count in flows), traffic.step.work)
     exposed = sum(_exposed(flow, work, count, traffic.overlaps) for flow, work, count in flows)
     offload = sum(_sticking_out(flow, work, count, job) for flow, work, count in flows)
-    work = _total([*(work for _, work, _ in flows), copies, update.work])
-    return _step(
-        job, machine, segments,
-        forward=forward.device * micros,
-        backward=backward.device * micros,
-        recomputation=again.device * micros,
-        copies=copies.device,
-        optimizer=update.work.device + update.host,
-        communication=sum(flow.communication * count for flow, _, count in flows) + traffic.step.communication,
-        exposed_communication=exposed + traffic.step.communication,
-        offload=offload,
-        launch=_launch(machine, work.launches, work.device + exposed + offload),
-    )  # fmt: skip
+    work = sum((work for _, work, _ in flows), copies + update.work)
+    return _step(job, machine, segments, {
+        "forward": forward.device * micros,
+        "backward": backward.device * micros,
+        "recomputation": again.device * micros,
+        "copies": copies.device,
+        "optimizer": update.work.device + update.host,
+        "communication": sum(flow.communication * count for flow, _, count in flows) + traffic.step.communication,
+        "exposed_communication": exposed + traffic.step.communication,
+        "offload": offload,
+        "launch": _launch(machine, work.launches, work.device + exposed + offload),
+        "idle": 0.0,
+    })  # fmt: skip
 
 
-def _step(job: Job, machine: Machine, segments: Sequence[SegmentWork], *, forward: float, backward: float,
-          recomputation: float, copies: float, optimizer: float, communication: float, exposed_communication: float,
-          offload: float, launch: float, idle: float = 0.0) -> StepSeconds:  # fmt: skip
+def _step(job: Job, machine: Machine, segments: Sequence[SegmentWork], seconds: dict[str, float]) -> StepSeconds:
+    """`seconds` are those of its operators, one by one."""
     loop = (STEP_LAUNCHES + MICRO_BATCH_LAUNCHES * job.accumulation) * machine.launch_seconds
     flops = sum(segment.flops for segment in segments) * job.accumulation * job.data_parallel_size
     precision = job.precision if job.precision in machine.peak_flops else "fp32"
-    factor = machine.step_factor
     return StepSeconds(
-        forward=factor * forward,
-        backward=factor * backward,
-        recomputation=factor * recomputation,
-        copies=factor * copies,
-        optimizer=factor * optimizer,
-        communication=factor * communication,
-        exposed_communication=factor * exposed_communication,
-        offload=factor * offload,
-        loop=factor * loop,
-        launch=factor * launch,
-        idle=factor * idle,
+        **{name: machine.step_factor * part for name, part in {**seconds, "loop": loop}.items()},
         samples=job.global_batch,
         tokens=job.global_batch * job.tokens,
         model_flops=flops,
@@ -218,13 +206,6 @@ def _sticking_out(flow: Flow, work: Work, count: int, job: Job) -> float:
     """Transfers to and from the host, which run beside the computation on a GPU."""
     offload = flow.offload * count
     return offload if job.device == "cpu" else max(0.0, offload - work.device)
-
-
-def _total(works: object) -> Work:
-    total = Work()
-    for work in works:  # type: ignore[attr-defined]
-        total += work
-    return total
 
 
 def _segments(job: Job, machine: Machine) -> tuple[SegmentWork, ...]:
@@ -303,16 +284,15 @@ def _pipeline(job: Job, machine: Machine) -> StepSeconds:
     reduced = max(t.boundary.communication + t.step.communication for t, _, _ in ends)
     copies = max((t.boundary.work + t.step.work for t, _, _ in ends), key=lambda work: work.device)
     updated = max((work for _, work, _ in ends), key=lambda work: work.device)
-    return _step(
-        job, machine, segments,
-        forward=job.accumulation * forward[slowest],
-        backward=job.accumulation * (backward[slowest] - again),
-        recomputation=job.accumulation * again,
-        copies=copies.device,
-        optimizer=updated.device + max(host for _, _, host in ends),
-        communication=reduced + 2 * job.accumulation * _transfer(job, machine),
-        exposed_communication=reduced,
-        offload=0.0,
-        launch=_launch(machine, copies.launches + updated.launches, copies.device + updated.device),
-        idle=pipeline_schedule(job, machine).makespan - busy,
-    )  # fmt: skip
+    return _step(job, machine, segments, {
+        "forward": job.accumulation * forward[slowest],
+        "backward": job.accumulation * (backward[slowest] - again),
+        "recomputation": job.accumulation * again,
+        "copies": copies.device,
+        "optimizer": updated.device + max(host for _, _, host in ends),
+        "communication": reduced + 2 * job.accumulation * _transfer(job, machine),
+        "exposed_communication": reduced,
+        "offload": 0.0,
+        "launch": _launch(machine, copies.launches + updated.launches, copies.device + updated.device),
+        "idle": pipeline_schedule(job, machine).makespan - busy,
+    })  # fmt: skip

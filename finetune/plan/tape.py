@@ -95,6 +95,7 @@ class Tape:
         kernels: int = 1,
         kernels_back: int = 1,
         moved: int | None = None,
+        moved_back: int | None = None,
         needs_grad: bool | None = None,
     ) -> Value:
         """One output of `elements`. `extra_saved`: bytes of further outputs that only the backward pass reads."""
@@ -115,9 +116,10 @@ class Tape:
         touched = (
             sum(value.bytes for value in inputs) + sum(value.bytes for value in outputs) if moved is None else moved
         )
+        back = 2 * touched if moved_back is None else moved_back
         self._add(
             Op(name, tuple(inputs), tuple(outputs), tuple(kept), weights, passes_on, narrows, scratch, scratch_back,
-               gemms, gemms_back, touched, 2 * touched if grads else 0, kernels, kernels_back if grads else 0, module)
+               gemms, gemms_back, touched, back if grads else 0, kernels, kernels_back if grads else 0, module)
         )  # fmt: skip
         return out
 

@@ -9,7 +9,7 @@ from finetune.plan.job import TRAINER, Job
 from finetune.plan.kernels import NOTHING, Kernels, Work
 from finetune.plan.machine import Machine
 from finetune.plan.values import FP32_BYTES
-from finetune.plan.zero import Partition, Sized, shard, sub_groups
+from finetune.plan.zero import shard
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,8 @@ def _share(job: Job, weights: Weights) -> tuple[list[int], list[int]]:
     ranks = job.data_parallel_size
     if job.zero.stage == 3:
         pieces = [shard(tensor.elements, ranks) for tensor in weights.trained]
-        groups = [
-            sum(group)
-            for one in weights.groups()
-            for group in sub_groups([shard(tensor.elements, ranks) for tensor in one], job.zero.sub_group_size)
-        ]
-        return groups, pieces
-    sized = [tuple(Sized(tensor.name, tensor.elements) for tensor in group) for group in weights.groups()]
-    parts = [Partition(group, ranks).part for group in sized]
+        return weights.sub_groups(ranks, job.zero.sub_group_size), pieces
+    parts = [part.part for part in weights.parts(ranks)]
     several = max(1, len(weights.trained) // ranks)
     return parts, [max(1, sum(parts) // several)] * several
 

@@ -8,6 +8,7 @@ FP32_BYTES = 4
 HALF_BYTES = 2
 INT64_BYTES = 8
 FOREVER = 1 << 60
+CHUNKED_LOSS = "linear_cross_entropy"  # an operator that moves bytes beside its products
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finetune.dsconfig.config import Config
+from finetune.plan.model import Tensor
 
 HALF_BILLION, BILLION = 500_000_000, 1_000_000_000
 ALIGNMENT = 2  # elements a rank to which ZeRO-1 and -2 pad a group (stage_1_and_2.py, nccl_start_alignment_factor)
@@ -93,19 +94,11 @@ def read_zero(config: Config, hidden_size: int, clip: float = 0.0, precision: st
 
 
 @dataclass(frozen=True)
-class Sized:
-    """A parameter as a group holds it."""
-
-    name: str
-    elements: int
-
-
-@dataclass(frozen=True)
 class Partition:
     """A group of parameters that ZeRO-1 and -2 lay into one flat tensor and cut into equal parts
     (stage_1_and_2.py, flatten_dense_tensors_aligned, get_partition_info). Sizes in elements."""
 
-    group: tuple[Sized, ...]
+    group: tuple[Tensor, ...]
     ranks: int
 
     @property

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from finetune.errors import FinetuneError, first_line
 from finetune.plan.from_run import job_of
+from finetune.plan.job import Job
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.plan import Plan, plan
 from finetune.plan.run_model import run_of_record
+from finetune.report.axes import as_number
 from finetune.report.run_folder import RunFolder
 from finetune.run.launch import Launch
 
@@ -19,7 +23,7 @@ def plan_of_run(run: RunFolder) -> Plan | None:
         machine = _machine(run)
         launch = Launch(world_size=run.ranks, local_world_size=run.ranks, launcher="torchrun")
         job, _, _ = job_of(run_of_record(run.folder, launch), machine)
-        return plan(job, machine)
+        return plan(_as_it_was(run, job), machine)
     except FinetuneError as error:
         run.notes.append(f"Nothing is planned beside it: {first_line(error)}")
     except (
@@ -33,6 +37,33 @@ def plan_of_run(run: RunFolder) -> Plan | None:
     ) as error:  # a recipe.yaml that no run has written
         run.notes.append(f"Nothing is planned beside it: recipe.yaml gives {first_line(error)}")
     return None
+
+
+def tokens_a_sample(run: RunFolder) -> float | None:
+    """On the mean, padding included, which is computed with as well. None of what is no text."""
+    names = ("real_tokens_per_second", "samples_per_second", "padding_share")
+    real, samples, padding = (as_number(run.results.get(name)) for name in names)
+    if not real or not samples or padding is None or padding >= 1:
+        return None
+    return real / (1 - padding) / samples
+
+
+def has_one_length(run: RunFolder) -> bool:
+    """Of all samples. If not, the peak is that of the longest batch, which nobody has written down."""
+    tokens, padding = tokens_a_sample(run), as_number(run.results.get("padding_share"))
+    return tokens is None or (not padding and abs(tokens - round(tokens)) < 1e-6 * tokens)
+
+
+def _as_it_was(run: RunFolder, job: Job) -> Job:
+    """With samples as long as the run's were on the mean: a plan before the run counts each as long as it may be."""
+    tokens = tokens_a_sample(run)
+    if tokens is None or round(tokens) >= job.tokens:
+        return job
+    run.notes.append(
+        f"Planned for samples of {max(1, round(tokens)):,} tokens, as the run's were on the mean, and not of the "
+        f"{job.tokens:,} that they may have."
+    )
+    return replace(job, tokens=max(1, round(tokens)))
 
 
 def _machine(run: RunFolder) -> Machine:

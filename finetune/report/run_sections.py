@@ -19,7 +19,7 @@ from finetune.report.profile import profile_blocks
 from finetune.report.rank_memory import rank_bars
 from finetune.report.run_curves import curves_of
 from finetune.report.run_folder import RunFolder
-from finetune.report.run_plan import plan_of_run
+from finetune.report.run_plan import has_one_length, plan_of_run
 from finetune.report.schedule import schedule_pictures
 from finetune.report.words import duration, figure, ratio, said
 
@@ -158,7 +158,7 @@ def _planned_table(pairs: Sequence[tuple[RunFolder, Plan]]) -> Table:
             (run.name, "samples/s", figure(made.seconds.samples_per_second), figure(rate),
              ratio(made.seconds.samples_per_second, rate)),
             (run.name, "peak of a rank, GiB", gib(made.peak_bytes), gib(peak) if peak else "",
-             ratio(made.peak_bytes, peak) if run.environment.get("gpus") else ""),
+             ratio(made.peak_bytes, peak) if run.environment.get("gpus") and has_one_length(run) else ""),
         ]  # fmt: skip
     columns = ("run", "figure", "planned", "measured", "planned / measured")
     table = Table("Planned against measured", columns, tuple(rows), texts=("figure",))

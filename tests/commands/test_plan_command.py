@@ -120,7 +120,7 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--fp16", "True", "--gpu", "cpu"], "has no fp16"),
         (["gpt2", "--global_batch_size", "7", "--gpu", "A100-80GB"], "--global_batch_size 7"),
         (["gpt2", "--global_batch_size", "-7"], "--global_batch_size is -7"),
-        (["gpt2", "--pipeline_parallel_size", "2"], "the pipeline recipe trains GPT-lites"),
+        (["gpt2", "--pipeline_parallel_size", "2"], "are planned, and this is a gpt2"),
         ([POST, "--pipeline_parallel_size", "3"], "is no multiple of it"),
         ([POST, "--pipeline_parallel_size", "20", "--nodes", "20"], "20 pipeline stages, but the model has 16 layers"),
         (["gpt2", "--autotune", "2", "--no_search"], "--autotune is of the search"),

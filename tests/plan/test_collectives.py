@@ -20,7 +20,6 @@ KINDS = (
     collectives.all_gather,
     collectives.reduce_scatter,
     collectives.all_to_all,
-    collectives.broadcast,
 )
 
 
@@ -29,7 +28,6 @@ KINDS = (
     [
         (collectives.all_gather, 4, 3 / 4, 3),
         (collectives.reduce_scatter, 4, 3 / 4, 3),
-        (collectives.broadcast, 4, 1, 3),
         (collectives.all_to_all, 4, 3 / 4, 3),
         (collectives.all_gather, 8, 7 / 8, 7),
     ],

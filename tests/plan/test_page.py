@@ -105,8 +105,8 @@ def test_the_page_has_all_pictures_and_all_numbers(tmp_path: Path, small: Plan, 
     figures = [
         *rank.resident.values(),
         *rank.peak.by_kind.values(),
-        *rank.host.values(),
-        rank.host_bytes,
+        *small.host.values(),
+        small.host_bytes,
         rank.peak.bytes,
     ]
     shown = {f"{size / GIB:,.2f}" for size in (*figures, small.limit_bytes, small.host_limit_bytes) if size > GIB / 100}
@@ -126,7 +126,7 @@ def test_the_page_has_all_pictures_and_all_numbers(tmp_path: Path, small: Plan, 
     assert not [one for one in shown if one not in cells and one not in page.text]
     assert [title for (title,) in page.titles[::2]] == [
         "Memory of the device, by kind",
-        "Memory of the host, by kind, for each rank",
+        "Memory of a node's host, by kind",
         "Memory over a step, ranks 0-7",
         "Throughput against memory, over the layouts",
         "Scaling to 4,096 ranks",

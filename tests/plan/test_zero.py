@@ -7,7 +7,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
 from finetune.dsconfig.config import Config
-from finetune.plan.zero import Partition, Sized, read_zero, shard, sub_groups
+from finetune.plan.model import Tensor
+from finetune.plan.zero import Partition, read_zero, shard, sub_groups
 
 NAMES = {  # ours: DeepSpeed's
     "contiguous_gradients": "contiguous_gradients",
@@ -55,14 +56,16 @@ def test_offload_is_read_where_the_stage_takes_it() -> None:
 
 
 def test_a_group_is_padded_to_two_elements_a_rank_and_cut_evenly() -> None:
-    part = Partition((Sized("a", 5), Sized("b", 4), Sized("c", 2)), ranks=2)  # 11 elements, to a multiple of 4
+    part = Partition(
+        (Tensor("a", (5,)), Tensor("b", (4,)), Tensor("c", (2,))), ranks=2
+    )  # 11 elements, to a multiple of 4
     assert (part.padded, part.part) == (12, 6)
     assert part.owned(0) == {"a", "b"}  # elements 0 to 5: a, and the first of b
     assert part.owned(1) == {"b", "c"}
 
 
 def test_a_rank_behind_all_parameters_owns_none() -> None:
-    part = Partition((Sized("a", 1),), ranks=4)
+    part = Partition((Tensor("a", (1,)),), ranks=4)
     assert part.part == 2
     assert [sorted(part.owned(rank)) for rank in range(4)] == [["a"], [], [], []]
 

@@ -24,7 +24,7 @@ from finetune.errors import RequestError
 from finetune.report.axes import SECONDS, STEP, TOKENS, as_number, envelope, places, smoothed
 from finetune.report.run_curves import curves_of
 from finetune.report.run_folder import read_run
-from finetune.report.run_plan import plan_of_run
+from finetune.report.run_plan import has_one_length, plan_of_run
 from finetune.report.write import write
 
 
@@ -219,6 +219,33 @@ def test_planned_is_the_model_that_the_run_has_kept(config: dict[str, Any], fami
     assert made is not None, run.notes
     assert made.job.model.family == family
     assert made.job.image_size == 32 or family != "resnet"
+
+
+PEAK_WITH_RATIO = r"peak of a rank, GiB\s+[\d.,]+\s+1\.25\s+[\d.]+x"
+
+
+@pytest.mark.parametrize("gpus", [[], ["NVIDIA A100-SXM4-80GB"]], ids=["cpu", "gpu"])
+def test_a_plan_is_set_beside_texts_as_long_as_they_were(gpus: list[str], tmp_path: Path) -> None:
+    """200 real tokens a second and a fifth of padding at 10 texts a second: 25 tokens a text."""
+    folder = run_folder(tmp_path / "run")
+    results = json.loads((folder / "all_results.json").read_text())
+    environment = json.loads((folder / "environment.json").read_text()) | {"gpus": gpus}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    whole = plan_of_run(read_run(folder, "run"))
+    measured = {"samples_per_second": 10.0, "real_tokens_per_second": 200.0, "padding_share": 0.2}
+    (folder / "all_results.json").write_text(json.dumps(results | measured))
+    run = read_run(folder, "run")
+    made = plan_of_run(run)
+    assert whole is not None
+    assert made is not None
+    assert (made.job.tokens, whole.job.tokens) == (25, 128)
+    assert made.seconds.forward < whole.seconds.forward
+    assert any("25 tokens" in note for note in run.notes)
+    assert not has_one_length(run)
+    # The peak is that of the longest batch, which the run has not written down: it is not divided by.
+    assert not re.search(PEAK_WITH_RATIO, page_of([folder], tmp_path)[0].text)
+    (folder / "all_results.json").write_text(json.dumps(results))
+    assert bool(re.search(PEAK_WITH_RATIO, page_of([folder], tmp_path)[0].text)) == bool(gpus)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 600, '{"model_type": [1]}'])

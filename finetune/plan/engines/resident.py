@@ -9,7 +9,7 @@ from finetune.plan.model import Tensor
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.step import TEMPORARY, Engine, Ledger
 from finetune.plan.values import FP32_BYTES
-from finetune.plan.zero import Zero
+from finetune.plan.zero import Partition, Zero, shard, sub_groups
 
 PARAMETERS, GATHERED, MASTERS = "parameters", "gathered parameters", "master weights"
 GRADIENTS, STATES, BUCKETS = "gradients", "optimizer states", "buckets"
@@ -41,6 +41,15 @@ class Weights:
         decayed = [tensor for tensor in self.trained if len(tensor.shape) > 1]
         rest = [tensor for tensor in self.trained if len(tensor.shape) <= 1]
         return [group for group in (decayed, rest) if group]
+
+    def parts(self, ranks: int) -> list[Partition]:
+        """Of ZeRO-1 and -2, a flat tensor for each group."""
+        return [Partition(tuple(group), ranks) for group in self.groups()]
+
+    def sub_groups(self, ranks: int, limit: int) -> list[int]:
+        """Elements of one rank's sub-groups under ZeRO-3, which are steps of its optimizer."""
+        pieces = ([shard(tensor.elements, ranks) for tensor in group] for group in self.groups())
+        return [sum(group) for one in pieces for group in sub_groups(one, limit)]
 
 
 class Resident(Engine):

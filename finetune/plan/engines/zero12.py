@@ -8,14 +8,12 @@ from __future__ import annotations
 from finetune.plan.engines.resident import BUCKETS, GRADIENTS, MASTERS, PARAMETERS, Resident
 from finetune.plan.step import TEMPORARY, Ledger
 from finetune.plan.values import FP32_BYTES
-from finetune.plan.zero import Partition, Sized
 
 
 class Zero12(Resident):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        groups = self.weights.groups()
-        self.parts = [Partition(tuple(Sized(t.name, t.elements) for t in group), self.ranks) for group in groups]
+        self.parts = self.weights.parts(self.ranks)
         self.part = sum(part.part for part in self.parts)
         self.owned = frozenset().union(*(part.owned(self.rank) for part in self.parts))
         self.owned_elements = sum(self.elements[name] for name in self.owned)

@@ -14,7 +14,7 @@ from finetune.plan.program import Kind, program_of
 from finetune.plan.step import TEMPORARY, Ledger
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES
-from finetune.plan.zero import shard, sub_groups
+from finetune.plan.zero import shard
 
 SECOND = "secondary pieces"
 
@@ -33,11 +33,7 @@ class Zero3(Resident):
         self.pieces = {name: shard(size, self.ranks) for name, size in self.elements.items()}
         self.piece = sum(self.pieces.values())
         self.trained_piece = sum(self.pieces[name] for name in self.trains)
-        self.groups = [
-            group
-            for one in self.weights.groups()
-            for group in sub_groups([self.pieces[tensor.name] for tensor in one], self.zero.sub_group_size)
-        ]
+        self.groups = self.weights.sub_groups(self.ranks, self.zero.sub_group_size)
         self.offloads = self.zero.offload_optimizer != "none"
         self.here: set[str] = set()  # gathered
         self.second: set[str] = set()  # of which hpZ keeps a second piece
@@ -80,15 +76,15 @@ class Zero3(Resident):
             weights_home.take(BUCKETS, self.zero.param_buffers * self.zero.param_buffer_size * self.size)
         else:
             weights_home.take(PARAMETERS, self.piece * self.size)
-        largest = max((sum(group) for group in self.groups), default=0)
+        largest = max(self.groups, default=0)
         if self.zero.offload_optimizer == "nvme":
             home.take(BUCKETS, self.zero.optimizer_buffers * largest * FP32_BYTES)
-            small = [sum(group) for group in self.groups if sum(group) < largest]
+            small = [group for group in self.groups if group < largest]
             home.take(MASTERS, sum(small) * FP32_BYTES)
             self.hold_states(home, [(size,) for size in small])
         else:
             home.take(MASTERS, self.trained_piece * FP32_BYTES)
-            self.hold_states(home, [(sum(group),) for group in self.groups])
+            self.hold_states(home, [(group,) for group in self.groups])
         if self.offloads:
             home.take(GRADIENTS, self.trained_piece * FP32_BYTES)  # fp32, for CPU Adam
         home.take(GRADIENTS, self.trained_piece * self.size)  # grad_partitions_flat_buffer
@@ -201,9 +197,9 @@ class Zero3(Resident):
         kept = sum(self.elements[name] for name in self.persistent) * self.size
         ledger.give(GATHERED, ledger.live.get(GATHERED, 0))
         for group in () if self.offloads else self.groups:
-            ledger.take(GRADIENTS, sum(group) * FP32_BYTES, "fp32 gradients of a sub-group")
-            ledger.passing(TEMPORARY, self.optimizer.step_bytes([sum(group)]), "optimizer")
-            ledger.give(GRADIENTS, sum(group) * FP32_BYTES)
+            ledger.take(GRADIENTS, group * FP32_BYTES, "fp32 gradients of a sub-group")
+            ledger.passing(TEMPORARY, self.optimizer.step_bytes([group]), "optimizer")
+            ledger.give(GRADIENTS, group * FP32_BYTES)
         ledger.take(GATHERED, kept, "persistent parameters")
         self.here, self.live = set(self.persistent), 0
         if self.second:

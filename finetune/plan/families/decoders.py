@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from finetune.plan.families.parts import (
     CAUSAL,
@@ -68,65 +69,91 @@ def _llama_before(sizes: Sizes) -> Named:
 
 
 @dataclass(frozen=True)
-class _Llama:
-    """A decoder block of this kind. `biases` are of query, key and value; `norms` of a block's width."""
+class Style:
+    """What a decoder of this kind has that others have not, for its tensors and for its forward pass. `biases` are of
+    query, key and value; None: as `attention_bias` says, of the closing projection too. `windows`: which layers have a
+    sliding window where the config has no layer_types."""
 
     head_dim: int | None = None  # where the config says none; None: hidden_size / heads
-    biases: bool | None = False  # None: as `attention_bias` says, of the closing projection too
+    biases: bool | None = False
+    act: str = "silu"
+    is_gemma: bool = False  # embeddings are scaled, norms add one to their weight
     head_norms: bool = False  # of queries and keys
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    closing_norms: bool = False  # behind attention and behind the MLP, before each is added
+    window: int | None = None  # where the config says none
+    windows: str = "all"  # or "switched" (use_sliding_window), "every second", "five of six"
+    two_rotations: bool = False
+    attention_softcap: float = 0.0  # where the config says none
+    final_softcap: float = 0.0
     expert_width: str | None = None  # what the config calls it
+    tied: bool = False
+    joined: bool = False  # Phi-3: query, key and value in one matrix, gate and up in another
 
-    def __call__(self, sizes: Sizes, index: int) -> Named:
-        name, hidden, heads = f"model.layers.{index}", sizes("hidden_size"), sizes("num_attention_heads")
-        width = sizes("head_dim", default=self.head_dim or hidden // heads)
-        pairs = sizes("num_key_value_heads", default=heads)
+    def head_width(self, sizes: Sizes) -> int:
+        return sizes("head_dim", default=self.head_dim or sizes("hidden_size") // sizes("num_attention_heads"))
+
+    def bias(self, sizes: Sizes) -> tuple[bool, bool]:
+        """Of query, key and value; and of the closing projection."""
         asked = sizes.is_on("attention_bias", False)
-        bias = asked if self.biases is None else self.biases
+        return asked if self.biases is None else self.biases, self.biases is None and asked
+
+    def is_sparse(self, sizes: Sizes, index: int) -> bool:
+        """Qwen's MoE may keep some blocks dense (modeling_qwen3_moe.py, Qwen3MoeDecoderLayer)."""
+        step = sizes("decoder_sparse_step", default=1)
+        dense = sizes.config.get("mlp_only_layers") or []
+        return bool(self.expert_width) and index not in dense and (index + 1) % step == 0
+
+
+STYLES = {
+    "llama": Style(biases=None),
+    "mistral": Style(window=4096),
+    "qwen2": Style(biases=True, window=4096, windows="switched"),
+    "qwen3": Style(head_dim=128, biases=None, head_norms=True, window=4096, windows="switched"),
+    "gemma": Style(head_dim=256, biases=None, act="gelu_pytorch_tanh", is_gemma=True, tied=True),
+    "gemma2": Style(head_dim=256, biases=None, act="gelu_pytorch_tanh", is_gemma=True, closing_norms=True, window=4096,
+                    windows="every second", attention_softcap=50.0, final_softcap=30.0, tied=True),
+    "gemma3_text": Style(head_dim=256, biases=None, act="gelu_pytorch_tanh", is_gemma=True, head_norms=True,
+                         closing_norms=True, window=4096, windows="five of six", two_rotations=True, tied=True),
+    "mixtral": Style(expert_width="intermediate_size"),
+    "qwen3_moe": Style(biases=None, head_norms=True, expert_width="moe_intermediate_size"),
+    "phi3": Style(joined=True),
+}  # fmt: skip
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_CLOSING_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def _llama_block(style: Style, sizes: Sizes, index: int) -> Named:
+    name, hidden, heads = f"model.layers.{index}", sizes("hidden_size"), sizes("num_attention_heads")
+    width, pairs = style.head_width(sizes), sizes("num_key_value_heads", default=heads)
+    bias, closing_bias = style.bias(sizes)
+    out = linear(f"{name}.self_attn.o_proj", heads * width, hidden, closing_bias)
+    if style.joined:
+        yield from out
+        yield f"{name}.self_attn.qkv_proj.weight", ((heads + 2 * pairs) * width, hidden)
+    else:
         for part, count in (("q_proj", heads), ("k_proj", pairs), ("v_proj", pairs)):
             yield from linear(f"{name}.self_attn.{part}", hidden, count * width, bias)
-        yield from linear(f"{name}.self_attn.o_proj", heads * width, hidden, self.biases is None and asked)
-        for part in ("q_norm", "k_norm") if self.head_norms else ():
-            yield f"{name}.self_attn.{part}.weight", (width,)
-        if self.expert_width is None or not is_sparse(sizes, index):
-            yield from self._dense(name, sizes)
-        else:
-            many, inner = sizes("num_experts", "num_local_experts"), sizes(self.expert_width)
-            yield f"{name}.mlp.gate.weight", (many, hidden)
-            yield f"{name}.mlp.experts.gate_up_proj", (many, 2 * inner, hidden)
-            yield f"{name}.mlp.experts.down_proj", (many, hidden, inner)
-        for part in self.norms:
-            yield f"{name}.{part}.weight", (hidden,)
-
-    @staticmethod
-    def _dense(name: str, sizes: Sizes) -> Named:
-        hidden, inner, bias = sizes("hidden_size"), sizes("intermediate_size"), sizes.is_on("mlp_bias", False)
-        yield from linear(f"{name}.mlp.gate_proj", hidden, inner, bias)
-        yield from linear(f"{name}.mlp.up_proj", hidden, inner, bias)
+        yield from out
+    for part in ("q_norm", "k_norm") if style.head_norms else ():
+        yield f"{name}.self_attn.{part}.weight", (width,)
+    if style.expert_width and style.is_sparse(sizes, index):
+        many, inner = sizes("num_experts", "num_local_experts"), sizes(style.expert_width)
+        yield f"{name}.mlp.gate.weight", (many, hidden)
+        yield f"{name}.mlp.experts.gate_up_proj", (many, 2 * inner, hidden)
+        yield f"{name}.mlp.experts.down_proj", (many, hidden, inner)
+    else:
+        inner, bias = sizes("intermediate_size"), sizes.is_on("mlp_bias", False) and not style.joined
+        up = {"gate_up_proj": 2 * inner} if style.joined else {"gate_proj": inner, "up_proj": inner}
+        for part, wide in up.items():
+            yield from linear(f"{name}.mlp.{part}", hidden, wide, bias)
         yield from linear(f"{name}.mlp.down_proj", inner, hidden, bias)
-
-
-def is_sparse(sizes: Sizes, index: int) -> bool:
-    """Qwen's MoE may keep some blocks dense (modeling_qwen3_moe.py, Qwen3MoeDecoderLayer)."""
-    step = sizes("decoder_sparse_step", default=1)
-    return index not in (sizes.config.get("mlp_only_layers") or []) and (index + 1) % step == 0
-
-
-def _phi3_block(sizes: Sizes, index: int) -> Named:
-    """Queries, keys and values in one matrix; gate and up in another."""
-    name, hidden, heads = f"model.layers.{index}", sizes("hidden_size"), sizes("num_attention_heads")
-    width, pairs = sizes("head_dim", default=hidden // heads), sizes("num_key_value_heads", default=heads)
-    yield f"{name}.self_attn.o_proj.weight", (hidden, heads * width)
-    yield f"{name}.self_attn.qkv_proj.weight", ((heads + 2 * pairs) * width, hidden)
-    yield f"{name}.mlp.gate_up_proj.weight", (2 * sizes("intermediate_size"), hidden)
-    yield f"{name}.mlp.down_proj.weight", (hidden, sizes("intermediate_size"))
-    for part in ("input_layernorm", "post_attention_layernorm"):
+    for part in _CLOSING_NORMS if style.closing_norms else _NORMS:
         yield f"{name}.{part}.weight", (hidden,)
 
 
 def _phi_block(sizes: Sizes, index: int) -> Named:
     name, hidden, heads = f"model.layers.{index}", sizes("hidden_size"), sizes("num_attention_heads")
-    width, pairs = hidden // heads, sizes("num_key_value_heads", default=heads)
+    width, pairs = sizes("head_dim", default=hidden // heads), sizes("num_key_value_heads", default=heads)
     for part, count in (("q_proj", heads), ("k_proj", pairs), ("v_proj", pairs)):
         yield from linear(f"{name}.self_attn.{part}", hidden, count * width)
     yield from linear(f"{name}.self_attn.dense", heads * width, hidden)
@@ -165,18 +192,12 @@ def rotary_kinds(sizes: Sizes) -> list[str]:
     return [f"{kind}_" for kind in sorted(set(types), reverse=True)]
 
 
-def _llama(block: Callable[[Sizes, int], Named], tied: bool = False, head_dim: int | None = None,
-           scaled: bool = False) -> Family:  # fmt: skip
-    heads = {CAUSAL: lm_head(tied), CLASSES: score()}
-    return Family(_llama_before, block, closing("model.norm"), heads, buffers=_rotary(head_dim, scaled=scaled))
+def _llama(style: Style) -> Family:
+    heads = {CAUSAL: lm_head(style.tied), CLASSES: score()}
+    buffers = _rotary(style.head_dim, scaled=style.is_gemma)
+    return Family(_llama_before, partial(_llama_block, style), closing("model.norm"), heads, buffers=buffers)
 
 
-_GEMMA_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
 DECODERS = {
     "gpt2": Family(
         before=_gpt2_before,
@@ -187,18 +208,7 @@ DECODERS = {
         hidden=lambda sizes: sizes("n_embd"),
     ),
     "gptlite": Family(_gptlite_before, _gptlite_block, _gptlite_after, {CAUSAL: lm_head(False)}),
-    "llama": _llama(_Llama(biases=None)),
-    "mistral": _llama(_Llama()),
-    "qwen2": _llama(_Llama(biases=True)),
-    "qwen3": _llama(_Llama(head_dim=128, biases=None, head_norms=True), head_dim=128),
-    "gemma": _llama(_Llama(head_dim=256, biases=None), True, 256, scaled=True),
-    "gemma2": _llama(_Llama(head_dim=256, biases=None, norms=_GEMMA_NORMS), True, 256, scaled=True),
-    "gemma3_text": _llama(
-        _Llama(head_dim=256, biases=None, head_norms=True, norms=_GEMMA_NORMS), True, 256, scaled=True
-    ),
-    "mixtral": _llama(_Llama(expert_width="intermediate_size")),
-    "qwen3_moe": _llama(_Llama(biases=None, head_norms=True, expert_width="moe_intermediate_size")),
-    "phi3": _llama(_phi3_block),
+    **{kind: _llama(style) for kind, style in STYLES.items()},
     "phi": Family(
         before=_llama_before,
         block=_phi_block,

@@ -10,6 +10,7 @@ from finetune.plan.families.parts import IMAGES, Buffers, Family, Named, Sizes, 
 
 STEM = "resnet.embedder.embedder"
 BOTTLENECK, REDUCTION = "bottleneck", 4
+LAYER_TYPES = ("basic", BOTTLENECK)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,17 @@ def stem(sizes: Sizes) -> Conv:
 
 def layers(sizes: Sizes) -> list[Layer]:
     widths, depths = _list(sizes, "hidden_sizes", [256, 512, 1024, 2048]), _list(sizes, "depths", [3, 4, 6, 3])
+    if len(widths) != len(depths):
+        raise RequestError(
+            f"{sizes.where}: hidden_sizes has {len(widths)} stages, depths {len(depths)}. Make them equal."
+        )
+    kind = sizes.word("layer_type", BOTTLENECK)
+    if kind not in LAYER_TYPES:
+        raise RequestError(f"{sizes.where}: layer_type is {kind!r}, but it must be one of {', '.join(LAYER_TYPES)}.")
+    if kind == BOTTLENECK and min(widths) < REDUCTION:
+        raise RequestError(
+            f"{sizes.where}: hidden_sizes has {min(widths)}, but a bottleneck needs {REDUCTION} or more."
+        )
     fan_in, made = sizes("embedding_size", default=64), []
     for stage, (fan_out, depth) in enumerate(zip(widths, depths, strict=True)):
         for number in range(depth):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from finetune.plan.families.decoders import STYLES
+from finetune.plan.forward import gptlite as lite
+from finetune.plan.forward import mlp as perceptron
 from finetune.plan.forward.encoders import bert, distilbert, roberta
 from finetune.plan.forward.gpt2 import gpt2, phi
-from finetune.plan.forward.gptlite import gptlite, gptlite_stage
-from finetune.plan.forward.llama import STYLES, llama_like
-from finetune.plan.forward.mlp import mlp
+from finetune.plan.forward.llama import llama_like
 from finetune.plan.forward.parts import Batch, Part, Setting
 from finetune.plan.forward.resnet import resnet
+from finetune.plan.forward.stages import Listed, stage
 from finetune.plan.forward.t5 import t5
 from finetune.plan.model import Model
 from finetune.plan.tape import Tape
@@ -22,14 +24,15 @@ FORWARDS: dict[str, Callable[[Setting], Value]] = {
     "roberta": roberta,
     "distilbert": distilbert,
     "gpt2": gpt2,
-    "gptlite": gptlite,
+    "gptlite": lite.gptlite,
     "phi": phi,
-    "mlp": mlp,
+    "mlp": perceptron.mlp,
     "t5": t5,
     "resnet": resnet,
     **{family: llama_like(family) for family in STYLES},
 }
 
+LISTED: dict[str, Callable[[Setting, Part], Listed]] = {"gptlite": lite.listed, "mlp": perceptron.listed}
 EAGER_ALONE = ("gemma2",)  # no sdpa: it caps attention's scores (models/gemma2/modeling_gemma2.py, _supports_sdpa)
 
 
@@ -43,14 +46,13 @@ def build_tape(
     loss_chunk_tokens: int = 0,
     lora: Lora | None = None,
 ) -> Tape:
-    """One micro-batch of one rank. `part`: a stage of a pipeline, of GPT-lite alone."""
+    """One micro-batch of one rank. `part`: a stage of a pipeline, of a family that has one."""
     if model.family in EAGER_ALONE and numbers.attention == "sdpa":
         numbers = replace(numbers, attention="eager")
     tape = Tape(numbers, lora, inputs_need_grad=bool(checkpoint_interval))
     setting = Setting(tape, model.sizes, batch, model.head, checkpoint_interval, loss_chunk_tokens)
     if part is not None:
-        assert model.family == "gptlite", "only GPT-lite has pipeline stages"
-        tape.result = gptlite_stage(setting, part)
+        tape.result = stage(setting, model.family, part, LISTED[model.family](setting, part))
     else:
         tape.result = FORWARDS[model.family](setting)
     return tape

@@ -103,6 +103,13 @@ def float_mask(tape: Tape, batch: int, tokens: int, keys: int) -> Value:
     return tape.op("mask", (), batch * tokens * keys, needs_grad=False)
 
 
+def eager_mask(setting: Setting) -> Value | None:
+    """Of a causal model; other kinds of attention need none."""
+    batch = setting.batch
+    eager = setting.tape.numbers.attention == "eager"
+    return float_mask(setting.tape, batch.rows, batch.tokens, batch.tokens) if eager else None
+
+
 def bool_mask(tape: Tape, tokens: int, keys: int) -> Value:
     """(1, 1, tokens, keys), expanded over rows (masking_utils.py, sdpa_mask)."""
     return tape.op("mask", (), tokens * keys, bytes_each=1, needs_grad=False)

@@ -6,7 +6,7 @@ from finetune.plan.families.parts import CAUSAL
 from finetune.plan.forward.attention import (
     Heads,
     attend,
-    float_mask,
+    eager_mask,
     kind_of,
     partly_turned,
     rotations,
@@ -25,7 +25,7 @@ def gpt2(setting: Setting) -> Value:
     with tape.segment("embeddings"):
         tokens = tape.embedding(batch.positions, f"{name}.wte", hidden)
         positions = tape.embedding(batch.tokens, f"{name}.wpe", hidden)
-        mask = _mask(setting)
+        mask = eager_mask(setting)
         x = tape.dropout(tape.add(tokens, positions), sizes.share("embd_pdrop", 0.1))
         tape.hold(positions)
     held = () if mask is None else (mask,)
@@ -39,13 +39,6 @@ def gpt2(setting: Setting) -> Value:
             return class_head(setting, normed, hidden)
         tied = f"{name}.wte.weight" if sizes.is_on("tie_word_embeddings", True) else None
         return causal_head(setting, normed, tied, hidden)
-
-
-def _mask(setting: Setting) -> Value | None:
-    batch = setting.batch
-    if setting.tape.numbers.attention != "eager":
-        return None
-    return float_mask(setting.tape, batch.rows, batch.tokens, batch.tokens)
 
 
 def _gpt2_block(setting: Setting, index: int, x: Value, mask: Value | None) -> Value:
@@ -76,10 +69,12 @@ def phi(setting: Setting) -> Value:
     """models/phi/modeling_phi.py."""
     tape, sizes, batch = setting.tape, setting.sizes, setting.batch
     hidden, rows = sizes("hidden_size"), batch.positions
-    width = int(hidden // sizes("num_attention_heads") * sizes.share("partial_rotary_factor", 0.5))
+    width = int(
+        sizes("head_dim", default=hidden // sizes("num_attention_heads")) * sizes.share("partial_rotary_factor", 0.5)
+    )
     with tape.segment("embeddings"):
         embedded = tape.embedding(rows, "model.embed_tokens", hidden)
-        mask = _mask(setting)
+        mask = eager_mask(setting)
         x = tape.dropout(embedded, sizes.share("embd_pdrop"))
         turns = rotations(tape, batch.tokens, width)
     held = turns if mask is None else (mask, *turns)
@@ -104,7 +99,13 @@ def _phi_block(setting: Setting, index: int, x: Value, mask: Value | None, turns
         sizes.share("resid_pdrop"),
     )
     heads = Heads(
-        batch.rows, batch.tokens, count, hidden // count, pairs, batch.tokens, sizes.share("attention_dropout")
+        batch.rows,
+        batch.tokens,
+        count,
+        sizes("head_dim", default=hidden // count),
+        pairs,
+        batch.tokens,
+        sizes.share("attention_dropout"),
     )
     kind = kind_of(tape, heads)
     normed = tape.layer_norm(x, f"{name}.input_layernorm", rows)

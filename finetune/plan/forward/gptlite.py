@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from finetune.plan.forward.attention import Heads, attend, float_mask, kind_of, split_heads
+from finetune.plan.forward.attention import Heads, attend, eager_mask, kind_of, split_heads
 from finetune.plan.forward.losses import causal_head, cross_entropy
 from finetune.plan.forward.parts import Part, Setting, activation, stack
+from finetune.plan.forward.stages import Listed
 from finetune.plan.values import FP32_BYTES, Value
 
 EMBEDDINGS = "transformer.embeddings"
@@ -15,7 +16,7 @@ def gptlite(setting: Setting) -> Value:
     layers, width = sizes("num_hidden_layers"), sizes("hidden_size")
     with tape.segment("embeddings"):
         tokens = _tokens(setting)
-        mask = _mask(setting)
+        mask = eager_mask(setting)
         x = _positions(setting, tokens)
         tape.hold(tokens)
     held = () if mask is None else (mask,)
@@ -27,30 +28,11 @@ def gptlite(setting: Setting) -> Value:
         return causal_head(setting, normed, _tied(setting), width)
 
 
-def gptlite_stage(setting: Setting, part: Part) -> Value:
-    """DeepSpeed runs a stage's layers in groups of `activation_checkpoint_interval`, and recomputes those groups in
-    which all may be (deepspeed 0.19.8, runtime/pipe/module.py, forward and _is_checkpointable)."""
-    tape, sizes, batch = setting.tape, setting.sizes, setting.batch
-    layers, width = sizes("num_hidden_layers"), sizes("hidden_size")
-    assert 0 <= part.first < part.last <= layers + 4, part
-    x = tape.given(batch.positions * width, needs_grad=True)
-    step = setting.checkpoint_interval or 1
-    for first in range(part.first, part.last, step):
-        group = range(first, min(first + step, part.last))
-        again = bool(setting.checkpoint_interval) and group[-1] < layers + 2
-        with tape.segment(_place(group[0], layers), x, layer=_layer(group[0], layers), recomputed=again):
-            for place in group:
-                x = _entry(setting, place, layers, x)
-    return x
-
-
-def _place(place: int, layers: int) -> str:
-    index = _layer(place, layers)
-    return _name(index) if index is not None else {0: "tokens", 1: "positions", layers + 2: "norm"}.get(place, "head")
-
-
-def _layer(place: int, layers: int) -> int | None:
-    return place - 2 if 2 <= place < layers + 2 else None
+def listed(setting: Setting, part: Part) -> Listed:
+    layers, batch = setting.sizes("num_hidden_layers"), setting.batch
+    names = ["tokens", "positions", *map(_name, range(layers)), "norm", "head"]
+    given = setting.tape.given(batch.positions * setting.sizes("hidden_size"), needs_grad=True)
+    return Listed(names, given, lambda place, x: _entry(setting, place, layers, x))
 
 
 def _entry(setting: Setting, place: int, layers: int, x: Value) -> Value:
@@ -60,7 +42,7 @@ def _entry(setting: Setting, place: int, layers: int, x: Value) -> Value:
     if place == 1:
         return _positions(setting, x)
     if place < layers + 2:
-        return _block(setting, place - 2, x, _mask(setting))
+        return _block(setting, place - 2, x, eager_mask(setting))
     if place == layers + 2:
         return tape.layer_norm(x, "transformer.norm", rows, sizes.is_on("bias", True))
     logits = tape.linear(x, "lm_head", rows, sizes("hidden_size"), sizes("vocab_size"), False, _tied(setting))
@@ -85,13 +67,6 @@ def _positions(setting: Setting, tokens: Value) -> Value:
     tape, sizes = setting.tape, setting.sizes
     positions = tape.embedding(setting.batch.tokens, f"{EMBEDDINGS}.positions", sizes("hidden_size"))
     return tape.dropout(tape.add(tokens, positions), sizes.share("dropout"))
-
-
-def _mask(setting: Setting) -> Value | None:
-    batch = setting.batch
-    if setting.tape.numbers.attention != "eager":
-        return None
-    return float_mask(setting.tape, batch.rows, batch.tokens, batch.tokens)
 
 
 def _block(setting: Setting, index: int, x: Value, mask: Value | None) -> Value:

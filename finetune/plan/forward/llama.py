@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from finetune.plan.families.decoders import is_sparse
+from finetune.plan.families.decoders import STYLES, Style
 from finetune.plan.families.parts import CAUSAL, Sizes
 from finetune.plan.forward.attention import (
     FUSED,
@@ -25,43 +25,6 @@ from finetune.plan.forward.parts import Setting, activation, rms_norm, stack
 from finetune.plan.values import Value
 
 FULL, WINDOW = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True)
-class Style:
-    """`windows`: which layers have a sliding window where the config has no layer_types. `biases` are of query, key and
-    value; None: as `attention_bias` says."""
-
-    head_dim: int | None = None
-    biases: bool | None = False
-    act: str = "silu"
-    is_gemma: bool = False  # embeddings are scaled, norms add one to their weight
-    head_norms: bool = False
-    closing_norms: bool = False  # behind attention and behind the MLP, before each is added
-    window: int | None = None  # where the config says none
-    windows: str = "all"  # or "switched" (use_sliding_window), "every second", "five of six"
-    two_rotations: bool = False
-    attention_softcap: float = 0.0  # where the config says none
-    final_softcap: float = 0.0
-    expert_width: str | None = None
-    tied: bool = False
-    joined: bool = False  # Phi-3: query, key and value in one matrix, gate and up in another
-
-
-STYLES = {
-    "llama": Style(biases=None),
-    "mistral": Style(window=4096),
-    "qwen2": Style(biases=True, window=4096, windows="switched"),
-    "qwen3": Style(head_dim=128, biases=None, head_norms=True, window=4096, windows="switched"),
-    "gemma": Style(head_dim=256, biases=None, act="gelu_pytorch_tanh", is_gemma=True, tied=True),
-    "gemma2": Style(head_dim=256, biases=None, act="gelu_pytorch_tanh", is_gemma=True, closing_norms=True, window=4096,
-                    windows="every second", attention_softcap=50.0, final_softcap=30.0, tied=True),
-    "gemma3_text": Style(head_dim=256, biases=None, act="gelu_pytorch_tanh", is_gemma=True, head_norms=True,
-                         closing_norms=True, window=4096, windows="five of six", two_rotations=True, tied=True),
-    "mixtral": Style(expert_width="intermediate_size"),
-    "qwen3_moe": Style(biases=None, head_norms=True, expert_width="moe_intermediate_size"),
-    "phi3": Style(joined=True),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,7 +55,7 @@ def _decoder(setting: Setting, style: Style) -> Value:
         shared = _shared(setting, style, kinds)
 
     def key(index: int) -> Hashable:
-        return kinds[index], is_sparse(sizes, index) if style.expert_width else False
+        return kinds[index], style.is_sparse(sizes, index)
 
     def block(index: int, x: Value) -> Value:
         return _block(setting, style, index, x, shared, kinds[index])
@@ -151,17 +114,12 @@ def _shared(setting: Setting, style: Style, kinds: list[str]) -> _Shared:
             masks[kind] = bool_mask(tape, batch.tokens, batch.tokens)
         else:
             masks[kind] = None
-    width = int(_head_width(setting, style) * sizes.share("partial_rotary_factor", 1.0))
+    width = int(style.head_width(sizes) * sizes.share("partial_rotary_factor", 1.0))
     made = rotations(tape, batch.tokens, width)
     turns = dict.fromkeys(masks, made)
     if style.two_rotations and len(masks) > 1:
         turns[WINDOW] = rotations(tape, batch.tokens, width)
     return _Shared(masks, turns)
-
-
-def _head_width(setting: Setting, style: Style) -> int:
-    sizes = setting.sizes
-    return sizes("head_dim", default=style.head_dim or sizes("hidden_size") // sizes("num_attention_heads"))
 
 
 def _heads(setting: Setting, style: Style) -> Heads:
@@ -171,7 +129,7 @@ def _heads(setting: Setting, style: Style) -> Heads:
         batch.rows,
         batch.tokens,
         count,
-        _head_width(setting, style),
+        style.head_width(sizes),
         sizes("num_key_value_heads", default=count),
         batch.tokens,
         dropout=sizes.share("attention_dropout"),
@@ -191,7 +149,7 @@ def _block(setting: Setting, style: Style, index: int, x: Value, shared: _Shared
     x = tape.add(x, tape.dropout(out, dropout))
     second = "pre_feedforward_layernorm" if style.closing_norms else "post_attention_layernorm"
     normed = rms_norm(tape, x, f"{name}.{second}", rows, style.is_gemma)
-    if style.expert_width and is_sparse(sizes, index):
+    if style.expert_width and style.is_sparse(sizes, index):
         out = experts(setting, f"{name}.mlp", normed, style.expert_width, style.act)
     else:
         out = _mlp(setting, style, f"{name}.mlp", normed)
@@ -205,8 +163,7 @@ def _attention(setting: Setting, style: Style, name: str, x: Value, shared: _Sha
     tape, sizes, rows = setting.tape, setting.sizes, setting.batch.positions
     hidden, heads, mask = sizes("hidden_size"), _heads(setting, style), shared.masks[layer_kind]
     kind = kind_of(tape, heads, mask is not None)
-    asked = sizes.is_on("attention_bias", False)
-    bias = asked if style.biases is None else style.biases
+    bias, closing_bias = style.bias(sizes)
     if style.joined:
         widths = [heads.query_width, heads.pair_width, heads.pair_width]
         joined = tape.linear(x, f"{name}.qkv_proj", rows, hidden, sum(widths), bias=False)
@@ -229,7 +186,7 @@ def _attention(setting: Setting, style: Style, name: str, x: Value, shared: _Sha
     )
     tape.hold(query, key)
     mixed = attend(setting, heads, query_turned, key_turned, value, mask, joined=style.joined)
-    return tape.linear(mixed, f"{name}.o_proj", rows, heads.query_width, hidden, style.biases is None and asked)
+    return tape.linear(mixed, f"{name}.o_proj", rows, heads.query_width, hidden, closing_bias)
 
 
 def _mlp(setting: Setting, style: Style, name: str, x: Value) -> Value:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from finetune.plan.forward.parts import Setting
 from finetune.plan.tape import Tape
-from finetune.plan.values import FP32_BYTES, INT64_BYTES, Gemm, Value
+from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, INT64_BYTES, Gemm, Value
+
+# How often the chunked loss reads or writes its logits beside the products: amax, sub_, exp_ and sum; and mul for the
+# gradients (torch 2.13, nn/modules/linear_cross_entropy.py, _linear_cross_entropy_batch_chunked_accumulator).
+LOSS_PASSES, GRADIENT_PASSES = 6, 2
 
 
 def causal_head(setting: Setting, x: Value, weight: str | None, hidden: int, *, softcap: bool = False,
@@ -64,10 +68,10 @@ def token_loss(setting: Setting, logits: Value) -> Value:
 
 
 def chunked_loss(setting: Setting, x: Value, weight: str | None, hidden: int, bias: bool) -> Value:
-    """torch.nn.functional.linear_cross_entropy with `acc_policy="compact"`, some rows of logits at a time
-    (torch 2.13, nn/modules/linear_cross_entropy.py). In fp32, where the sum is asked for, the gradients are made in the
-    forward pass; in half precision, where losses are asked for one by one, in the backward pass and from logits that
-    are computed again (finetune/models/chunked_loss.py)."""
+    """torch.nn.functional.linear_cross_entropy with `acc_policy="compact"`, some rows of logits at a time, all in the
+    precision of the products (torch 2.13, nn/modules/linear_cross_entropy.py). In fp32, where the sum is asked for, the
+    gradients are made in the forward pass; in half precision, where losses are asked for one by one, in the backward
+    pass and from logits that are computed again (finetune/models/chunked_loss.py)."""
     tape, rows, vocabulary = setting.tape, setting.batch.positions, setting.sizes("vocab_size")
     size = tape.numbers.product_bytes
     taken = min(setting.loss_chunk_tokens, rows) * (vocabulary + (hidden if size == FP32_BYTES else 0)) * size
@@ -78,14 +82,17 @@ def chunked_loss(setting: Setting, x: Value, weight: str | None, hidden: int, bi
     logits = Gemm(rows, vocabulary, hidden)
     gradients = logits.back if tape.trains else logits.back[:1]
     used, module = (() if casts else names), ("" if casts else "lm_head")
+    passes = LOSS_PASSES, LOSS_PASSES + GRADIENT_PASSES
+    once, with_gradients = (count * rows * vocabulary * size for count in passes)
     if size < FP32_BYTES:
-        loss = tape.op("linear_cross_entropy", (x, *casts), 1, saves=(x, labels, *casts), gemms=(logits,),
+        loss = tape.op(CHUNKED_LOSS, (x, *casts), 1, saves=(x, labels, *casts), gemms=(logits,),
                        gemms_back=(logits, *gradients), scratch=taken, scratch_back=taken, weights=used, module=module,
-                       bytes_each=FP32_BYTES)  # fmt: skip
+                       bytes_each=FP32_BYTES, moved=once, moved_back=with_gradients)  # fmt: skip
     else:
         made = (rows + (vocabulary if tape.trains else 0)) * hidden * size
-        loss = tape.op("linear_cross_entropy", (x, *casts), 1, extra_saved=made, gemms=(logits, *gradients),
-                       scratch=taken, weights=used, module=module, bytes_each=FP32_BYTES)  # fmt: skip
+        loss = tape.op(CHUNKED_LOSS, (x, *casts), 1, extra_saved=made, gemms=(logits, *gradients),
+                       scratch=taken, weights=used, module=module, bytes_each=FP32_BYTES, moved=with_gradients,
+                       moved_back=2 * made)  # fmt: skip
     tape.hold(given, x)
     tape.release_casts()
     return loss

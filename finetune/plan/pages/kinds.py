@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from finetune.plan.engines.pipeline import PIPE
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, STATES
-from finetune.plan.memory import BATCH, BUFFERS, WORKSPACE
+from finetune.plan.memory import BATCH, BUFFERS, SAVED, WORKSPACE
 from finetune.plan.program import ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY
 
 if TYPE_CHECKING:
     from finetune.plan.memory import RankMemory
     from finetune.plan.plan import Plan
 
-SAVED = "weights being saved"
 ORDER = (PARAMETERS, GATHERED, MASTERS, STATES, GRADIENTS, BUCKETS, PIPE, WORKSPACE, BUFFERS, BATCH, ACTIVATIONS,
          GRADIENTS_FLOW, TEMPORARY, SAVED)  # fmt: skip
 
@@ -39,11 +38,6 @@ def rank_kinds(plan: Plan) -> list[tuple[str, RankMemory]]:
 
 def _held(rank: RankMemory) -> tuple[object, ...]:
     return rank.resident, rank.peak, rank.host
-
-
-def on_host(rank: RankMemory) -> dict[str, int]:
-    """By kind, with what is there while weights are saved."""
-    return {**rank.host, SAVED: rank.saving_host_bytes} if rank.saving_host_bytes else rank.host
 
 
 def fills_host(plan: Plan) -> bool:

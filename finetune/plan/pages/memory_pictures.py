@@ -26,8 +26,8 @@ from finetune.drawing.shapes import (
 from finetune.drawing.words import GIB, gib, spelled
 from finetune.plan.engines.pipeline import PIPE
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, STATES
-from finetune.plan.memory import BATCH, BUFFERS, WORKSPACE
-from finetune.plan.pages.kinds import SAVED, in_order, on_host, rank_kinds
+from finetune.plan.memory import BATCH, BUFFERS, SAVED, WORKSPACE
+from finetune.plan.pages.kinds import in_order, rank_kinds
 from finetune.plan.pages.words import moment_words
 from finetune.plan.program import ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY
 
@@ -58,11 +58,9 @@ def memory_bars(plan: Plan, width: float) -> Picture:
 
 
 def host_bars(plan: Plan, width: float) -> Picture:
-    bars = [(name, [("host", on_host(rank))]) for name, rank in rank_kinds(plan)]
-    alt = "; ".join(f"{name}: {gib(rank.host_bytes)} GiB" for name, rank in rank_kinds(plan))
-    title = "Memory of the host, by kind, for each rank"
-    share = f"{alt}; a rank's share of the host is {gib(plan.host_limit_bytes)} GiB."
-    return _bars(Picture("host", title, share, width), bars, plan.host_limit_bytes)
+    alt = f"A node's ranks hold {gib(plan.host_bytes)} GiB of the {gib(plan.host_limit_bytes)} GiB of its host."
+    bars = [("a node", [("host", plan.host)])]
+    return _bars(Picture("host", "Memory of a node's host, by kind", alt, width), bars, plan.host_limit_bytes)
 
 
 def _bars(picture: Picture, bars: Bars, limit: int) -> Picture:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from finetune.drawing.table import Table
 from finetune.drawing.words import GIB, gib, number, seconds_words, spelled
-from finetune.plan.pages.kinds import fills_host, in_order, on_host, rank_kinds
+from finetune.plan.pages.kinds import fills_host, in_order, rank_kinds
 from finetune.plan.pages.words import moment_words
 from finetune.plan.search import slower_by
 
@@ -68,22 +68,15 @@ def _shortly(moment: str) -> str:
 
 
 def host_table(plan: Plan) -> Table | None:
-    """Of the rank that has most there; None where that is too little for a table."""
-    kinds, limit = rank_kinds(plan), plan.host_limit_bytes
+    """Of the node that has most there; None where that is too little for a table."""
+    held, most, limit = plan.host, plan.host_bytes, plan.host_limit_bytes
     if not fills_host(plan):
         return None
-    kept = in_order({kind for _, rank in kinds for kind, size in on_host(rank).items() if size})
-    name, fullest = max(kinds, key=lambda one: one[1].host_bytes)
-    form = _form(fullest.host_bytes)
-    rows = [(spelled(kind), form(on_host(fullest).get(kind, 0))) for kind in kept]
+    form = _form(most)
+    rows = [(spelled(kind), form(held[kind])) for kind in in_order(kind for kind, size in held.items() if size)]
     total = len(rows)
-    rows += [
-        ("total", form(fullest.host_bytes)),
-        ("limit", form(limit)),
-        ("headroom", form(limit - fullest.host_bytes)),
-    ]
-    title = "Memory of the host for each rank, or of its disks for NVMe, in GiB"
-    return Table(title, ("GiB", name), tuple(rows), total=total)
+    rows += [("total", form(most)), ("limit", form(limit)), ("headroom", form(limit - most))]
+    return Table("Memory of a node's host, in GiB", ("GiB", "a node"), tuple(rows), total=total)
 
 
 def _form(most: float) -> Callable[[float], str]:

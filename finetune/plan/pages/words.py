@@ -36,7 +36,7 @@ def verdict(plan: Plan) -> str:
     if room < 0:
         return f"It does not fit: {held}, {gib(-room)} GiB too much."
     if not plan.fits:
-        return f"It does not fit: {gib(plan.host_bytes)} GiB of host memory a rank, of {gib(plan.host_limit_bytes)}."
+        return f"It does not fit: {gib(plan.host_bytes)} GiB of host memory a node, of {gib(plan.host_limit_bytes)}."
     return f"It fits: {held} ({plan.peak_bytes / plan.limit_bytes:.0%}), {gib(room)} GiB are left."
 
 
@@ -63,7 +63,7 @@ def more_words(plan: Plan) -> list[str]:
             f"{seconds_words(hidden)}."
         )
     if plan.host_bytes and not fills_host(plan):
-        lines.append(f"On the host: up to {gib(plan.host_bytes)} of {gib(plan.host_limit_bytes)} GiB a rank.")
+        lines.append(f"On the host: up to {gib(plan.host_bytes)} of {gib(plan.host_limit_bytes)} GiB a node.")
     return lines
 
 

@@ -13,9 +13,9 @@ import torch
 from finetune.errors import FinetuneError, RunError
 from finetune.plan.from_run import job_of
 from finetune.plan.machine import find_machine
+from finetune.plan.mends import cheaper
 from finetune.plan.plan import Plan, plan
 from finetune.plan.run_model import run_of_record
-from finetune.plan.search import cheaper
 from finetune.run.files import RUN_RECORD
 from finetune.run.launch import read_launch
 from finetune.training.speed import peak_rss_bytes

@@ -1,0 +1,116 @@
+"""Shapes that are none: what transformers refuses in a config, or fails on in the first forward pass. A test holds
+these rules against the real models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from finetune.errors import RequestError
+from finetune.plan.families.decoders import STYLES, Style
+from finetune.plan.families.parts import Sizes
+
+# The width that the heads share, and their number; any other family has a head's width of its own.
+SHARED = {
+    "distilbert": ("dim", "n_heads"),
+    "gpt2": ("n_embd", "n_head"),
+    **dict.fromkeys(
+        ("bert", "roberta", "gptlite", "llama", "gemma2", "gemma3_text"), ("hidden_size", "num_attention_heads")
+    ),
+}
+ACTIVATIONS = {  # keys of configs, by family where they are not hidden_act
+    "distilbert": "activation",
+    "gpt2": "activation_function",
+    "gemma2": "hidden_activation",
+    "gemma3_text": "hidden_activation",
+}
+KNOWN_ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh
+hardswish laplace leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh
+xielu""".split()  # transformers 5.23, activations.py, ACT2FN
+LAYER_TYPES = ("full_attention", "sliding_attention")
+# What each kind of rotary embedding must say (modeling_rope_utils.py, _validate_*_rope_parameters).
+ROPE_KEYS = {
+    "default": (),
+    "proportional": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+PHI3_ROPES = ("default", "longrope", "su", "yarn")  # its config takes the last two for the second
+PARTIAL = {"phi": 0.5, "phi3": 1.0}  # the share of each head that is rotated, where the config says none
+PADDED = {*STYLES, "phi", "bert", "roberta", "distilbert"}  # whose embedding has a row for the padding token
+
+
+def refuse_impossible(kind: str, sizes: Sizes) -> None:
+    """Raises RequestError with the first fault."""
+    for fault in _faults(kind, sizes):
+        raise RequestError(f"{sizes.where}: {fault}")
+
+
+def _faults(kind: str, sizes: Sizes) -> Iterator[str]:
+    if kind in SHARED:
+        width, heads = SHARED[kind]
+        if sizes(width) % sizes(heads):
+            yield f"{width} {sizes(width):,} is no multiple of {heads} {sizes(heads)}. Change one of them."
+    if kind in STYLES or kind == "phi":
+        yield from _decoder(kind, sizes)
+    yield from _words(kind, sizes)
+    pad = sizes.config.get("pad_token_id")
+    if kind in PADDED and isinstance(pad, int) and not -sizes("vocab_size") <= pad < sizes("vocab_size"):
+        yield f"pad_token_id is {pad}, but the vocabulary has {sizes('vocab_size'):,} tokens. Give one of these."
+
+
+def _decoder(kind: str, sizes: Sizes) -> Iterator[str]:
+    heads = sizes("num_attention_heads")
+    pairs = sizes("num_key_value_heads", default=heads)
+    if heads % pairs:
+        yield f"num_attention_heads {heads} is no multiple of num_key_value_heads {pairs}. Change one of them."
+    width = STYLES.get(kind, Style()).head_width(sizes)
+    turned = int(width * sizes.share("partial_rotary_factor", PARTIAL.get(kind, 1.0))) if kind in PARTIAL else width
+    if turned % 2 or turned > width:
+        yield (
+            f"a head is {width} wide, of which {turned} are rotated, but they must be an even number and no more than "
+            "the head. Change head_dim, or hidden_size and num_attention_heads."
+        )
+    if kind in STYLES and STYLES[kind].expert_width:
+        chosen, many = sizes.maybe("num_experts_per_tok"), sizes("num_experts", "num_local_experts")
+        if chosen is not None and chosen > many:
+            yield f"num_experts_per_tok is {chosen}, but there are {many} experts. Give at most those."
+    types, layers = sizes.config.get("layer_types"), sizes("num_hidden_layers")
+    if types is not None and (not isinstance(types, list) or len(types) != layers):
+        yield f"layer_types must be a list of num_hidden_layers {layers} entries. Mend it, or take it out."
+    elif strange := [one for one in types or () if one not in LAYER_TYPES]:
+        yield f"layer_types has {strange[0]!r}, but those known are {' and '.join(LAYER_TYPES)}."
+    yield from _rope(kind, sizes)
+
+
+def _rope(kind: str, sizes: Sizes) -> Iterator[str]:
+    found = sizes.config.get("rope_parameters") or sizes.config.get("rope_scaling")
+    if not isinstance(found, dict):
+        if found is not None:
+            yield f"rope_parameters is {found!r}, but it must be an object, like {{...}}."
+        return
+    by_layer = [one for name, one in found.items() if name in LAYER_TYPES]
+    for one in by_layer or ([] if kind == "gemma3_text" else [found]):
+        name = str(one.get("rope_type", one.get("type", "default"))) if isinstance(one, dict) else "default"
+        known = PHI3_ROPES if kind == "phi3" else tuple(ROPE_KEYS)
+        if name not in known:
+            yield f"rope_parameters: rope_type is {name!r}, but those known are {', '.join(known)}."
+        elif missing := [key for key in ROPE_KEYS.get(name, ()) if key not in one]:
+            yield f"rope_parameters: rope_type {name} needs {', '.join(missing)}. Add it."
+
+
+def _words(kind: str, sizes: Sizes) -> Iterator[str]:
+    key = ACTIVATIONS.get(kind, "hidden_act")
+    act, place = sizes.word(key, "relu"), key
+    if kind == "t5":
+        place = "feed_forward_proj"
+        gate, _, act = sizes.word(place, "relu").rpartition("-")
+        if gate not in ("", "gated"):
+            yield f"{place} is {sizes.word(place, '')!r}, but it must be an activation, or gated-ACTIVATION."
+    if kind != "mlp" and act not in KNOWN_ACTIVATIONS:
+        yield f"{place} is {act!r}, but transformers knows {', '.join(KNOWN_ACTIVATIONS)}."
+    for name, share in sizes.config.items():
+        if ("drop" in name or name.endswith("_pdrop")) and isinstance(share, int | float) and not 0 <= share <= 1:
+            yield f"{name} is {share}, but a probability is from 0 to 1."

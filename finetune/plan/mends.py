@@ -1,0 +1,60 @@
+"""What would make a plan fit that does not, or lower its peak: of each kind of change the gentlest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+from finetune.plan.job import Job
+from finetune.plan.plan import Plan, plan
+from finetune.plan.search import MOST_RANKS, Candidate, laid_out
+
+MOST_MENDS = 4
+
+
+def mends(found: Plan) -> list[Candidate]:
+    """What would make a plan fit that does not: of each kind of change the gentlest that does."""
+    kept = []
+    for kind in _changes(found.job):
+        for words, changed in kind:
+            tried = plan(changed, found.machine)
+            if tried.fits:
+                kept.append(Candidate(words, tried, None))
+                break
+    return kept[:MOST_MENDS]
+
+
+def cheaper(found: Plan, share: float = 0.9, most: int = 3) -> list[Candidate]:
+    """What lowers a plan's peak to at most `share` of it, whether or not it fits: of each kind of change the gentlest
+    that does, and of those the `most` that cost the least time."""
+    kept = []
+    for kind in _changes(found.job):
+        tried = (Candidate(words, plan(changed, found.machine), None) for words, changed in kind)
+        kept += list(islice((one for one in tried if one.plan.peak_bytes <= share * found.peak_bytes), 1))
+    return sorted(kept, key=lambda one: one.plan.seconds.total)[:most]
+
+
+def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:
+    """By kind, and in each from the gentlest on."""
+    again = replace(job, checkpoint_interval=1)
+    if not job.checkpoint_interval:
+        yield [("activation checkpointing every layer", again)]
+    halves = [job.eval_batch >> halvings for halvings in range(1, job.eval_batch.bit_length())]
+    yield [(f"an evaluation batch of {batch}", replace(job, eval_batch=batch)) for batch in halves]
+    smaller = []
+    for micro in (job.micro_batch >> halvings for halvings in range(1, job.micro_batch.bit_length())):
+        steps = job.accumulation * job.micro_batch // micro
+        smaller.append((f"a micro-batch of {micro}", replace(job, micro_batch=micro, accumulation=steps)))
+    yield smaller
+    if job.stages == 1:
+        yield [(layout, laid_out(job, layout)) for layout in ("zero1", "zero2", "zero3")]
+        away = ("zero2_offload", "zero3_offload", "zero3_nvme")
+        yield [(layout, laid_out(job, layout)) for layout in away]
+        yield [(f"{layout} and checkpointing", laid_out(again, layout)) for layout in ("zero2", "zero3", *away)]
+        more = [job.world_size << doublings for doublings in range(1, 13)]
+        yield [
+            (f"{ranks} ranks under zero3 with checkpointing", replace(laid_out(again, "zero3"), world_size=ranks))
+            for ranks in more
+            if ranks <= MOST_RANKS
+        ]

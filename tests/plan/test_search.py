@@ -1,0 +1,44 @@
+"""The search against a plan of the same job, and what it proposes where nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from finetune.plan.job import DEEPSPEED, Job
+from finetune.plan.machine import find_machine
+from finetune.plan.mends import mends
+from finetune.plan.model import model_of
+from finetune.plan.named import find_model_config
+from finetune.plan.plan import plan
+from finetune.plan.search import Limits, laid_out, search
+
+GIB = 2**30
+A100 = find_machine("A100-80GB")
+GPT2 = model_of(find_model_config("gpt2"))
+
+
+@pytest.mark.parametrize("eval_batch", [0, 4, 64])
+@pytest.mark.parametrize("layout", ["none", "zero2", "zero3"])
+def test_the_table_has_the_figures_of_the_plan_of_the_same_job(layout: str, eval_batch: int) -> None:
+    """With an evaluation whose batch is the larger one, too: a run that does not survive it does not fit."""
+    job = laid_out(Job(GPT2, world_size=2, micro_batch=4, tokens=512, eval_batch=eval_batch, precision="bf16"), layout)
+    asked = plan(job, A100)
+    assert (asked.fullest.peak.phase == "evaluation") == (eval_batch == 64)
+    found = search(job, A100, Limits(job.global_batch, (layout,)))
+    (same,) = (one.plan for one in found.fitting if one.plan.job == job)
+    assert (same.peak_bytes, same.host_bytes, same.seconds) == (asked.peak_bytes, asked.host_bytes, asked.seconds)
+
+
+def test_what_fails_in_an_evaluation_alone_does_not_fit_and_a_smaller_one_is_the_first_mend() -> None:
+    small = replace(A100, memory_bytes=6 * GIB)
+    job = Job(GPT2, micro_batch=1, tokens=512, eval_batch=64, precision="bf16", engine=DEEPSPEED)
+    asked = plan(job, small)
+    assert not asked.fits
+    assert plan(replace(job, eval_batch=1), small).fits
+    assert not search(job, small, Limits(1, ("zero2",))).fitting
+    mend = mends(asked)[0]
+    assert mend.layout.startswith("an evaluation batch of ")
+    assert mend.plan.fits
+    assert not plan(replace(job, eval_batch=2 * mend.plan.job.eval_batch), small).fits
