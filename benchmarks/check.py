@@ -217,7 +217,7 @@ def measure(only: str) -> dict:
     import transformers  # noqa: F401
     from transformers import BertForSequenceClassification, Trainer  # noqa: F401
 
-    from finetune.doctor.trials import ON_DISK, compile_ops
+    from finetune.doctor.ops import ON_DISK, compile_ops
 
     imports = time.perf_counter() - start
     torch.set_num_threads(1)

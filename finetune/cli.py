@@ -1,10 +1,11 @@
 """`finetune`: what can be asked before a run, and of what a run has left.
 
-Every import is inside its handler, so that answers come at once."""
+A command's module (finetune/commands/) is imported when it is asked for, so that answers come at once."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
@@ -21,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a file may hold what a terminal cannot show
     try:
         asked = parser().parse_args(argv)
-        status = int(asked.handler(asked))
+        status = int(importlib.import_module(f"finetune.commands.{asked.command}").run(asked))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `finetune check ... | head`
@@ -65,15 +66,33 @@ def parser() -> argparse.ArgumentParser:
     whole = _Parser(prog="finetune", description=(__doc__ or "").partition("\n")[0])
     whole.add_argument("--version", action="version", version=f"finetune {__version__}")
     commands = whole.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="find what is wrong with DeepSpeed configs, as a recipe does on start")
-    check.set_defaults(handler=_check)
-    add = check.add_argument
+    _check_options(
+        commands.add_parser("check", help="find what is wrong with DeepSpeed configs, as a recipe does on start")
+    )
+    _doctor_options(commands.add_parser("doctor", help="say what this machine can do, and how to mend what it cannot"))
+    plans = "what a run takes and how fast it goes, before anything is loaded"
+    _plan_options(commands.add_parser("plan", allow_abbrev=False, help=plans))
+    _bench_options(commands.add_parser("bench", help="run a grid of models and layouts, each for real, and compare"))
+    reports = "what runs and benches did, as one page that loads nothing, or Markdown"
+    add = commands.add_parser("report", help=reports).add_argument
+    add("paths", nargs="+", metavar="RUN_OR_BENCH", help="the --output_dir of a recipe or of `finetune bench`")
+    add("--html", metavar="FILE", help="the page (default: report.html in the folder, or here for several)")
+    add("--markdown", metavar="FILE", help="for a model card, its pictures in a folder beside it")
+    _checkpoint_options(commands.add_parser("checkpoint", help="what is in a run folder, and whether it is whole"))
+    _export_options(commands.add_parser("export", help="a checkpoint of any layout as a model that transformers opens"))
+    launches = "print the command that starts a recipe on the machine or cluster"
+    _launch_options(commands.add_parser("launch", help=launches))
+    return whole
+
+
+def _check_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
     add("files", nargs="*", metavar="FILE", help="a path, or a shipped name such as zero2")
     add("--config", metavar="YAML", help="a recipe's YAML: its flags are those of the run, and it may name the FILE")
     add("--world_size", type=int, help="ranks of the run (default: any number)")
     add("--ranks_per_node", type=int, help="ranks on one machine (default: all)")
     add("--pipeline_parallel_size", type=int, help="stages of a pipeline run (default: by the Trainer)")
-    device = check.add_mutually_exclusive_group()
+    device = command.add_mutually_exclusive_group()
     device.add_argument("--gpu", action="store_true", help="the run is on GPUs")
     device.add_argument("--gpu_name", metavar="NAME", help="the run is on GPUs of this kind, such as V100 or A100")
     device.add_argument("--cpu", action="store_true", help="the run has no GPU (default: neither is known)")
@@ -85,9 +104,10 @@ def parser() -> argparse.ArgumentParser:
     add("--disable", default="", metavar="CODE,...", help="codes that are not looked for, such as DS902,DS404")
     add("--fix", action="store_true", help="mend what has one mend, and show what was changed")
     add("--format", choices=("text", "json", "sarif", "github"), default="text", help="default: text")
-    doctor = commands.add_parser("doctor", help="say what this machine can do, and how to mend what it cannot")
-    doctor.set_defaults(handler=_doctor)
-    add = doctor.add_argument
+
+
+def _doctor_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
     add("--deep", action="store_true", help="really do it: two processes, ZeRO 0-3, offload, a pipeline; a few minutes")
     add("--json", action="store_true", help="for a bug report")
     add("--output_dir", default="runs", metavar="FOLDER", help="where runs are to be written (default runs)")
@@ -95,25 +115,10 @@ def parser() -> argparse.ArgumentParser:
     add("--hostfile", metavar="FILE", help="the hosts of a run, which must have addresses and answer")
     add("--master_addr", metavar="HOST", help="where the ranks meet, if it is another host, which must be reached")
     add("--master_port", type=int, default=29500, metavar="PORT", help="where the ranks meet (default 29500)")
-    _plan_options(
-        commands.add_parser(
-            "plan", allow_abbrev=False, help="what a run takes and how fast it goes, before anything is loaded"
-        )
-    )
-    _bench_options(commands.add_parser("bench", help="run a grid of models and layouts, each for real, and compare"))
-    report = commands.add_parser(
-        "report", help="what runs and benches did, as one page that loads nothing, or Markdown"
-    )
-    report.set_defaults(handler=_report)
-    add = report.add_argument
-    add("paths", nargs="+", metavar="RUN_OR_BENCH", help="the --output_dir of a recipe or of `finetune bench`")
-    add("--html", metavar="FILE", help="the page (default: report.html in the folder, or here for several)")
-    add("--markdown", metavar="FILE", help="for a model card, its pictures in a folder beside it")
-    _checkpoint_options(commands.add_parser("checkpoint", help="what is in a run folder, and whether it is whole"))
-    _export_options(commands.add_parser("export", help="a checkpoint of any layout as a model that transformers opens"))
-    launch = commands.add_parser("launch", help="print the command that starts a recipe on the machine or cluster")
-    launch.set_defaults(handler=_launch)
-    add = launch.add_argument
+
+
+def _launch_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
     add("--print", action="store_true", help="what it does in any case: it starts nothing")
     add("--launcher", choices=("python", "deepspeed", "torchrun", "accelerate", "slurm"),
         help="default: deepspeed, or torchrun for several hosts without a --hostfile")  # fmt: skip
@@ -129,11 +134,9 @@ def parser() -> argparse.ArgumentParser:
     add("--image", metavar="NAME", help="in a container of this image")
     add("recipe", metavar="RECIPE", help="such as recipes/causal_lm.py")
     add("flags", nargs=argparse.REMAINDER, metavar="...", help="the recipe's own flags")
-    return whole
 
 
 def _plan_options(command: argparse.ArgumentParser) -> None:
-    command.set_defaults(handler=_plan)
     add = command.add_argument
     add("target", nargs="?", metavar="YAML|FOLDER|NAME", help="a recipe's YAML; a model's folder or config.json; or a "
         "known name, such as gpt2")  # fmt: skip
@@ -167,7 +170,6 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
 
 
 def _bench_options(command: argparse.ArgumentParser) -> None:
-    command.set_defaults(handler=_bench)
     add = command.add_argument
     add("target", metavar="YAML|FOLDER", help="a grid, such as recipes/configs/bench_laptop.yaml; or the folder of one "
         "that has run, whose results are shown")  # fmt: skip
@@ -185,18 +187,15 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
 def _checkpoint_options(command: argparse.ArgumentParser) -> None:
     kinds = command.add_subparsers(dest="kind", metavar="{ls,verify}", required=True)
     ls = kinds.add_parser("ls", help="list the checkpoints of a run folder, newest first")
-    ls.set_defaults(handler=_checkpoint)
     ls.add_argument("folder", metavar="RUN_FOLDER", help="the --output_dir of a recipe")
     ls.add_argument("--verify", action="store_true", help="read every byte (default: names and sizes alone)")
     ls.add_argument("--json", action="store_true", help="for another program")
     verify = kinds.add_parser("verify", help="read every byte; exit status 1 where something is not as it was saved")
-    verify.set_defaults(handler=_checkpoint)
     verify.add_argument("folder", metavar="FOLDER_OR_CHECKPOINT", help="a run folder, or one checkpoint in it")
     verify.add_argument("--json", action="store_true", help="for another program")
 
 
 def _export_options(command: argparse.ArgumentParser) -> None:
-    command.set_defaults(handler=_export)
     add = command.add_argument
     add(
         "checkpoint",
@@ -208,54 +207,6 @@ def _export_options(command: argparse.ArgumentParser) -> None:
     add("--max_shard_size", default="5GB", metavar="SIZE", help="of a file, such as 500MB (default 5GB)")
     add("--merge_adapter", action="store_true", help="LoRA: write the base model with the adapter in its weights")
     add("--base_model", metavar="FOLDER", help="for that, where the base model is (default: as the adapter says)")
-
-
-def _check(asked: argparse.Namespace) -> int:
-    from finetune.commands.check import run
-
-    return run(asked)
-
-
-def _plan(asked: argparse.Namespace) -> int:
-    from finetune.commands.plan import run
-
-    return run(asked)
-
-
-def _report(asked: argparse.Namespace) -> int:
-    from finetune.commands.report import run
-
-    return run(asked)
-
-
-def _bench(asked: argparse.Namespace) -> int:
-    from finetune.commands.bench import run
-
-    return run(asked)
-
-
-def _export(asked: argparse.Namespace) -> int:
-    from finetune.commands.export import run
-
-    return run(asked)
-
-
-def _launch(asked: argparse.Namespace) -> int:
-    from finetune.commands.launch import run
-
-    return run(asked)
-
-
-def _checkpoint(asked: argparse.Namespace) -> int:
-    from finetune.commands.checkpoint import run
-
-    return run(asked)
-
-
-def _doctor(asked: argparse.Namespace) -> int:
-    from finetune.commands.doctor import run
-
-    return run(asked)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
-COMPILE = "import sys; from finetune.doctor import trials; sys.exit(trials.compile_ops(getattr(trials, sys.argv[1])))"
+from finetune.doctor import ops
+
 PATIENCE_SECONDS = 1500
 
 
@@ -42,7 +43,7 @@ def enter(folder: Path) -> TextIO:
 
 
 def build(which: str) -> None:
-    """The ops that finetune.doctor.trials has under this name. One process builds; the others wait for it."""
+    """The ops that finetune.doctor.ops has under this name. One process builds; the others wait for it."""
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / f"built-{which}"
@@ -50,7 +51,7 @@ def build(which: str) -> None:
         fcntl.flock(building, fcntl.LOCK_EX)
         if done.is_file() or not shutil.which("g++"):
             return
-        command = [sys.executable, "-c", COMPILE, which]
+        command = [sys.executable, "-m", "finetune.doctor.ops", *getattr(ops, which)]
         built = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
         assert built.returncode == 0, built.stderr[-3000:]
         done.touch()

@@ -64,6 +64,7 @@ ROOMS: dict[str, set[str]] = {
     "upstream": set(),
     "metrics": set(),
     "hostfile": {"errors"},
+    "versions": set(),
     "host": {"errors", "hostfile"},
     "launchers": {"errors"},
     "safe_read": {"errors"},
@@ -73,11 +74,12 @@ ROOMS: dict[str, set[str]] = {
     "plan": {"drawing", "dsconfig", "errors", "run", "safe_read"},
     "data": {"drawing", "errors", "run", "safe_read"},
     "models": {"data", "errors", "run", "safe_read", "training"},  # of training the guard before pickles alone
-    "training": {"data", "drawing", "dsconfig", "errors", "metrics", "models", "plan", "privacy", "run", "safe_read"},
+    "training": {"versions"}
+    | {"data", "drawing", "dsconfig", "errors", "metrics", "models", "plan", "privacy", "run", "safe_read"},
     "measure": {"dsconfig", "errors", "host", "models", "plan", "run", "training"},
-    "bench": {"drawing", "dsconfig", "errors", "host", "measure", "models", "plan", "run", "training"},
+    "bench": {"drawing", "dsconfig", "errors", "host", "measure", "models", "plan", "run", "training", "versions"},
     "report": {"bench", "drawing", "errors", "plan", "privacy", "run", "safe_read"},
-    "doctor": {"dsconfig", "host", "run", "upstream"},
+    "doctor": {"dsconfig", "host", "measure", "plan", "run", "upstream", "versions"},
     "export": {"errors", "run", "safe_read", "training"},
     "cli": {"errors", "privacy"},
 }

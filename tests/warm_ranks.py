@@ -168,7 +168,11 @@ class Launcher:
         for rank, env in enumerate(self.environments()):
             if os.fork() == 0:
                 return self.become(rank, env)
-        os._exit(self.wait())
+        if (status := self.wait()) < 0:
+            with suppress(OSError):  # which SIGKILL has anyway
+                signal.signal(-status, signal.SIG_DFL)
+            os.kill(os.getpid(), -status)  # as plain python ends that a signal has ended
+        os._exit(status)
 
     def environments(self) -> Iterator[dict[str, str]]:
         """Of each rank, what its launcher sets."""

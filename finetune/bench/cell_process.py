@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from finetune.bench.grid import Cell, Grid
-from finetune.bench.layouts import DEEPSPEED, LAYOUTS, PYTHON
+from finetune.bench.layouts import LAYOUTS
 from finetune.bench.models import IN_STAGES
 from finetune.dsconfig.load import find_config
 from finetune.host.hardware import cores_here, gpus_here
-from finetune.measure.processes import words
-from finetune.run.launch import free_port
+from finetune.measure.processes import DEEPSPEED, started, words
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "benchmark.py"
 
@@ -68,14 +66,3 @@ def command_of(cell: Cell, grid: Grid, folder: Path, on_cpu: bool) -> list[str]:
     if layout.launcher == DEEPSPEED and not layout.has_stages:
         flags["nvme_path"] = folder / "nvme"
     return [*started(layout.launcher, cell.world_size), str(RECIPE), *words(flags)]
-
-
-def started(launcher: str, ranks: int) -> list[str]:
-    """The launcher's part of a command, on a port of its own. Launchers are modules: their console scripts may lie
-    anywhere."""
-    if launcher == PYTHON:
-        return [sys.executable]
-    port = ["--master_port", str(free_port())]
-    if launcher == DEEPSPEED:
-        return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), *port]
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), *port]

@@ -20,13 +20,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from finetune.bench.layouts import DEEPSPEED, LAYOUTS, PYTHON
+from finetune.bench.layouts import LAYOUTS
 from finetune.bench.models import BenchModel, find_model, nearest
 from finetune.dsconfig.check import read
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.load import find_config
 from finetune.dsconfig.parse import NotJsonError, parse
 from finetune.errors import RequestError
+from finetune.measure.processes import DEEPSPEED, PYTHON
 from finetune.run.flat_yaml import read_flat_yaml
 
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-PYTHON, TORCHRUN, DEEPSPEED = "python", "torchrun", "deepspeed"
+from finetune.measure.processes import DEEPSPEED, PYTHON, TORCHRUN
 
 
 @dataclass(frozen=True)

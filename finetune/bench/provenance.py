@@ -1,28 +1,16 @@
-"""Where figures come from: versions, machine, revision. Nothing that names a host or a user."""
+"""Where figures come from: machine and revision. Nothing that names a host or a user."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from finetune.host.hardware import cores_here, gpu_names
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("finetune", "torch", "transformers", "accelerate", "deepspeed", "numpy")
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def machine() -> dict[str, Any]:

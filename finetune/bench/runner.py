@@ -23,9 +23,10 @@ from finetune.bench.models import TEXT
 from finetune.bench.result import RESULTS, Row, append, checked, read_rows
 from finetune.errors import RequestError
 from finetune.host.hardware import gpus_here
-from finetune.measure.outcome import CRASHED, DONE, UNSUPPORTED, Outcome, outcome_of
+from finetune.measure.outcome import CRASHED, DONE, UNSUPPORTED
 from finetune.measure.processes import run
 from finetune.plan.machine import Machine
+from finetune.versions import versions
 
 RECORD, LOGS, WORK = "grid.json", "logs", "work"
 
@@ -104,9 +105,9 @@ class Bench:
     def run(self, only: str | None) -> Iterator[Row]:
         """Gives each row once it is on the disk."""
         due = self.due(only)
-        versions, machine, revision = provenance.versions(), provenance.machine(), provenance.revision()
+        installed, machine, revision = versions(), provenance.machine(), provenance.revision()
         for repeat, cell in due:
-            row = replace(self.one(cell, repeat), versions=versions, machine=machine, git_revision=revision)
+            row = replace(self.one(cell, repeat), versions=installed, machine=machine, git_revision=revision)
             append(self.folder, row)
             yield row
 
@@ -140,7 +141,9 @@ class Bench:
         name = f"{cell.name}-r{repeat}"
         log, work = f"{LOGS}/{name}.txt", (self.folder / WORK / name).absolute()
         try:
-            ended = self._launch(cell, work, self.folder / log)
+            work.mkdir(parents=True, exist_ok=True)
+            command = command_of(cell, self.grid, work, gpus_here() == 0)
+            ended = run(command, self.folder / log, self.grid.timeout_seconds)
             row = replace(
                 row, status=ended.kind, reason=ended.reason, seconds=round(time.monotonic() - start, 3), log=log
             )
@@ -156,13 +159,6 @@ class Bench:
         except (OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             reason = f"it ended well, and its figures cannot be used ({type(error).__name__}: {error})"
         return replace(row, status=CRASHED, reason=reason)
-
-    def _launch(self, cell: Cell, work: Path, log: Path) -> Outcome:
-        work.mkdir(parents=True, exist_ok=True)
-        command = command_of(cell, self.grid, work, gpus_here() == 0)
-        with log.open("w", encoding="utf-8") as stream:
-            status = run(command, stream, self.grid.timeout_seconds)
-        return outcome_of(status, log.read_text(encoding="utf-8", errors="replace"), self.grid.timeout_seconds)
 
     def _figures(self, cell: Cell, work: Path) -> dict[str, Any]:
         """What the ranks have written. A step lasts as long as its slowest rank."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -15,9 +14,9 @@ from finetune.export.adapter import write_merged
 from finetune.export.source import Source, read_source
 from finetune.export.write import bytes_of, whole, write_companions, write_thresholds, write_weights
 from finetune.training.run_folder import explained_disk_errors
+from finetune.versions import versions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PACKAGES = ("finetune", "torch", "transformers", "safetensors", "deepspeed", "peft")
 RECORD = "export.json"
 
 
@@ -62,12 +61,6 @@ def _merge(source: Source, folder: Path, asked: argparse.Namespace, dtype: torch
 
 def _record(source: Source, folder: Path, asked: argparse.Namespace) -> None:
     """Where it came from, without a path of this machine."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     record = {
         "from": source.folder.name or "run",
         "step": source.step,
@@ -76,6 +69,6 @@ def _record(source: Source, folder: Path, asked: argparse.Namespace) -> None:
         "verified_against_manifest": source.verified,
         "adapter": "merged" if asked.merge_adapter else "kept" if source.is_adapter else None,
         "notes": [note.replace(str(source.folder), source.folder.name) for note in source.notes],
-        "versions": versions,
+        "versions": versions(),
     }
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -18,13 +18,7 @@ from finetune.launchers import LAUNCHERS, Cluster, check_container, config_of, d
 def run(asked: argparse.Namespace) -> int:
     """Print, and give the exit status. Notes begin with #; where hosts have lines of their own, they say whose."""
     recipe = _recipe(asked.recipe)
-    names = vars(asked).keys() - {
-        "command",
-        "handler",
-        "print",
-        "recipe",
-        "flags",
-    }  # options, none of which a recipe has
+    names = vars(asked).keys() - {"command", "print", "recipe", "flags"}  # options, none of which a recipe has
     own = next((word for word in asked.flags if word.startswith("--") and word[2:].partition("=")[0] in names), None)
     if own:
         raise RequestError(

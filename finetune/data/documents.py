@@ -80,13 +80,15 @@ def open_corpus(arguments: Any, seed: int) -> Corpus:
             train, held_out = _draw_from_stream(train, percentage, most or HELD_OUT_DOCUMENTS, seed)
         else:
             train, held_out = _hold_out(train, percentage, seed)
-    if arguments.max_train_samples and arguments.streaming:
-        train = train.take(arguments.max_train_samples)
-    elif arguments.max_train_samples:
-        train = train.select(range(min(arguments.max_train_samples, len(train))))
-    if most:
-        held_out = held_out.select(range(min(most, len(held_out))))
+    train, held_out = _first(train, arguments.max_train_samples), _first(held_out, most)
     return Corpus(kind, train, held_out, source, was_held_out)
+
+
+def _first(documents: Any, most: int | None) -> Any:
+    if not most:
+        return documents
+    is_stream = isinstance(documents, IterableDataset)
+    return documents.take(most) if is_stream else documents.select(range(min(most, len(documents))))
 
 
 def _open(flag: str, name: str, streaming: bool = False) -> Any:

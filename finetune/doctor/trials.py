@@ -1,266 +1,113 @@
-"""What a run does, really done by two processes and a tiny model: `finetune doctor --deep`."""
+"""What a run does, really done by two processes and a tiny model: `finetune doctor --deep`. A trial is a short run of a
+shipped config, as `finetune plan --verify` starts them."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import queue
-import signal
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.dsconfig.rules.precision import AMPERE
+from finetune.doctor.ops import ON_CPU, ON_DISK, build
 from finetune.dsconfig.toolchain import compiler, has_libaio
-from finetune.host.result import ABSENT, FAILED, OK, Result
-from finetune.run.launch import free_port
+from finetune.host.result import ABSENT, FAILED, Result, verdict
+from finetune.measure.start import attempt, measure
+from finetune.plan.job import Job
+from finetune.plan.model import model_of
+from finetune.plan.named import find_model_config
+from finetune.plan.search import TRAINER_ALONE, laid_out, shipped
+from finetune.run.files import STATE_FILE
 
 RANKS = 2
-LIMIT_SECONDS = 120
-WIDTH = 64
+TINY = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 32}
+ZERO_PLUS = {"zero_hpz_partition_size": 1, "zero_quantized_weights": False, "zero_quantized_gradients": False}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """`do` runs on every rank and raises where it fails. `absent` says why it cannot be tried here, or "". `ops` are
-    DeepSpeed's compiled ones that it uses."""
+    """A run of `layout`, a shipped config, with `zero` over its section on ZeRO. `absent` says why it cannot be tried
+    here, or "". `ops` are DeepSpeed's compiled ones that it uses. `run` gives what went wrong, if anything."""
 
     name: str
-    do: Callable[[Path], None]
+    layout: str
     mend: str
     needed: bool = False
     absent: Callable[[], str] = lambda: ""
     ops: tuple[str, ...] = ()
+    zero: dict[str, Any] | None = None
+    resumes: bool = False
 
 
 def run_trials() -> Iterator[Result]:
-    """Every trial, each in two processes of its own, so that one that dies takes nothing else with it."""
-    import deepspeed  # noqa: F401  (once, for the forked ranks)
-    import torch
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # A forked process cannot use a GPU that its parent has looked at.
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
-    ranks = min(RANKS, torch.cuda.device_count() or RANKS)
+    """Every trial, each a launch of its own, so that one that dies takes nothing else with it."""
     for trial in TRIALS:
         if why := trial.absent():
             yield Result(trial.name, ABSENT, why)
             continue
-        if said := _build(context, trial.ops):
+        if said := build(trial.ops):
             yield Result(trial.name, FAILED, said, BUILD, trial.needed)
             continue
         start = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="finetune_doctor_") as folder:
-            said = _tried(context, trial, ranks, Path(folder))
-        seconds = round(time.perf_counter() - start, 1)
-        if said is None:
-            yield Result(trial.name, OK, f"{ranks} rank(s)", needed=trial.needed, seconds=seconds)
-        else:
-            yield Result(trial.name, FAILED, said, trial.mend, trial.needed, seconds)
+        job, config = planned(trial)
+        said = (resumed if trial.resumes else ran)(job, config)
+        done = verdict(trial.name, said is None, said or f"{job.world_size} rank(s)", trial.mend, trial.needed)
+        yield replace(done, seconds=round(time.perf_counter() - start, 1))
 
 
-def _build(context: Any, ops: tuple[str, ...]) -> str | None:
-    """Compiled once a machine, which takes minutes: by a process that is never killed, for it would leave a lock."""
-    answers = context.Queue()
-    process = context.Process(target=_compile, args=(ops, answers))
-    process.start()
-    process.join()
-    return answers.get() if process.exitcode == 0 else "the build was ended"
-
-
-def _compile(ops: tuple[str, ...], answers: Any) -> None:
-    _be_quiet()
-    answers.put(compile_ops(ops))
-
-
-def compile_ops(ops: tuple[str, ...]) -> str | None:
-    """Compile DeepSpeed's collectives for the CPU and these ops, which takes minutes the first time. None, or what
-    failed."""
-    from deepspeed.accelerator import get_accelerator
-
-    try:
-        for name in ("ShareMemCommBuilder", *ops):
-            op = get_accelerator().create_op_builder(name)
-            if op is not None and op.is_compatible(False):
-                op.load(False)
-    except Exception as error:
-        return f"an op cannot be built: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-    return None
-
-
-def _be_quiet() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-
-
-def _tried(context: Any, trial: Trial, ranks: int, folder: Path) -> str | None:
-    """None, or what the first rank that failed said."""
-    answers = context.Queue()
-    port = str(free_port())
-    processes = [
-        context.Process(target=_rank, args=(rank, ranks, port, trial.name, folder, answers), daemon=True)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        return _answer(processes, answers)
-    finally:  # also where the user ends it
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _answer(processes: list[Any], answers: Any) -> str | None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    left = len(processes)
-    while left:
-        with contextlib.suppress(queue.Empty):
-            if said := answers.get(timeout=0.5):
-                return str(said)
-            left -= 1
-            continue
-        dead = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
-        if dead:
-            return (
-                f"a rank was ended by {signal.Signals(-dead[0]).name}" if dead[0] < 0 else "a rank ended without a word"
-            )
-        if time.monotonic() > deadline:
-            return f"nothing after {LIMIT_SECONDS} s"
-    return None
-
-
-def _rank(rank: int, ranks: int, port: str, name: str, folder: Path, answers: Any) -> None:
-    """One process: quiet, under the variables that a launcher sets."""
-    _be_quiet()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    try:
-        import deepspeed
-        import torch
-
-        torch.set_num_threads(1)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(rank)
-        deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo", verbose=False)
-        next(trial for trial in TRIALS if trial.name == name).do(folder)
-    except BaseException as error:
-        words = (str(error).strip().splitlines() or [""])[0][:200]
-        answers.put(f"{type(error).__name__}: {words}")
-    else:
-        answers.put(None)
-    answers.close()
-    answers.join_thread()
-    os._exit(0)
-
-
-def _all_reduce(folder: Path) -> None:
-    import torch
-    from torch import distributed
-
-    ranks = distributed.get_world_size()
-    here = torch.full((1 << 20,), float(distributed.get_rank() + 1), device=_device())
-    distributed.all_reduce(here)
-    if not bool((here == ranks * (ranks + 1) / 2).all()):
-        raise RuntimeError("the sum is wrong")
-
-
-def _stage(number: int, **keys: Any) -> Callable[[Path], None]:
-    def step(folder: Path) -> None:
-        zero = {"stage": number, **{key: _placed(value, folder) for key, value in keys.items()}}
-        _train(_engine(zero))
-
-    return step
-
-
-def _placed(value: Any, folder: Path) -> Any:
-    """NVMe goes into the trial's own folder."""
-    return {**value, "nvme_path": str(folder)} if isinstance(value, dict) and value["device"] == "nvme" else value
-
-
-def _engine(zero: dict[str, Any], **keys: Any) -> Any:
-    import deepspeed
+def planned(trial: Trial) -> tuple[Job, dict[str, Any] | None]:
+    """The run of a trial on this machine, and its DeepSpeed config."""
     import torch
 
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 4)]
-    on_cpu = zero.get("offload_optimizer")
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": _has_bf16()},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **({} if on_cpu else {"torch_adam": True})}},
-        "zero_optimization": {"reduce_bucket_size": 100_000, **zero},
-        **keys,
-    }
-    model = torch.nn.Sequential(*layers)
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    from finetune.training.runtime import choose_precision
 
-
-def _train(engine: Any, steps: int = 2) -> list[float]:
-    import torch
-
-    losses = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        dtype = torch.bfloat16 if _has_bf16() else torch.float32
-        rows = torch.randn(2, WIDTH, device=_device(), dtype=dtype)
-        loss = torch.nn.functional.cross_entropy(engine(rows).float(), torch.tensor([0, 1], device=_device()))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
-    if not all(loss == loss for loss in losses):
-        raise RuntimeError("the loss is no number")
-    return losses
-
-
-def _pipeline(folder: Path) -> None:
-    import deepspeed
-    import torch
-    from deepspeed.pipe import PipelineModule
-
-    layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 4)]
-    stages = torch.distributed.get_world_size()
-    model = PipelineModule(
-        layers, num_stages=stages, loss_fn=torch.nn.functional.cross_entropy, partition_method="uniform"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = min(RANKS, gpus or RANKS)
+    job = laid_out(
+        Job(
+            model_of(find_model_config("gptlite-tiny") | TINY),
+            world_size=ranks,
+            ranks_per_node=ranks,
+            micro_batch=2,
+            tokens=32,
+            accumulation=2,
+            precision=choose_precision(gpus > 0),
+            device="cuda" if gpus else "cpu",
+        ),
+        trial.layout,
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": 1},
-    }
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    row = (torch.randn(2, WIDTH), torch.tensor([0, 1]))
-    loss = float(engine.train_batch(iter([row, row])))
-    if loss != loss:
-        raise RuntimeError("the loss is no number")
+    if trial.layout == TRAINER_ALONE:
+        return job, None
+    config = shipped(trial.layout)
+    config["zero_optimization"] = {**config["zero_optimization"], **(trial.zero or {})}  # type: ignore[dict-item]
+    return replace(job, stages=ranks if trial.layout == "pipeline" else 1), config
 
 
-def _save_and_resume(folder: Path) -> None:
-    engine = _engine({"stage": 2})
-    _train(engine)
-    engine.save_checkpoint(str(folder), tag="trial")
-    ahead = _train(engine)
-    engine.load_checkpoint(str(folder), tag="trial")
-    if _train(engine) != ahead:
-        raise RuntimeError("the resumed steps differ from the uncut ones")
+def ran(job: Job, config: dict[str, Any] | None) -> str | None:
+    """None, or what went wrong."""
+    got = attempt(job, config, steps=1)
+    return got if isinstance(got, str) else None
 
 
-def _device() -> str:
-    import torch
+def resumed(job: Job, config: dict[str, Any] | None) -> str | None:
+    """A run that goes on from the first step of another, and must lose as much at each."""
+    with tempfile.TemporaryDirectory(prefix="finetune-trial-") as place:
+        whole, other = Path(place, "whole"), Path(place, "other")
+        every = {"save_strategy": "steps", "save_steps": 1, "logging_strategy": "steps", "logging_steps": 1}
+        on = {**every, "resume": whole / "run" / "checkpoint-1", "overwrite_output_dir": False}
+        for folder, more in ((whole, every), (other, on)):
+            if isinstance(got := measure(job, config, folder, 1, **more), str):
+                return got
+        losses = [_losses(folder / "run") for folder in (whole, other)]
+    return None if losses[0] == losses[1] else f"the resumed steps lose {losses[1]}, and the uncut ones {losses[0]}"
 
-    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
-
-def _has_bf16() -> bool:
-    import torch
-
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= AMPERE
+def _losses(run: Path) -> list[float]:
+    newest = max(run.glob("checkpoint-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
+    log = json.loads((newest / STATE_FILE).read_text(encoding="utf-8"))["log_history"]
+    return [row["loss"] for row in log if "loss" in row]
 
 
 def _no_gpu() -> str:
@@ -289,20 +136,17 @@ NETWORK = (
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (lo here); NCCL_DEBUG=INFO says more."
 )
 STEP = "Look at the trials above first; then report it with the output of `finetune doctor --deep --json`."
-CPU, DISK = {"device": "cpu"}, {"device": "nvme"}
-ON_CPU = ("CPUAdamBuilder",)
-ON_DISK = (*ON_CPU, "PinMemoryBuilder", "AsyncIOBuilder")
 TRIALS = (
-    Trial("all-reduce", _all_reduce, NETWORK, needed=True),
-    Trial("ZeRO-0 step", _stage(0), STEP, needed=True),
-    Trial("ZeRO-1 step", _stage(1), STEP, needed=True),
-    Trial("ZeRO-2 step", _stage(2), STEP, needed=True),
-    Trial("ZeRO-3 step", _stage(3), STEP),
-    Trial("save and resume", _save_and_resume, STEP, needed=True),
-    Trial("CPU offload", _stage(3, offload_optimizer=CPU, offload_param=CPU), BUILD, absent=_no_compiler, ops=ON_CPU),
-    Trial("NVMe offload", _stage(3, offload_optimizer=DISK, offload_param=DISK), BUILD, absent=_no_aio, ops=ON_DISK),
-    Trial("pipeline", _pipeline, STEP, absent=_no_pair),
-    Trial("ZeRO++ hpZ", _stage(3, zero_hpz_partition_size=2), STEP, absent=_no_pair),
-    Trial("ZeRO++ qwZ", _stage(3, zero_quantized_weights=True), BUILD, absent=_no_gpu),
-    Trial("ZeRO++ qgZ", _stage(3, zero_quantized_gradients=True), BUILD, absent=_no_gpu),
+    Trial("all-reduce (DDP)", TRAINER_ALONE, NETWORK, needed=True),
+    Trial("ZeRO-0", "zero0", STEP, needed=True),
+    Trial("ZeRO-1", "zero1", STEP, needed=True),
+    Trial("ZeRO-2", "zero2", STEP, needed=True),
+    Trial("ZeRO-3", "zero3", STEP),
+    Trial("save and resume", "zero2", STEP, needed=True, resumes=True),
+    Trial("CPU offload", "zero3_offload", BUILD, absent=_no_compiler, ops=ON_CPU),
+    Trial("NVMe offload", "zero3_nvme", BUILD, absent=_no_aio, ops=ON_DISK),
+    Trial("pipeline", "pipeline", STEP, absent=_no_pair),
+    Trial("ZeRO++ hpZ", "zeropp", STEP, absent=_no_pair, zero=ZERO_PLUS | {"zero_hpz_partition_size": 2}),
+    Trial("ZeRO++ qwZ", "zeropp", BUILD, absent=_no_gpu, zero=ZERO_PLUS | {"zero_quantized_weights": True}),
+    Trial("ZeRO++ qgZ", "zeropp", BUILD, absent=_no_gpu, zero=ZERO_PLUS | {"zero_quantized_gradients": True}),
 )

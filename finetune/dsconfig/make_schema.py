@@ -136,19 +136,10 @@ def _or_auto(schema: Schema) -> Schema:
 
 def _untyped() -> Schema:
     """What DeepSpeed reads with `get_scalar_param` or `dict.get`, by the file that does."""
-    from deepspeed.runtime import lr_schedules
-    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DtypeEnum
-    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    return {**_values(), **_optimization(), **_engines(), **_memory_and_profiles()}
 
-    schedules = {
-        name: list(inspect.signature(getattr(lr_schedules, name)).parameters)[1:]
-        for name in lr_schedules.VALID_LR_SCHEDULES
-    }
-    any_dtype = {"enum": [word for dtype in DtypeEnum for word in dtype._all_values[1:]] + [None]}
-    modes = ("ignore", "warn", "fail")
-    adam = dict.fromkeys(("lr", "eps", "weight_decay", "momentum", "max_coeff", "min_coeff", "max_grad_norm"), NUMBER)
-    switches = ("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fp32_optimizer_states")
+
+def _values() -> Schema:
     return {
         # runtime/config.py
         "train_batch_size": COUNT,
@@ -174,6 +165,21 @@ def _untyped() -> Schema:
         "zero_force_ds_cpu_optimizer": BOOLEAN,
         "log_level": {"type": ["string", "null"]},
         "vocabulary_size": {"type": ["integer", "null"]},
+    }
+
+
+def _optimization() -> Schema:
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DtypeEnum
+
+    schedules = {
+        name: list(inspect.signature(getattr(lr_schedules, name)).parameters)[1:]
+        for name in lr_schedules.VALID_LR_SCHEDULES
+    }
+    any_dtype = {"enum": [word for dtype in DtypeEnum for word in dtype._all_values[1:]] + [None]}
+    adam = dict.fromkeys(("lr", "eps", "weight_decay", "momentum", "max_coeff", "min_coeff", "max_grad_norm"), NUMBER)
+    switches = ("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fp32_optimizer_states")
+    return {
         "optimizer": _section(
             {
                 "type": TEXT | {"examples": sorted(DEEPSPEED_OPTIMIZERS)},
@@ -203,6 +209,12 @@ def _untyped() -> Schema:
                 "keep_in_fp32_modules": {"type": ["array", "string"]},
             }
         ),
+    }
+
+
+def _engines() -> Schema:
+    modes = ("ignore", "warn", "fail")
+    return {
         # Any key is kept there, for the user's own code to read.
         "pipeline": _section(
             {
@@ -228,6 +240,14 @@ def _untyped() -> Schema:
                 "writer": {"type": ["object", "null"]},
             }
         ),
+    }
+
+
+def _memory_and_profiles() -> Schema:
+    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+
+    return {
         # runtime/activation_checkpointing/config.py, runtime/swap_tensor/aio_config.py
         "activation_checkpointing": _section(
             {name: BOOLEAN if isinstance(default, bool) else INTEGER for name, default in ACT_CHKPT_DEFAULT.items()}

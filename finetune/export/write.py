@@ -102,7 +102,6 @@ def write_weights(folder: Path, stem: str, weights: dict[str, Weight], dtype: to
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         _write(folder / f"{stem}.safetensors.index.json", index)
-    check_names(folder, stem, weights, dtype)
     return total
 
 
@@ -114,20 +113,6 @@ def _compare(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             same = back.shape == tensor.shape and back.dtype == tensor.dtype
             if not same or not torch.equal(back.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)):
                 raise RunError(f"{path.name}: {name} was read back other than it was written. Is the disk sound?")
-
-
-def check_names(folder: Path, stem: str, weights: dict[str, Weight], dtype: torch.dtype) -> None:
-    """Every weight is in one of the files, with its shape and its dtype, and there is nothing else."""
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for path in sorted(folder.glob(f"{stem}*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no dict)
-                tensor = file.get_tensor(name)
-                found[name] = (tuple(tensor.shape), tensor.dtype)
-    wanted = {name: (weight.shape, cast_of(weight.dtype, dtype)) for name, weight in weights.items()}
-    if found != wanted:
-        wrong = next(name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name))
-        raise RunError(f"{folder.name}: {wrong} is {found.get(wrong)} there, and should be {wanted.get(wrong)}.")
 
 
 def write_companions(source: Path, folder: Path, dtype: torch.dtype) -> list[str]:

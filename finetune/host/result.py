@@ -30,3 +30,8 @@ class Result:
     mend: str = ""
     needed: bool = False
     seconds: float = 0.0
+
+
+def verdict(name: str, works: bool, found: str, mend: str, needed: bool = True) -> Result:
+    """Of what works or fails, with the mend where it fails."""
+    return Result(name, OK if works else FAILED, found, "" if works else mend, needed)

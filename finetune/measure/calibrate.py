@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any
 
 from finetune.errors import RequestError, RunError
 from finetune.host.hardware import cores_here, gpus_here
-from finetune.measure.processes import run_together
+from finetune.measure.outcome import DONE
+from finetune.measure.processes import TORCHRUN, run, started
 from finetune.measure.start import attempt
 from finetune.plan.job import Job
 from finetune.plan.machine import Machine, find_machine, read_machine, write_machine
@@ -28,12 +28,12 @@ from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
 from finetune.plan.search import laid_out, shipped
 from finetune.plan.seconds import plan_seconds
-from finetune.run.launch import free_port
 from finetune.run.main import run_main
 
 LARGE_SHARE = 0.25  # of the shapes, the fastest: what large products reach
 ROUNDS = 2  # some time apart, for a machine is not the same at any time
 QUICK = "--quick"
+PATIENCE_SECONDS = 1800.0
 MEASURED = "measured by finetune.measure.calibrate"
 CONTEXT_SOURCE = (
     f"{MEASURED}: mem_get_info's total less free less torch's memory_reserved, of one process, before NCCL and any "
@@ -56,31 +56,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(QUICK, action="store_true", help="a few shapes alone: to see that it works")
     parser.add_argument("--nvme_path", type=Path, help="a folder on the disk for offloading; without it none is tried")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
-    if asked.rank is None:
-        calibrate(asked.out, asked.ranks, asked.quick, asked.nvme_path)
+    if "RANK" in os.environ:
+        _rank(asked.out, int(os.environ["RANK"]), asked.ranks, asked.quick, asked.nvme_path)
     else:
-        _rank(asked.out, asked.rank, asked.ranks, asked.quick, asked.nvme_path)
+        calibrate(asked.out, asked.ranks, asked.quick, asked.nvme_path)
 
 
 def calibrate(out: Path, ranks: int = 2, quick: bool = False, nvme_path: Path | None = None) -> None:
     """Starts the ranks, and writes `out`. Raises RequestError before anything is measured, RunError where one fails."""
     _check(out, ranks, nvme_path)
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory(prefix="finetune-calibrate-") as folder:
         found = Path(folder) / "machine.json"
-        argv = [sys.executable, "-m", "finetune.measure.calibrate", str(found), "--ranks", str(ranks)]
-        argv += [QUICK] if quick else []
-        argv += ["--nvme_path", str(nvme_path)] if nvme_path else []
-        statuses = run_together(
-            [([*argv, "--rank", str(rank)], environment | {"LOCAL_RANK": str(rank)}) for rank in range(ranks)]
-        )
-        if any(statuses):
-            rank, status = next((rank, status) for rank, status in enumerate(statuses) if status)
-            raise RunError(
-                f"the calibration failed: rank {rank} ended with {status}, and the rest were ended. See above."
-            )
+        command = [*started(TORCHRUN, ranks), "-m", "finetune.measure.calibrate", str(found), "--ranks", str(ranks)]
+        command += [QUICK] if quick else []
+        command += ["--nvme_path", str(nvme_path)] if nvme_path else []
+        ended = run(command, Path(folder) / "log.txt", PATIENCE_SECONDS)
+        if ended.kind != DONE:
+            raise RunError(f"the calibration failed: {ended.reason}")
         machine = read_machine(found)
     if not quick:
         sources = machine.sources | {"step_factor": f"{MEASURED}, on {len(REFERENCE_LAYOUTS)} reference runs"}
@@ -138,6 +131,7 @@ def reference(machine: Machine, ranks: int) -> Job:
 
 
 def _rank(out: Path, rank: int, ranks: int, quick: bool, nvme_path: Path | None) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores_here() // ranks))  # read when torch is loaded; torchrun says 1
     import torch
     from torch import distributed
 
@@ -146,9 +140,7 @@ def _rank(out: Path, rank: int, ranks: int, quick: bool, nvme_path: Path | None)
     if is_gpu:
         torch.cuda.set_device(rank)
         context = _context_bytes()
-    else:
-        torch.set_num_threads(max(1, cores_here() // ranks))
-    distributed.init_process_group("nccl" if is_gpu else "gloo", rank=rank, world_size=ranks)
+    distributed.init_process_group("nccl" if is_gpu else "gloo")
     machine = measure(ranks, quick, nvme_path)
     if context is not None:
         sources = machine.sources | {"context_bytes": CONTEXT_SOURCE}

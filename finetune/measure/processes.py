@@ -6,18 +6,22 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 
+from finetune.measure.outcome import Outcome, outcome_of
+from finetune.run.launch import free_port
+
+PYTHON, TORCHRUN, DEEPSPEED = "python", "torchrun", "deepspeed"
 MARK = "FINETUNE_TRIAL"
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
-POLL_SECONDS = 0.2
 
 
 def words(flags: Mapping[str, object]) -> list[str]:
@@ -25,28 +29,28 @@ def words(flags: Mapping[str, object]) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def run(command: Sequence[str], output: IO[str], patience: float) -> int | None:
-    """The exit status; None where it was not done after `patience` seconds."""
-    with _all_ended() as mark:
+def started(launcher: str, ranks: int) -> list[str]:
+    """The launcher's part of a command, on a port of its own. Launchers are modules: their console scripts may lie
+    anywhere."""
+    if launcher == PYTHON:
+        return [sys.executable]
+    port = ["--master_port", str(free_port())]
+    if launcher == DEEPSPEED:
+        return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), *port]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), *port]
+
+
+def run(command: Sequence[str], log: Path, patience: float) -> Outcome:
+    """How it has ended, be that after `patience` seconds; what it says goes into `log`."""
+    with log.open("w", encoding="utf-8") as stream, _all_ended() as mark:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | mark
+            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | mark
         )
         try:
-            return process.wait(patience)
+            status = process.wait(patience)
         except subprocess.TimeoutExpired:
-            return None
-
-
-def run_together(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[int | None]:
-    """The exit statuses of commands, each with its environment, that wait for one another: once one has failed the rest
-    are ended, and have None."""
-    with _all_ended() as mark:
-        processes = [subprocess.Popen(command, env={**environment, **mark}) for command, environment in commands]
-        while True:
-            statuses = [process.poll() for process in processes]
-            if any(statuses) or None not in statuses:
-                return statuses
-            time.sleep(POLL_SECONDS)
+            status = None
+    return outcome_of(status, log.read_text(encoding="utf-8", errors="replace"), patience)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import copy
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 from finetune.errors import RequestError, RunError
 from finetune.host.hardware import cores_here, gpus_here
-from finetune.measure.outcome import CRASHED, UNSUPPORTED, outcome_of
-from finetune.measure.processes import run, words
+from finetune.measure.outcome import CRASHED, DONE, UNSUPPORTED
+from finetune.measure.processes import PYTHON, TORCHRUN, run, started, words
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job
 from finetune.plan.machine import Machine
 from finetune.plan.optimizers import optim_of
@@ -50,20 +49,19 @@ def attempt(job: Job, config: dict[str, Any] | None, steps: int = 5) -> Measured
     return f"{got} (its log: {folder / 'log.txt'})" if isinstance(got, str) else got
 
 
-def measure(job: Job, config: dict[str, Any] | None, folder: Path, steps: int = 5) -> Measured | str:
-    """A short real run of `job`; where it fails, the reason. What it wrote stays in `folder`, log.txt among it."""
+def measure(job: Job, config: dict[str, Any] | None, folder: Path, steps: int = 5, **more: object) -> Measured | str:
+    """A short real run of `job`, with `more` flags; where it fails, the reason. What it wrote stays in `folder`,
+    log.txt among it."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = _launched(job.world_size, arguments(job, config, folder, steps))
-    log = folder / "log.txt"
-    with log.open("w") as stream:
-        status = run(command, stream, PATIENCE_SECONDS)
-    if status == 0:
+    launcher = TORCHRUN if job.world_size > 1 else PYTHON
+    command = [*started(launcher, job.world_size), "-m", "finetune.measure"]
+    found = run(command + arguments(job, config, folder, steps, **more), folder / "log.txt", PATIENCE_SECONDS)
+    if found.kind == DONE:
         return _read(folder, job.world_size)
-    found = outcome_of(status, log.read_text(errors="replace"), PATIENCE_SECONDS)
     return f"failed: {found.reason}" if found.kind in (CRASHED, UNSUPPORTED) else str(found.reason)
 
 
-def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int) -> list[str]:
+def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int, **more: object) -> list[str]:
     """The command line of `finetune.measure`; the files that it names are written into `folder`."""
     (folder / "model.json").write_text(json.dumps(job.model.sizes.config))
     flags: dict[str, Any] = {
@@ -93,7 +91,7 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int)
         flags |= {"nvme_path": folder / "nvme"} if job.engine == DEEPSPEED else {}
     if optim := _optim(job, config):
         flags["optim"] = optim
-    return words(flags)
+    return words(flags | more)
 
 
 def _optim(job: Job, config: dict[str, Any] | None) -> str | None:
@@ -112,15 +110,6 @@ def _with_folder_for_states(config: dict[str, Any]) -> dict[str, Any]:
         if section and section.get("device") == "nvme" and not Path(section.get("nvme_path") or "auto").is_dir():
             section["nvme_path"] = "auto"
     return config
-
-
-def _launched(ranks: int, argv: list[str]) -> list[str]:
-    if ranks == 1:
-        return [sys.executable, "-m", "finetune.measure", *argv]
-    from finetune.run.launch import free_port
-
-    here = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    return [*here, "--master_port", str(free_port()), "-m", "finetune.measure", *argv]
 
 
 def _read(folder: Path, ranks: int) -> Measured:

@@ -26,7 +26,7 @@ def train(session: Session, model: Any, data: Any, watch: Watch, *others: Traine
         callbacks=[watch, *others],
     )
     watch.follow(model)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=session.checkpoint)
 
 
 def train_pipeline(

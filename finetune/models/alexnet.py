@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
 from finetune.models.classifier_pipeline import classifier_pipeline, summed_loss
-from finetune.models.pipeline import PipelineLayer, PipelineModel, layer_seed, layer_spec
+from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer, layer_spec
 
 CONVOLUTIONS, POOLED = 5, (0, 1, 4)  # how many, and those with a max-pool behind them
 LAYERS = CONVOLUTIONS + 3
@@ -56,7 +56,7 @@ class AlexNetConvolution(GradientCheckpointingLayer):
         self.convolution = nn.Conv2d(sizes[place], sizes[place + 1], kernel, stride=stride, padding=padding)
         self.pool = nn.MaxPool2d(config.pool_kernel_size, 2) if place in POOLED else nn.Identity()
         if seed is not None:
-            draw_layer(self, config, seed, place)
+            draw_layer(self, AlexNetPreTrainedModel(config)._init_weights, seed, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.convolution.weight.dtype)  # pictures come in fp32, also to a pipeline's weights in bf16
@@ -79,7 +79,7 @@ class AlexNetLinear(GradientCheckpointingLayer):
         kind, outputs = (AlexNetHead, config.num_labels) if self.is_last else (nn.Linear, config.classifier_size)
         self.linear = kind(inputs, outputs)
         if seed is not None:
-            draw_layer(self, config, seed, place)
+            draw_layer(self, AlexNetPreTrainedModel(config)._init_weights, seed, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(self.drop(self.pool(x).flatten(1)))  # (B, features)
@@ -138,20 +138,10 @@ class AlexNetForImageClassification(AlexNetPreTrainedModel):
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=x)
 
 
-def draw_layer(layer: nn.Module, config: AlexNetConfig, seed: int, place: int) -> None:
-    """Draw the weights of the layer at `place` from a seed of its own: they are the same whichever rank builds it.
-    torch's random state on the CPU stays."""
-    shell = AlexNetPreTrainedModel(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(layer_seed(seed, place))
-        for module in layer.modules():
-            shell._init_weights(module)
-
-
 def draw_weights(model: AlexNetForImageClassification, seed: int) -> None:
     """Draw all of a model's weights, as the stages of a pipeline draw theirs."""
     for place, layer in enumerate(model.layers):
-        draw_layer(layer, model.config, seed, place)
+        draw_layer(layer, model._init_weights, seed, place)
 
 
 def alexnet_pipeline(config: AlexNetConfig, seed: int | None) -> PipelineModel:

@@ -10,11 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.activations import ACT2FN
 
-from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
-from finetune.models.source import from_pretrained, positions_of, refuse_without_weights
+from finetune.models.source import from_pretrained, opening, positions_of, refuse_without_weights
 from finetune.run.facts import tokens_of
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.sizes import gptlite_shape
@@ -90,10 +89,7 @@ def build_causal_lm(
     model = AutoModelForCausalLM.from_pretrained(
         source.pretrained,
         config=source.config,
-        revision=arguments.model_revision,
-        trust_remote_code=arguments.trust_remote_code,
-        local_files_only=source.hub_id is not None and not hub_is_reachable(),
-        dtype=torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
+        **opening(arguments, source.hub_id),
         **chosen,
     )
     if len(tokenizer) > embedded:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -18,9 +17,8 @@ from transformers import (
 )
 
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
-from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError
-from finetune.models.source import from_pretrained, positions_of, refuse_without_weights
+from finetune.models.source import from_pretrained, opening, positions_of, refuse_without_weights
 from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.flags.text import ModelArguments
 from finetune.run.sizes import DISTILBERT_POSITIONS, DISTILBERT_SIZES, distilbert_shape
@@ -87,20 +85,8 @@ def build_classifier(
 
     Raises RequestError where it is to be evaluated only, and was never trained on these labels.
     """
-    if not will_train and (source.config is None or source.config.num_labels != (len(labels.names) or 1)):
-        has = "is not given" if source.config is None else f"has {source.config.num_labels} outputs"
-        raise RequestError(
-            f"--do_train False evaluates a trained model, but --model_name_or_path {has}, and the data has "
-            f"{len(labels.names) or 'no'} classes. Give a model that was trained on such data, or by "
-            "--validation_file or --test_file the data that it was trained for (without any, the built-in docstrings "
-            "are used)."
-        )
-    known = source.labels.names if source.labels else ()
-    if not will_train and known and labels.names and labels.names != known:
-        raise RequestError(
-            f"--do_train False: the model knows the classes {', '.join(known[:10])}, but the data has "
-            f"{', '.join(labels.names[:10])}. Name the data's labels as the model does."
-        )
+    if not will_train:
+        _check_knows(source, labels)
     label_config: dict[str, Any] = {
         "num_labels": len(labels.names) or 1,
         "problem_type": {"classification": "single_label_classification", TOKENS: None}.get(labels.task, labels.task),
@@ -129,12 +115,27 @@ def build_classifier(
     return kind.from_pretrained(
         arguments.model_name_or_path,
         config=config,
-        revision=arguments.model_revision,
-        trust_remote_code=arguments.trust_remote_code,
-        dtype=torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
+        **opening(arguments, source.hub_id),
         ignore_mismatched_sizes=True,  # a head with another number of labels is made anew
-        local_files_only=source.hub_id is not None and not hub_is_reachable(),
     )
+
+
+def _check_knows(source: Source, labels: Labels) -> None:
+    """Of a model that is evaluated only."""
+    if source.config is None or source.config.num_labels != (len(labels.names) or 1):
+        has = "is not given" if source.config is None else f"has {source.config.num_labels} outputs"
+        raise RequestError(
+            f"--do_train False evaluates a trained model, but --model_name_or_path {has}, and the data has "
+            f"{len(labels.names) or 'no'} classes. Give a model that was trained on such data, or by "
+            "--validation_file or --test_file the data that it was trained for (without any, the built-in docstrings "
+            "are used)."
+        )
+    known = source.labels.names if source.labels else ()
+    if known and labels.names and labels.names != known:
+        raise RequestError(
+            f"--do_train False: the model knows the classes {', '.join(known[:10])}, but the data has "
+            f"{', '.join(labels.names[:10])}. Name the data's labels as the model does."
+        )
 
 
 def _scratch_config(arguments: ModelArguments, tokenizer: Any, label_config: dict[str, Any]) -> DistilBertConfig:

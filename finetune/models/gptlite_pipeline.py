@@ -1,7 +1,6 @@
 """GPT-lite as a flat list of layers, for DeepSpeed's PipelineModule: the very modules of `GPTLiteForCausalLM`.
 
     layers = pipeline_layers(config, seed=42)     # specs: a stage builds its own layers alone
-    modules = to_layers(model)                    # the modules of a model that is there already
 
 The list is token embedding, position embedding, one entry a block, final norm, head. From layer to layer goes `x`
 (B, T, C), and with documents that do not see one another their positions too: `(x, position_ids (B, T))`.
@@ -22,18 +21,14 @@ from finetune.data.packing import IGNORED
 from finetune.errors import RequestError
 from finetune.models.causal import CausalSource
 from finetune.models.chunked_loss import row_figures
-from finetune.models.gptlite import GPTLiteBlock, GPTLiteConfig, GPTLiteForCausalLM
-from finetune.models.gptlite_weights import draw_layer
-from finetune.models.pipeline import PipelineLayer, PipelineModel
+from finetune.models.gptlite import GPTLiteBlock, GPTLiteConfig, GPTLiteForCausalLM, GPTLitePreTrainedModel
+from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer
 from finetune.run.flags.language import CausalModelArguments
 
 Packet: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # what layers hand on: x, or x and position_ids
 TIED = "tokens"  # DeepSpeed's key for the embedding that is the head's weight, too
-CHECKPOINTED = (
-    "GPTLiteTokens",
-    "GPTLitePositions",
-    "GPTLiteBlockLayer",
-)  # the head's logits are kept for the loss anyway
+# The head's logits are kept for the loss anyway.
+CHECKPOINTED = ("GPTLiteTokens", "GPTLitePositions", "GPTLiteBlockLayer")
 
 
 def _open(packet: Packet) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -47,11 +42,11 @@ def _packed(x: torch.Tensor, positions: torch.Tensor | None) -> Packet:
 class GPTLiteTokens(nn.Module):
     """Token ids (B, T) to vectors."""
 
-    def __init__(self, config: GPTLiteConfig, seed: int | None = None, tokens: nn.Embedding | None = None) -> None:
+    def __init__(self, config: GPTLiteConfig, seed: int | None = None) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size) if tokens is None else tokens
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if seed is not None:
-            draw_layer(self, config, seed, place=0)
+            draw_layer(self, GPTLitePreTrainedModel(config)._init_weights, seed, place=0)
 
     def forward(self, packet: Packet) -> Packet:
         ids, positions = _open(packet)
@@ -61,13 +56,13 @@ class GPTLiteTokens(nn.Module):
 class GPTLitePositions(nn.Module):
     """Adds what tells the positions, then drops."""
 
-    def __init__(self, config: GPTLiteConfig, seed: int | None = None, positions: nn.Embedding | None = None) -> None:
+    def __init__(self, config: GPTLiteConfig, seed: int | None = None) -> None:
         super().__init__()
         rows = config.max_position_embeddings
-        self.positions = nn.Embedding(rows, config.hidden_size) if positions is None else positions
+        self.positions = nn.Embedding(rows, config.hidden_size)
         self.drop = nn.Dropout(config.dropout)
         if seed is not None:
-            draw_layer(self, config, seed, place=1)
+            draw_layer(self, GPTLitePreTrainedModel(config)._init_weights, seed, place=1)
 
     def forward(self, packet: Packet) -> Packet:
         x, given = _open(packet)
@@ -78,14 +73,12 @@ class GPTLitePositions(nn.Module):
 class GPTLiteBlockLayer(nn.Module):
     """A block; it makes its own mask, for a mask is larger than what it is made from."""
 
-    def __init__(
-        self, config: GPTLiteConfig, index: int, seed: int | None = None, block: GPTLiteBlock | None = None
-    ) -> None:
+    def __init__(self, config: GPTLiteConfig, index: int, seed: int | None = None) -> None:
         super().__init__()
         self.config, self.name = config, str(index)
-        self.add_module(self.name, GPTLiteBlock(config, index) if block is None else block)
+        self.add_module(self.name, GPTLiteBlock(config, index))
         if seed is not None:
-            draw_layer(self, config, seed, place=2 + index)
+            draw_layer(self, GPTLitePreTrainedModel(config)._init_weights, seed, place=2 + index)
 
     def forward(self, packet: Packet) -> Packet:
         x, given = _open(packet)
@@ -99,10 +92,10 @@ class GPTLiteBlockLayer(nn.Module):
 class GPTLiteNorm(nn.Module):
     """The final norm. Positions end here."""
 
-    def __init__(self, config: GPTLiteConfig, norm: nn.LayerNorm | None = None) -> None:
+    def __init__(self, config: GPTLiteConfig) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.layer_norm_epsilon
-        self.norm = nn.LayerNorm(size, eps=eps, bias=config.bias) if norm is None else norm
+        self.norm = nn.LayerNorm(size, eps=eps, bias=config.bias)
 
     def forward(self, packet: Packet) -> torch.Tensor:
         normed: torch.Tensor = self.norm(_open(packet)[0])
@@ -112,11 +105,11 @@ class GPTLiteNorm(nn.Module):
 class GPTLiteHead(nn.Module):
     """x (B, T, C) to logits (B, T, vocabulary)."""
 
-    def __init__(self, config: GPTLiteConfig, seed: int | None = None, head: nn.Linear | None = None) -> None:
+    def __init__(self, config: GPTLiteConfig, seed: int | None = None) -> None:
         super().__init__()
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if head is None else head
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if seed is not None:
-            draw_layer(self, config, seed, place=3 + config.num_hidden_layers)
+            draw_layer(self, GPTLitePreTrainedModel(config)._init_weights, seed, place=3 + config.num_hidden_layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.lm_head(x)
@@ -153,19 +146,6 @@ def pipeline_layers(config: GPTLiteConfig, seed: int | None) -> list[PipelineLay
         *(PipelineLayer(block, "transformer.blocks") for block in blocks),
         PipelineLayer(LayerSpec(GPTLiteNorm, config), "transformer"),
         PipelineLayer(last, embeddings if tied else ""),
-    ]
-
-
-def to_layers(model: GPTLiteForCausalLM) -> list[nn.Module]:
-    """The flat list around the modules of `model`, whose weights they share. Run one after another they are the model:
-    input ids (B, T) to logits (B, T, vocabulary)."""
-    config, core = model.config, model.transformer
-    return [
-        GPTLiteTokens(config, tokens=core.embeddings.tokens),
-        GPTLitePositions(config, positions=core.embeddings.positions),
-        *(GPTLiteBlockLayer(config, index, block=block) for index, block in enumerate(core.blocks)),
-        GPTLiteNorm(config, norm=core.norm),
-        GPTLiteHead(config, head=model.lm_head),
     ]
 
 

@@ -16,7 +16,6 @@ from transformers import (
 )
 
 from finetune.data.columns import Labels
-from finetune.data.hub import hub_is_reachable
 from finetune.data.image_decoding import CHANNELS
 from finetune.errors import RequestError, first_line
 from finetune.models.alexnet import (
@@ -34,7 +33,7 @@ from finetune.models.batch_norm import (
 from finetune.models.classifier import trained_labels
 from finetune.models.pipeline import PipelineModel
 from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification
-from finetune.models.source import from_pretrained, refuse_without_weights
+from finetune.models.source import from_pretrained, opening, refuse_without_weights
 from finetune.run.flags.images import ImageModelArguments
 from finetune.run.sizes import ALEXNET_SIZES, IMAGE_SIZES, resnet_shape
 
@@ -132,11 +131,8 @@ def build_image_classifier(
         model = AutoModelForImageClassification.from_pretrained(
             arguments.model_name_or_path,
             config=config,
-            revision=arguments.model_revision,
-            trust_remote_code=arguments.trust_remote_code,
-            dtype=torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
+            **opening(arguments, source.hub_id),
             ignore_mismatched_sizes=True,  # a head with another number of classes is made anew
-            local_files_only=source.hub_id is not None and not hub_is_reachable(),
         )
     if recomputes and not model.supports_gradient_checkpointing:
         raise RequestError(

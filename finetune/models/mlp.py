@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from finetune.models.classifier_pipeline import classifier_pipeline
-from finetune.models.pipeline import PipelineLayer, PipelineModel, layer_seed, layer_spec
+from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer, layer_spec
 
 
 class MLPConfig(PreTrainedConfig):
@@ -38,7 +38,7 @@ class MLPLayer(GradientCheckpointingLayer):
         super().__init__()
         self.linear = nn.Linear(config.width, config.width, bias=config.bias)
         if seed is not None:
-            draw_layer(self, seed, place)
+            draw_layer(self, _draw, seed, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.relu(self.linear(x))  # (B, width)
@@ -50,7 +50,7 @@ class MLPHead(nn.Linear):
     def __init__(self, config: MLPConfig, seed: int | None = None) -> None:
         super().__init__(config.width, config.num_labels)
         if seed is not None:
-            draw_layer(self, seed, place=config.layers)
+            draw_layer(self, _draw, seed, place=config.layers)
 
 
 class MLPForClassification(PreTrainedModel):
@@ -69,8 +69,7 @@ class MLPForClassification(PreTrainedModel):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            _draw(module)
+        _draw(module)
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> SequenceClassifierOutput:
         """`inputs` (B, width), `labels` (B), to `logits` (B, classes)."""
@@ -83,27 +82,18 @@ class MLPForClassification(PreTrainedModel):
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _draw(linear: nn.Linear) -> None:
+def _draw(module: nn.Module) -> None:
     """He's, which keeps the scale through any number of ReLUs (arXiv 1502.01852, eq. 10); biases start at zero."""
-    nn.init.kaiming_uniform_(linear.weight, nonlinearity="relu")
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
-
-
-def draw_layer(layer: nn.Module, seed: int, place: int) -> None:
-    """Draw the weights of the layer at `place` from a seed of its own: they are the same whichever rank builds it.
-    torch's random state on the CPU stays."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(layer_seed(seed, place))
-        for module in layer.modules():
-            if isinstance(module, nn.Linear):
-                _draw(module)
+    if isinstance(module, nn.Linear):
+        nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 def draw_weights(model: MLPForClassification, seed: int) -> None:
     """Draw all of a model's weights, as the stages of a pipeline draw theirs."""
     for place, layer in enumerate([*model.layers, model.head]):
-        draw_layer(layer, seed, place)
+        draw_layer(layer, _draw, seed, place)
 
 
 def mlp_pipeline(config: MLPConfig, seed: int | None) -> PipelineModel:

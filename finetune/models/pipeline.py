@@ -74,6 +74,14 @@ def layer_seed(seed: int, place: int) -> int:
     return seed * SEEDS_APART + place
 
 
+def draw_layer(layer: nn.Module, draw: Callable[[nn.Module], None], seed: int, place: int) -> None:
+    """Draw the weights of the layer at `place`, module by module. torch's random state on the CPU stays."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(layer_seed(seed, place))
+        for module in layer.modules():
+            draw(module)
+
+
 def layer_spec(kind: type[nn.Module], *args: Any, **kwargs: Any) -> LayerSpec:
     """A layer that is built as `kind(*args, **kwargs)`, and only on its stage."""
     from deepspeed.pipe import LayerSpec

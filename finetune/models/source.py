@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from finetune.data.hub import hub_is_reachable
@@ -52,6 +53,16 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
             "model.safetensors and tokenizer.json (for pictures preprocessor_config.json), or leave the flag out to "
             "train a small model from scratch."
         ) from error
+
+
+def opening(arguments: Any, hub_id: str | None) -> dict[str, Any]:
+    """What `from_pretrained` is told of any model's weights."""
+    return {
+        "revision": arguments.model_revision,
+        "trust_remote_code": arguments.trust_remote_code,
+        "local_files_only": hub_id is not None and not hub_is_reachable(),
+        "dtype": torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
+    }
 
 
 def check_model_folder(folder: Path, said: str) -> None:

@@ -77,11 +77,6 @@ class Model:
         return sum(tensor.elements for tensor in self.tensors)
 
 
-def read_model(folder: Path) -> Model:
-    """From a model folder, or a config.json. Raises RequestError where it cannot be read."""
-    return model_of(read_config(folder), str(_file(folder)))
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """The values of a model folder's config.json, or of that file. Raises RequestError where there is none to read."""
     file = _file(folder)

@@ -23,7 +23,6 @@ class Rule:
 # Bytes an element, all in fp32, counted along torch 2.13's optim/adam.py and optim/sgd.py, and transformers 5.23's
 # optimization.py: fused Adam reads weight, gradient and both moments and writes all but the gradient; the loop passes
 # over them once an operator (mul_, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_).
-FUSED_ADAM, LOOP_ADAM = "adam", "adam_foreach"
 RULES = {
     "adam": Rule(28, 1),
     "adam_foreach": Rule(80, 8),

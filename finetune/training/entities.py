@@ -20,8 +20,10 @@ from finetune.training.metrics import TaskMetrics
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import (
     label_counts,
+    named,
     per_label_table,
     pictures_of,
+    rows_table,
     write_confusion,
     write_per_label,
 )
@@ -136,17 +138,8 @@ def write_entity_report(
     card = Card(
         task="token classification",
         pipeline_tag="token-classification",
-        model=source.description,
-        base_model=source.hub_id,
-        recipe=session.run.recipe.script,
-        source=account.source,
-        table=[
-            ("split", "sentences", "left out", f"cut to {account.max_seq_length} tokens"),
-            *(
-                (name, n, account.skipped.get(name, 0), account.truncated.get(name, 0))
-                for name, n in account.rows.items()
-            ),
-        ],
+        **named(session, source, account),
+        table=rows_table("sentences", account),
         facts=[*(f"{note}." for note in account.notes), *label_counts(account.label_counts)],
         pictures=pictures,
         use=USE,

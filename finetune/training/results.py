@@ -38,7 +38,6 @@ SHOWN_AT_THE_END = (
     "real_tokens_per_second",
 )
 SHOWN_LABELS = 50
-SCHEDULE = ("schedule.png", "A step of the pipeline, planned and measured")
 
 USE_CLASSIFIER = """from transformers import pipeline
 
@@ -133,17 +132,8 @@ def write_report(
     card = Card(
         task=f"text {data.labels.task.replace('multi_label_', 'multi-label ')}",
         pipeline_tag="text-classification",
-        model=source.description,
-        base_model=source.hub_id,
-        recipe=session.run.recipe.script,
-        source=account.source,
-        table=[
-            ("split", "rows", "left out", f"cut to {account.max_seq_length} tokens"),
-            *(
-                (name, n, account.skipped.get(name, 0), account.truncated.get(name, 0))
-                for name, n in account.rows.items()
-            ),
-        ],
+        **named(session, source, account),
+        table=rows_table("rows", account),
         facts=facts,
         pictures=pictures,
         use=USE_CLASSIFIER + _call(len(account.columns.text) == 2, data.labels.task),
@@ -165,17 +155,12 @@ def write_image_report(
     pictures = pictures_of(folder, "eval_accuracy")
     if counts is not None:
         pictures += write_confusion(folder, counts, data.labels)
-    if (folder / "schedule.png").is_file():
-        pictures.append(SCHEDULE)
     own = OWN_IMAGE_MODELS.get(_kind(folder, source.config))
     known = f"import finetune.models.{own}  # makes the model known to transformers\n" if own else ""
     card = Card(
         task="image classification",
         pipeline_tag="image-classification",
-        model=source.description,
-        base_model=source.hub_id,
-        recipe=session.run.recipe.script,
-        source=account.source,
+        **named(session, source, account),
         table=[
             ("split", "pictures", "left out"),
             *((name, n, account.skipped.get(name, 0)) for name, n in account.rows.items()),
@@ -206,16 +191,10 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
         + ".",
         *([note] if note else []),
     ]
-    pictures = pictures_of(folder, "eval_bits_per_byte")
-    if (folder / "schedule.png").is_file():
-        pictures.append(SCHEDULE)
     card = Card(
         task="language modelling",
         pipeline_tag="text-generation",
-        model=source.description,
-        base_model=source.hub_id,
-        recipe=session.run.recipe.script,
-        source=account.source,
+        **named(session, source, account),
         table=[
             ("split", "documents", "tokens", "characters", "blocks"),
             *(
@@ -224,12 +203,27 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
             ),
         ],
         facts=facts,
-        pictures=pictures,
+        pictures=pictures_of(folder, "eval_bits_per_byte"),
         use=USE_LANGUAGE_MODEL,
         sample=sample,
     )
     write_card(folder, card)
     return said
+
+
+def named(session: Session, source: Any, account: Any) -> dict[str, Any]:
+    """What every model card says of the model, the recipe and the data."""
+    recipe = session.run.recipe.script
+    return {"model": source.description, "base_model": source.hub_id, "recipe": recipe, "source": account.source}
+
+
+def rows_table(what: str, account: Any) -> list[Sequence[Any]]:
+    """Of each split of text, for the model card."""
+    header = ("split", what, "left out", f"cut to {account.max_seq_length} tokens")
+    return [
+        header,
+        *((name, n, account.skipped.get(name, 0), account.truncated.get(name, 0)) for name, n in account.rows.items()),
+    ]
 
 
 def write_confusion(folder: Path, counts: Any, labels: Labels) -> list[tuple[str, str]]:
@@ -268,6 +262,8 @@ def pictures_of(folder: Path, metric: str) -> list[tuple[str, str]]:
         pictures.append(("training_curve.png", "Loss and metric over steps"))
     if (folder / "profile" / "parts.png").is_file():
         pictures.append(("profile/parts.png", "Where a step's time went, by part and rank"))
+    if (folder / "schedule.png").is_file():
+        pictures.append(("schedule.png", "A step of the pipeline, planned and measured"))
     return pictures
 
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ from finetune.run.parse import RECIPE_KEY
 from finetune.run.run import Run
 from finetune.training.checkpoints.writing import flush, write_durably
 from finetune.training.guards.memory import is_out_of_memory, out_of_memory
+from finetune.versions import versions
 
-PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "tokenizers", "scikit-learn", "numpy")
 ONCE = ("config", "resume", "overwrite_output_dir")  # flags that a second run must not repeat
 FULL_DISK_BYTES = 16 * 2**20
 KEPT_ROWS = 1_000  # of the log, in trainer_state.json and in memory; metrics.jsonl has all
@@ -79,12 +78,13 @@ def write_records(folder: Path, run: Run) -> None:
     write_text(
         folder / RUN_RECORD, yaml.safe_dump(without_home(_plain({RECIPE_KEY: run.recipe.name, **kept})), sort_keys=True)
     )
+    packages = versions()
     record = {
         "command": command_line(run.argv, run.launch),
-        "python": platform.python_version(),
+        "python": packages.pop("python"),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "packages": {name: _version(name) for name in ("finetune", *PACKAGES)},
+        "packages": packages,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     write_text(folder / "environment.json", json.dumps(record, indent=2) + "\n")
@@ -167,13 +167,6 @@ def _torch_met_a_full_disk(error: BaseException, folder: Path) -> bool:
     if not os.access(folder, os.W_OK):
         return False  # read-only, however little is free
     return "inline_container" in str(error) and shutil.disk_usage(folder).free < FULL_DISK_BYTES
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _plain(value: Any) -> Any:

@@ -15,23 +15,11 @@ from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
 from finetune.data.packing import REAL_TOKENS
+from finetune.plan.machine import find_machine, machine_names
 
-# Dense bf16 or fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets (the figures without sparsity).
-PEAK_FLOPS = {
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
+# Of GPUs without a profile in finetune/plan/machines: dense bf16 or fp16 tensor-core peaks in FLOP/s (NVIDIA's data
+# sheets, the figures without sparsity).
+OTHER_PEAKS = {"H100 NVL": 835e12, "L40S": 362e12, "A10": 125e12}
 # 2 forward, 4 backward, for each parameter that a token is multiplied with; attention's own products are left out
 # (Kaplan et al., arXiv 2001.08361, section 2.1).
 FLOPS_PER_PARAM_AND_TOKEN = 6
@@ -53,8 +41,13 @@ def peak_flops() -> float | None:
     """The half-precision peak of this GPU in FLOP/s; None on a CPU or an unknown GPU."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
+    name = torch.cuda.get_device_name().replace("RTX ", "RTX")
+    if (other := next((part for part in OTHER_PEAKS if re.search(rf"\b{part}\b", name)), None)) is not None:
+        return OTHER_PEAKS[other]
+    # The very card before another with the same chip: an H100-PCIe is slower than an H100-80GB.
+    cards = sorted(machine_names(), key=lambda card: card.replace("-", " ") not in name)
+    card = next((card for card in cards if re.search(rf"\b{card.partition('-')[0]}\b", name)), None)
+    return None if card is None else find_machine(card).peak_flops.get("fp16")
 
 
 def wall_clock(start: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from finetune.doctor import probes
+from finetune.doctor import gpus, ops, probes
 from finetune.doctor.probes import look
 from finetune.doctor.releases import KNOWN, known_faults
 from finetune.host import network
@@ -59,7 +59,7 @@ def test_releases_that_go_wrong_are_known() -> None:
 
 def test_a_release_newer_than_the_one_tested_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {**TESTED, "transformers": "5.24.0", "torch": "2.13.0+cu130"}
-    monkeypatch.setattr(probes.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(probes, "version", versions.__getitem__)
     told = {result.name: (result.status, result.found) for result in probes.packages(asked(tmp_path))}
     assert told.pop("transformers") == (WARNING, "5.24.0, which is newer than 5.23.0, the release that was tested")
     assert {status for status, _ in told.values()} == {OK}
@@ -72,11 +72,11 @@ def test_a_lock_that_nobody_holds_is_named_with_the_command_that_deletes_it(
     lock.parent.mkdir(parents=True)
     lock.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (result,) = probes.locks(asked(tmp_path))
+    (result,) = ops.locks(asked(tmp_path))
     assert result.status == OK, "a build that goes on is nobody's fault"
     long_ago = time.time() - runtime.STALE_BUILD_SECONDS - 1
     os.utime(lock, (long_ago, long_ago))
-    (result,) = probes.locks(asked(tmp_path))
+    (result,) = ops.locks(asked(tmp_path))
     assert (result.status, result.needed) == (FAILED, True)
     assert f"rm {lock}" in result.mend
 
@@ -157,9 +157,9 @@ def test_a_driver_without_its_torch_is_named(
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU that works")
-    monkeypatch.setattr(probes, "_driver", lambda: driver)
+    monkeypatch.setattr(gpus, "driver_version", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    (result,) = probes.gpus(asked(tmp_path))
+    (result,) = gpus.gpus(asked(tmp_path))
     assert result.status == status
     assert says in result.mend
 
@@ -171,12 +171,12 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
 
 
 def test_compiled_code_serves_the_gpus_that_it_is_for() -> None:
-    assert probes._serves("sm_80", 8, 6)
-    assert not probes._serves("sm_86", 8, 0)
-    assert not probes._serves("sm_80", 9, 0)
-    assert probes._serves("compute_80", 9, 0), "compiled at the first use"
-    assert probes._serves("sm_90a", 9, 0)
-    assert not probes._serves("gfx90a", 9, 0)
+    assert gpus.serves("sm_80", 8, 6)
+    assert not gpus.serves("sm_86", 8, 0)
+    assert not gpus.serves("sm_80", 9, 0)
+    assert gpus.serves("compute_80", 9, 0), "compiled at the first use"
+    assert gpus.serves("sm_90a", 9, 0)
+    assert not gpus.serves("gfx90a", 9, 0)
 
 
 def test_a_token_is_present_and_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from conftest import REPO
 
 from finetune.doctor import trials
-from finetune.doctor.trials import Trial
+from finetune.host.result import ABSENT, FAILED
+from finetune.measure import start
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("built_ops")
 def test_this_machine_can_do_what_the_defaults_need() -> None:
     command = [sys.executable, "-m", "finetune.cli", "doctor", "--deep", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     results = {result["name"]: result for result in json.loads(done.stdout)["results"]}
     expected = {trial.name for trial in trials.TRIALS}
@@ -31,32 +28,34 @@ def test_this_machine_can_do_what_the_defaults_need() -> None:
     assert failed == [], [results[name] for name in failed]
 
 
-def _raises(folder: Path) -> None:
-    raise ValueError("not here\nand more")
+@pytest.mark.parametrize("trial", trials.TRIALS, ids=lambda trial: trial.name)
+def test_a_trial_is_a_run_of_its_layout(trial: trials.Trial) -> None:
+    job, config = trials.planned(trial)
+    section = (config or {}).get("zero_optimization", {})
+    assert job.zero.stage == section.get("stage", 0)
+    assert section.items() >= (trial.zero or {}).items()
+    assert job.stages == (job.world_size if trial.layout == "pipeline" else 1)
 
 
-def _dies(folder: Path) -> None:
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+def test_trials_that_fail_are_named_with_their_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the launcher: what a rank that fails would say."""
+    monkeypatch.setattr(start, "started", lambda *_: ["sh", "-c", "echo 'ValueError: not here'; exit 1", "sh"])
+    monkeypatch.setattr(trials, "build", lambda names: "no op" if names else None)
+    step = trials.TRIALS[1]
+    lacking, unbuilt = replace(step, absent=lambda: "needs more"), replace(step, ops=("CPUAdamBuilder",))
+    monkeypatch.setattr(trials, "TRIALS", (step, replace(step, resumes=True), lacking, unbuilt))
+    fails, resumes, absent, built = trials.run_trials()
+    for result in (fails, resumes):
+        assert (result.status, result.mend, result.needed) == (FAILED, trials.STEP, True)
+        assert "ValueError: not here" in result.found
+    assert (absent.status, absent.found) == (ABSENT, "needs more")
+    assert (built.status, built.found, built.mend) == (FAILED, "no op", trials.BUILD)
 
 
-def _waits(folder: Path) -> None:
-    time.sleep(60)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("do", "said"),
-    [(_raises, "ValueError: not here"), (_dies, "a rank was ended by SIGKILL"), (_waits, "nothing after 15 s")],
-)
-def test_a_trial_that_fails_is_named_and_leaves_nobody(
-    do: object, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trial = Trial("fails", do, "a mend")  # type: ignore[arg-type]
-    monkeypatch.setattr(trials, "TRIALS", (trial,))
-    monkeypatch.setattr(trials, "LIMIT_SECONDS", 15)
-    start = time.monotonic()
-    assert trials._tried(multiprocessing.get_context("fork"), trial, 2, tmp_path) == said
-    assert time.monotonic() - start < 40
-    assert multiprocessing.active_children() == []
+def test_a_resumed_run_that_loses_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "measure", lambda *_, **__: None)
+    job, config = trials.planned(trials.TRIALS[1])
+    losses = iter(([1.0, 0.5], [1.0, 0.5], [1.0, 0.5], [1.0, 0.6]))
+    monkeypatch.setattr(trials, "_losses", lambda run: next(losses))
+    assert trials.resumed(job, config) is None
+    assert "[1.0, 0.6], and the uncut ones [1.0, 0.5]" in str(trials.resumed(job, config))

@@ -17,6 +17,7 @@ from finetune.host.hardware import cores_here
 from finetune.measure import calibrate as module
 from finetune.measure.calibrate import calibrate, known_gpu, reference
 from finetune.measure.links import disk, fit
+from finetune.measure.outcome import DONE, Outcome
 from finetune.measure.start import Measured
 from finetune.plan.job import Job
 from finetune.plan.machine import COLLECTIVES, Machine, find_machine, write_machine
@@ -124,12 +125,12 @@ def test_the_factor_is_the_geometric_mean_of_measured_over_planned(
         planned = plan_seconds(job, replace(machine, step_factor=1.0)).total
         return Measured((0, 0), (0, 0), next(ratios) * planned)
 
-    def ranks(commands: list[tuple[list[str], Any]]) -> list[int]:
-        write_machine(machine, Path(commands[0][0][3]))
-        return [0, 0]
+    def run(command: list[str], log: Path, patience: float) -> Outcome:
+        write_machine(machine, log.with_name("machine.json"))
+        return Outcome(DONE)
 
     monkeypatch.setattr(module, "attempt", attempt)
-    monkeypatch.setattr(module, "run_together", ranks)
+    monkeypatch.setattr(module, "run", run)
     calibrate(tmp_path / "here.json", ranks=2)
     found: Machine = find_machine(str(tmp_path / "here.json"))
     assert tried == ["trainer", "deepspeed"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from conftest import REPO
 
 from finetune.measure import processes
+from finetune.measure.outcome import OOM, TIMEOUT
 
 # A launcher whose worker has a session of its own, writes its number, and does not listen to SIGTERM.
 WORKER = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -42,21 +42,20 @@ def is_running(number: Path) -> bool:
 
 
 def test_a_run_that_is_not_done_in_time_leaves_no_worker_behind(tmp_path: Path) -> None:
-    with (tmp_path / "log.txt").open("w") as log:
-        assert processes.run(command(WAITING, tmp_path / "worker"), log, patience=3.0) is None
+    ended = processes.run(command(WAITING, tmp_path / "worker"), tmp_path / "log.txt", patience=3.0)
+    assert ended.kind == TIMEOUT
     assert not is_running(tmp_path / "worker")
 
 
 def test_a_launcher_that_was_killed_leaves_no_worker_behind(tmp_path: Path) -> None:
-    with (tmp_path / "log.txt").open("w") as log:
-        assert processes.run(command(LEAVING, tmp_path / "worker"), log, patience=30.0) == -signal.SIGKILL
+    assert processes.run(command(LEAVING, tmp_path / "worker"), tmp_path / "log.txt", patience=30.0).kind == OOM
     assert not is_running(tmp_path / "worker")
 
 
 def test_sigterm_to_whoever_waits_ends_all(tmp_path: Path) -> None:
     number = tmp_path / "worker"
-    code = "import sys; from finetune.measure import processes; processes.GRACE_SECONDS = 1.0\n"
-    code += f"processes.run({command(WAITING, number)!r}, sys.stdout, 300)"
+    code = "from pathlib import Path; from finetune.measure import processes; processes.GRACE_SECONDS = 1.0\n"
+    code += f"processes.run({command(WAITING, number)!r}, Path({str(tmp_path / 'log.txt')!r}), 300)"
     waiting = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.DEVNULL)
     end = time.monotonic() + 120
     while not number.exists():
@@ -65,15 +64,3 @@ def test_sigterm_to_whoever_waits_ends_all(tmp_path: Path) -> None:
     waiting.send_signal(signal.SIGTERM)
     assert waiting.wait(30) == 128 + signal.SIGTERM
     assert not is_running(number)
-
-
-def test_one_of_several_that_fails_ends_the_others(tmp_path: Path) -> None:
-    number = tmp_path / "worker"
-    failing = f"import os, time\nwhile not os.path.exists({str(number)!r}): time.sleep(0.05)\nraise SystemExit(3)"
-    commands = [command(WAITING, number), [sys.executable, "-c", failing]]
-    assert processes.run_together([(words, os.environ) for words in commands]) == [None, 3]
-    assert not is_running(number)
-
-
-def test_all_that_are_done_have_their_statuses() -> None:
-    assert processes.run_together([([sys.executable, "-c", "pass"], os.environ)] * 2) == [0, 0]

@@ -15,6 +15,7 @@ from finetune.errors import RequestError, RunError
 from finetune.host.hardware import cores_here
 from finetune.measure import start
 from finetune.measure.calibrate import calibrate
+from finetune.measure.outcome import CRASHED, Outcome
 from finetune.measure.recipe import TRIAL
 from finetune.plan.from_run import Subject, job_of
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job
@@ -172,12 +173,12 @@ def test_several_nodes_and_adapters_are_refused() -> None:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """In place of the launcher: what a run that takes half a minute would leave in its folder."""
-    monkeypatch.setattr(start, "_launched", lambda ranks, argv: ["sh", "-c", code, "sh", *argv])
+    monkeypatch.setattr(start, "started", lambda launcher, ranks: ["sh", "-c", code, "sh"])
 
 
 FIGURES = '{"between_steps_bytes": 1048576, "step_peaks_bytes": {"forward": 2097152}, "seconds": [0.1]}'
-GOOD = f"for rank in 0 1; do echo '{FIGURES}' > $4/rank-$rank.json; done"
-BAD = "mkdir $4/nvme; echo '[rank1]: ValueError: no such layer'; echo 'errors.ChildFailedError: see above'; exit 1"
+GOOD = f"for rank in 0 1; do echo '{FIGURES}' > $6/rank-$rank.json; done"
+BAD = "mkdir $6/nvme; echo '[rank1]: ValueError: no such layer'; echo 'errors.ChildFailedError: see above'; exit 1"
 
 
 def test_a_trial_that_fails_keeps_its_log_and_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -241,10 +242,11 @@ def test_interrupted_trials_leave_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_calibrating_passes_the_disk_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("finetune.measure.calibrate.run_together", lambda commands: asked.extend(commands) or [1, None])
-    with pytest.raises(RunError, match="rank 0 ended with 1, and the rest were ended"):
+    failed = Outcome(CRASHED, "ValueError: no such layer")
+    monkeypatch.setattr("finetune.measure.calibrate.run", lambda command, *_: asked.extend(command) or failed)
+    with pytest.raises(RunError, match="the calibration failed: ValueError: no such layer"):
         calibrate(tmp_path / "here.json", 2, nvme_path=tmp_path)
-    assert [argv[argv.index("--nvme_path") + 1] for argv, _ in asked] == [str(tmp_path)] * 2
+    assert asked[asked.index("--nvme_path") + 1] == str(tmp_path)
     assert not list(tmp_path.iterdir())
 
 

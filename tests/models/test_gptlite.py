@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from finetune.models.gpt2_weights import from_gpt2
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.training.loss import honours_num_items_in_batch
 
@@ -116,14 +115,33 @@ def test_it_comes_back_from_disk_by_the_auto_class(tied: bool, tmp_path: Path) -
     assert same is tied
 
 
+def as_gptlite(gpt2: GPT2LMHeadModel) -> GPTLiteForCausalLM:
+    """GPT-2 keeps the weights of its projections as (in, out); a Linear has (out, in)."""
+    same = "vocab_size num_hidden_layers hidden_size num_attention_heads max_position_embeddings layer_norm_epsilon"
+    shape = {name: getattr(gpt2.config, name) for name in same.split()}
+    model = GPTLiteForCausalLM(
+        GPTLiteConfig(**shape, hidden_act=gpt2.config.activation_function, tie_word_embeddings=True)
+    )
+    names = {"wte": "embeddings.tokens", "wpe": "embeddings.positions", "ln_f": "norm", "h": "blocks"}
+    names |= {"ln_1": "norm_1", "ln_2": "norm_2", "attn": "attention", "c_attn": "qkv", "c_fc": "up"}
+    renamed = {}
+    for old, tensor in gpt2.state_dict().items():
+        parts = old.split(".")
+        if parts[-2] == "c_proj":
+            parts[-2] = "out" if parts[-3] == "attn" else "down"
+        is_projection = old.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        renamed[".".join(names.get(part, part) for part in parts)] = tensor.T if is_projection else tensor
+    model.load_state_dict(renamed)
+    return model.eval()
+
+
 def test_weights_of_a_gpt2_give_its_logits() -> None:
     torch.manual_seed(1)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=24, n_embd=32, n_layer=2, n_head=4)).eval()
     for parameter in gpt2.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     ids = torch.randint(97, (2, 24))
-    ours = from_gpt2(gpt2.config, gpt2.state_dict()).eval()
-    assert torch.allclose(ours(ids).logits, gpt2(ids).logits, atol=1e-5)
+    assert torch.allclose(as_gptlite(gpt2)(ids).logits, gpt2(ids).logits, atol=1e-5)
 
 
 def test_more_tokens_than_positions_are_refused_in_words() -> None:

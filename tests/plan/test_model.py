@@ -22,7 +22,7 @@ from transformers import (
 import finetune.models.gptlite
 import finetune.models.mlp  # noqa: F401 - they register their models
 from finetune.errors import RequestError
-from finetune.plan.model import FAMILIES, model_of, read_model
+from finetune.plan.model import FAMILIES, model_of, read_config
 
 SMALL = {
     "hidden_size": 64,
@@ -85,7 +85,7 @@ def test_every_tensor_is_that_of_the_real_model(family: str, auto: Any, values: 
         real = auto.from_config(CONFIG_MAPPING[family](**values))
     real.config.architectures = [type(real).__name__]
     real.config.save_pretrained(tmp_path)
-    found = read_model(tmp_path)
+    found = model_of(read_config(tmp_path))
     assert {tensor.name: tensor.shape for tensor in found.tensors} == {
         name: tuple(parameter.shape) for name, parameter in real.named_parameters()
     }
@@ -124,6 +124,6 @@ def test_blocks_and_what_is_in_none_make_the_whole() -> None:
 def test_what_is_missing_is_named(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RequestError, match=message):
-        read_model(tmp_path)
+        model_of(read_config(tmp_path))
     with pytest.raises(RequestError, match="cannot be read"):
-        read_model(tmp_path / "none.json")
+        read_config(tmp_path / "none.json")

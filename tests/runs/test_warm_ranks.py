@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,8 @@ def test_when_a_rank_fails_the_others_are_ended_with_the_launchers_status(
     (tmp_path / "failing.py").write_text(FAILING)
     run = launch(launcher, tmp_path, {}, ranks=2, env={"HOW": how}, recipe=str(tmp_path / "failing.py"), check=False)
     assert run.status == status
+
+
+def test_plain_python_that_is_killed_ends_as_it_does_cold(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text("import os; os.kill(os.getpid(), 9)")
+    assert launch("python", tmp_path, {}, recipe=str(tmp_path / "killed.py"), check=False).status == -signal.SIGKILL

@@ -27,7 +27,7 @@ from finetune.errors import FinetuneError
 from finetune.export.source import read_source
 from finetune.hostfile import read_hostfile
 from finetune.plan.machine import SHIPPED, read_machine
-from finetune.plan.model import read_model
+from finetune.plan.model import model_of, read_config
 from finetune.plan.weights import weights_of
 from finetune.report.run_folder import read_run
 from finetune.run.flat_yaml import read_flat_yaml
@@ -83,7 +83,7 @@ READERS: dict[str, tuple[Callable[[Path], Any], str, bytes]] = {
     "a hostfile": (read_hostfile, "hosts", b"# ours\nworker-1 slots=8\nworker-2 slots=4\n"),
     "a machine's profile": (read_machine, "m.json", (SHIPPED / "L4.json").read_bytes()),
     "a model's config": (
-        read_model,
+        lambda path: model_of(read_config(path)),
         "config.json",
         b'{"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 64, "n_positions": 8}',
     ),

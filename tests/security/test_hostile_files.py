@@ -27,7 +27,7 @@ from finetune.errors import FinetuneError, RequestError
 from finetune.hostfile import read_hostfile
 from finetune.models.source import from_pretrained
 from finetune.plan.machine import read_machine
-from finetune.plan.model import read_model
+from finetune.plan.model import model_of, read_config
 from finetune.plan.weights import weights_of
 from finetune.report.run_folder import read_run
 from finetune.run.flat_yaml import read_flat_yaml
@@ -100,7 +100,7 @@ JSON = {
 
 
 def config(folder: Path) -> None:
-    read_model(folder / "config.json")
+    model_of(read_config(folder / "config.json"))
 
 
 def model_folder(folder: Path) -> None:

@@ -22,11 +22,13 @@ def test_a_head_is_counted_once_and_an_embedding_that_is_only_looked_up_never(ti
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA GeForce RTX 3090 Ti", 71e12),
         ("Tesla T4", 65e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),

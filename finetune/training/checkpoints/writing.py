@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,9 +26,9 @@ from finetune.training.checkpoints.manifest import (
     shares,
     write_manifest,
 )
+from finetune.versions import versions
 
 LATEST = "latest"  # in a run folder: the newest checkpoint, for people and tools; --resume looks for itself
-PACKAGES = ("finetune", "torch", "transformers", "accelerate", "deepspeed")
 SHARED_DISK_SECONDS = 5.0  # after which a folder that rank 0 has made is to be seen by all
 # By which torch (caffe2/serialize/inline_container.cc) and safetensors (serialize_file) say that a disk failed them.
 WRITERS_WORDS = ("inline_container", "PytorchStreamWriter", "basic_ios", "I/O error")
@@ -137,7 +136,7 @@ class AtomicFolder:
             about = self.about
             saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             files = dict(sorted(self.records.items()))
-            found = (about.step, about.epoch, saved, about.global_batch_size, about.layout, _versions(), files)
+            found = (about.step, about.epoch, saved, about.global_batch_size, about.layout, versions(), files)
             write_manifest(self.folder, Manifest(*found))
         for base, _, _ in os.walk(self.folder, topdown=False):
             flush(Path(base))
@@ -285,13 +284,3 @@ def ranks() -> int:
 
 def leads() -> bool:
     return rank() == 0
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

@@ -86,15 +86,7 @@ class PipelineTrainer:
         self.model, self.parts, self.args, self.launch = model, parts, args, launch
         self.train_dataset, self.eval_dataset, self.collator = train_dataset, eval_dataset, data_collator
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
-        self.pipelines = launch.world_size // parts.stages
-        self.micro_batches = args.gradient_accumulation_steps
-        self.global_batch_size = args.train_batch_size * self.micro_batches * self.pipelines
-        seed = args.data_seed if args.data_seed is not None else args.seed
-        self.sampler = GlobalBatchSampler(len(train_dataset), self.global_batch_size, seed, lengths)
-        self.steps_per_epoch = len(self.sampler) // self.global_batch_size
-        by_epochs = math.ceil(args.num_train_epochs * self.steps_per_epoch)
-        self.max_steps = args.max_steps if args.max_steps > 0 else by_epochs
-
+        self._settle_steps(lengths)
         self.loss = StageLoss(model, self.micro_batches * self.pipelines)
         self.dynamic, self.schedule_step = dynamic, schedule_step
         self.planned = parts.plan()
@@ -110,17 +102,33 @@ class PipelineTrainer:
 
         self.speed = SpeedMeter(model.multiplied_parameters, launch.world_size)
         self.state, self.control = TrainerState(), TrainerControl()
-        shown = PrinterCallback() if args.disable_tqdm else ProgressCallback()
-        reports = [report() for report in get_reporting_integration_callbacks(args.report_to)]
         self.keeper = Keeper(Path(args.output_dir))
         self.stop, self.running_loss = StopOnSignal(self.guards.stop_grace), RunningLoss()
         self.suspect = PipelineSuspect(self) if self.guards.on_nan != "off" else None
         self.nan_guard = NanGuard(self.guards, self.suspect) if self.suspect else None
+        every, module = self._callbacks(callbacks), self.engine.module
+        self.handler = CallbackHandler(every, module, processing_class, self.optimizer, self.scheduler)
+        self.control = self.handler.on_init_end(args, self.state, self.control)
+
+    def _settle_steps(self, lengths: Any) -> None:
+        """How many samples a step takes, which, and how many steps there are."""
+        args = self.args
+        self.pipelines = self.launch.world_size // self.parts.stages
+        self.micro_batches = args.gradient_accumulation_steps
+        self.global_batch_size = args.train_batch_size * self.micro_batches * self.pipelines
+        seed = args.data_seed if args.data_seed is not None else args.seed
+        self.sampler = GlobalBatchSampler(len(self.train_dataset), self.global_batch_size, seed, lengths)
+        self.steps_per_epoch = len(self.sampler) // self.global_batch_size
+        by_epochs = math.ceil(args.num_train_epochs * self.steps_per_epoch)
+        self.max_steps = args.max_steps if args.max_steps > 0 else by_epochs
+
+    def _callbacks(self, others: Sequence[TrainerCallback]) -> list[TrainerCallback]:
+        """In the order in which they are called."""
+        shown = PrinterCallback() if self.args.disable_tqdm else ProgressCallback()
+        reports = [report() for report in get_reporting_integration_callbacks(self.args.report_to)]
         guard = [self.nan_guard] if self.nan_guard else []
         own = [self.speed, shown, self.running_loss, SavesLast(), self.stop, *guard]
-        every = [DefaultFlowCallback(), *reports, *callbacks, *own]
-        self.handler = CallbackHandler(every, self.engine.module, processing_class, self.optimizer, self.scheduler)
-        self.control = self.handler.on_init_end(args, self.state, self.control)
+        return [DefaultFlowCallback(), *reports, *others, *own]
 
     @property
     def is_first(self) -> bool:

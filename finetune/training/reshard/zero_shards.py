@@ -43,6 +43,8 @@ def model_file(folder: Path) -> Path:
 def read_zero(folder: Path) -> Portable:
     """Of `global_stepN/`. Raises RequestError."""
     shards = [load_pickle(path)["optimizer_state_dict"] for path in shard_files(folder)]
+    if len(shards) != (ranks := _ranks(shards[0]["partition_count"])):
+        raise RequestError(f"{folder}: is of {ranks} ranks, and has shards of {len(shards)}. The others are missing.")
     record = load_pickle(model_file(folder))
     read = _third_stage if "fp32_flat_groups" in shards[0] else _first_stages
     shapes, groups, flat, pieces = read(shards, record["param_shapes"])
@@ -63,6 +65,11 @@ def read_zero(folder: Path) -> Portable:
         counters={name: record[name] for name in ("global_steps", "skipped_steps", "global_samples")},
         schedule=record["lr_scheduler"],
     )
+
+
+def _ranks(counts: list[int] | int) -> int:
+    """ZeRO-1 and 2 say it of each group."""
+    return max(counts) if isinstance(counts, list) else int(counts)
 
 
 def _states(shard: Mapping[str, Any]) -> dict[str, Any]:
