@@ -26,7 +26,7 @@ from pathlib import Path
 
 from comm_hooks_page import draw, page
 
-from finetune.run.flags.compression import HOOKS, CompressionArguments
+from finetune.run.flags.compression import HOOKS
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path += [str(REPO / "tests"), str(REPO / "tests" / "launch")]
@@ -98,7 +98,7 @@ def link(options: argparse.Namespace, scratch: Path) -> dict | None:
         if hosts is None:
             return None
         on_both(hosts, [*script, "--steps", str(options.steps), "--rates", *rates])
-    return {**json.loads(result.read_text()), "load": load, "topk_ratio": CompressionArguments().topk_ratio}
+    return {**json.loads(result.read_text()), "load": load}
 
 
 def recipe(options: argparse.Namespace, scratch: Path) -> dict | None:

@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.flags.compression import HOOKS, CompressionArguments
-from finetune.training.comm_hooks.compression import Compression
-from finetune.training.comm_hooks.onebit_adam import OneBitAdam
+from finetune.training.compression import Compression, OneBitAdam
 
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 160, "num_attention_heads": 4, "max_position_embeddings": 64}
 VOCABULARY, ROWS, TOKENS = 1024, 4, 64
@@ -36,11 +35,13 @@ class Peer:
         self.parameters = sum(p.numel() for p in model.parameters())
         kind = OneBitAdam if hook == "onebit_adam" else torch.optim.AdamW
         self.optimizer = kind(model.parameters(), lr=1e-3)
-        self.model = DistributedDataParallel(model)
+        self.model = DistributedDataParallel(model, find_unused_parameters=hook == "powersgd")
         arguments = CompressionArguments(ddp_comm_hook=hook)
         if arguments.keeps_errors:
             arguments.comm_hook_start_steps = WHOLE_STEPS
-        self.compression = Compression(arguments, self.model, self.optimizer, 100) if arguments.is_on else None
+        self.compression = Compression(arguments) if arguments.is_on else None
+        if self.compression:
+            self.compression.attach(self.model, self.optimizer, 100)
 
     def step(self, sends: bool = True) -> float:
         """Seconds from the batch to the new weights."""
@@ -56,7 +57,7 @@ class Peer:
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - start
         if self.compression and sends:
-            self.compression.end_step()
+            self.compression.on_step_end()
         return seconds
 
 
@@ -88,7 +89,7 @@ def main() -> None:
             peer.step()
     for peer in peers.values():
         if peer.compression:
-            peer.compression.window()  # what the first steps sent is not of interest
+            peer.compression.figures("window")  # what the first steps sent is not of interest
     plain = peers["none"]
     alone = statistics.median(plain.step(sends=False) for _ in range(max(5, options.steps)))
     cells = []
@@ -104,7 +105,11 @@ def main() -> None:
                 seconds[hook].append(peer.step())
                 on_wire[hook].append(sent_bytes(options.interface) - before)
         for hook, peer in peers.items():
-            counted = peer.compression.window()["comm_bytes_per_step"] if peer.compression else plain.parameters * 4.0
+            counted = (
+                peer.compression.figures("window")["comm_bytes_per_step"]
+                if peer.compression
+                else plain.parameters * 4.0
+            )
             cell = {"mbit": mbit, "hook": hook, "seconds": seconds[hook], "counted_bytes": counted}
             cells.append({**cell, "wire_bytes": statistics.median(on_wire[hook])})
         if distributed.get_rank() == 0:

@@ -63,7 +63,7 @@ def draw(found: dict, path: Path) -> None:
     rates = sorted(rate for rate in plain if rate)
     figure, axes = pyplot.subplots(figsize=(7.5, 4.6), dpi=120)
     styles = {"none": ("black", "o"), "fp16": ("tab:blue", "v"), "bf16": ("tab:cyan", "^")}
-    styles |= {"powersgd": ("tab:green", "s"), "topk": ("tab:orange", "D"), "onebit_adam": ("tab:red", "o")}
+    styles |= {"powersgd": ("tab:green", "s"), "onebit_adam": ("tab:red", "o")}
     for hook, (colour, mark) in styles.items():
         label = "none (plain DDP)" if hook == "none" else hook
         axes.plot(
@@ -132,8 +132,7 @@ def link_chapter(found: dict, day: str) -> list[str]:
         f"`tc … tbf` on both ends of the cable between them. Median seconds of a step after the first whole steps, all "
         f"hooks in turn ({day}); computing alone takes {found['seconds_without_exchange']:.2f} s. In brackets how many "
         "times as fast as plain DDP, the median over rounds in which each had its turn; the picture shows plain "
-        "DDP's median over these, so that lines cross where a hook ceases to pay. "
-        f"`topk` sends {found['topk_ratio']:g} of the elements.",
+        "DDP's median over these, so that lines cross where a hook ceases to pay.",
         "",
         *_busy(found.get("load")),
         f"| Mbit/s | {' | '.join(names)} | pays below |",

@@ -130,7 +130,6 @@ VARIETIES = {
     "zero3_bf16": classifier(2, deepspeed="zero3", bf16=True),
     "plain_bf16": classifier(1, bf16=True),
     "ddp_powersgd": classifier(2, ddp_comm_hook="powersgd", powersgd_rank=2),
-    "ddp_topk": classifier(2, ddp_comm_hook="topk"),
     "ddp_onebit_adam": classifier(2, ddp_comm_hook="onebit_adam"),
 }
 RUNS = LAYOUTS | VARIETIES

@@ -70,14 +70,14 @@ class Resizer:
         with path.open("wb") as file:
             for row, (pixels, reason) in zip(rows.tolist(), self._read_all(source, rows), strict=True):
                 if pixels is None:
-                    bad.append(f"{source.name(row)} {reason}")
+                    bad.append(f"{source.names[row]} {reason}")
                     continue
                 if not self.shape:
                     self.shape = pixels.shape
                     _check_room(path.parent, pixels.nbytes * len(rows))
                 if pixels.shape != self.shape:
                     raise RequestError(
-                        f"{source.name(row)} becomes {pixels.shape}, others {self.shape}: the model's image processor "
+                        f"{source.names[row]} becomes {pixels.shape}, others {self.shape}: the model's image processor "
                         "gives pictures of different sizes. Set do_center_crop, or a height and width, in its "
                         "preprocessor_config.json."
                     )

@@ -28,20 +28,14 @@ class Augmentation:
         """`picture` (channels, H, W), changed as its own seed says: the same on whichever rank, in whichever order."""
         random = np.random.default_rng((self.seed, epoch, index))
         if most := self.crop_padding:
-            down, right = random.integers(-most, most + 1, size=2)
-            picture = _moved(picture, int(down), int(right))
+            height, width = picture.shape[1:]
+            top, left = most - random.integers(-most, most + 1, size=2)  # of the crop in the padded picture
+            black = np.zeros((len(picture), height + 2 * most, width + 2 * most), dtype=picture.dtype)
+            black[:, most : most + height, most : most + width] = picture
+            picture = black[:, top : top + height, left : left + width]
         if self.horizontal_flip and random.random() < 0.5:
             picture = picture[:, :, ::-1]
         return picture
-
-
-def _moved(picture: npt.NDArray[np.uint8], down: int, right: int) -> npt.NDArray[np.uint8]:
-    height, width = picture.shape[1:]
-    moved = np.zeros_like(picture)
-    rows, columns = slice(max(down, 0), height + min(down, 0)), slice(max(right, 0), width + min(right, 0))
-    from_rows, from_columns = slice(max(-down, 0), height - max(down, 0)), slice(max(-right, 0), width - max(right, 0))
-    moved[:, rows, columns] = picture[:, from_rows, from_columns]
-    return moved
 
 
 def augmentation_of(arguments: AugmentationArguments, side: int, is_builtin: bool, seed: int) -> Augmentation | None:

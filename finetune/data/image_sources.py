@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 from datasets import ClassLabel, Dataset
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -37,13 +36,15 @@ class BadImageError(RequestError):
 
 @dataclass(frozen=True)
 class RawSplit:
-    """Pictures as they came: `read` gives one in RGB or raises BadImageError, `name` says what to call it. `labels` are
-    class names, None where nobody told."""
+    """Pictures as they came, what to call each, and their classes by name; None where nobody told."""
 
-    size: int
+    pictures: Sequence[Any]
+    names: Sequence[str]
     labels: Sequence[str] | None
-    read: Callable[[int], Image.Image]
-    name: Callable[[int], str]
+
+    def read(self, row: int) -> Image.Image:
+        """In RGB. Raises BadImageError."""
+        return open_picture(self.pictures[row])
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,30 @@ def load_images(arguments: ImageArguments) -> RawImages:
     return _digits()
 
 
-def open_picture(source: Path | bytes) -> Image.Image:
-    """The picture in RGB, turned as its camera says, as transformers' pipelines open it. Raises BadImageError."""
+def open_picture(source: Any) -> Image.Image:
+    """The picture in RGB, turned as its camera says, of a path, of a row that `datasets.Image` has not decoded, or of
+    pixels. Raises BadImageError.
+
+    Not by `datasets.Image` (5.2): it asks all of Pillow's readers, whatever a file is called (Ghostscript, too), gives
+    16 bits as they are, fetches what a path on the network names, and takes twice MAX_IMAGE_PIXELS.
+    """
+    if isinstance(source, np.ndarray):
+        return Image.fromarray(source).convert("RGB")
+    found: dict[str, Any] = {"path": source} if isinstance(source, str | Path) else source or {}
+    if not found.get("bytes") and not found.get("path"):
+        raise BadImageError("is empty")
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as picture:
+        with Image.open(
+            io.BytesIO(found["bytes"]) if found.get("bytes") else found["path"], formats=FORMATS
+        ) as picture:
             width, height = picture.size
             if width * height > (Image.MAX_IMAGE_PIXELS or float("inf")):
                 raise BadImageError(f"has {width} x {height} pixels, too many to be meant. Make it smaller")
             if picture.mode.startswith(DEEP_MODES):
                 raise BadImageError(f"has pixels of more than 8 bits (mode {picture.mode}). Convert it to 8 bits")
             picture.load()
-            turned = ImageOps.exif_transpose(picture)
-            return turned if turned.mode == "RGB" else turned.convert("RGB")
+            ImageOps.exif_transpose(picture, in_place=True)  # else it copies, which takes longer than to decode
+            return picture if picture.mode == "RGB" else picture.convert("RGB")
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error) as error:
         reason = "is no picture" if isinstance(error, UnidentifiedImageError) else first_line(error, 100)
         raise BadImageError(reason) from error
@@ -99,88 +112,74 @@ def _digits() -> RawImages:
     found = load_digits()
     pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), given in sixteenths
     names = tuple(str(name) for name in found.target_names)
-    split = _array_split(pixels, [names[i] for i in found.target], "digit")
+    split = RawSplit(pixels, _numbered("digit", pixels), [names[i] for i in found.target])
     return RawImages({"train": split}, names, "built-in handwritten digits of scikit-learn", is_builtin=True)
 
 
 def _from_cifar(folder: Path) -> RawImages:
     splits = {
-        split: _array_split(pixels, [cifar.NAMES[i] for i in labels], f"{split} picture")
+        split: RawSplit(pixels, _numbered(f"{split} picture", pixels), [cifar.NAMES[i] for i in labels])
         for split, (pixels, labels) in cifar.read_cifar(folder).items()
     }
     return RawImages(splits, cifar.NAMES, f"CIFAR-10 in {folder.name}")
 
 
-def _array_split(pixels: npt.NDArray[np.uint8], labels: Sequence[str], what: str) -> RawSplit:
-    def read(index: int) -> Image.Image:
-        return Image.fromarray(pixels[index]).convert("RGB")
-
-    return RawSplit(len(pixels), labels, read, lambda index: f"{what} {index}")
+def _numbered(what: str, rows: Sized) -> list[str]:
+    return [f"{what} {row}" for row in range(len(rows))]
 
 
 def _from_folders(folders: dict[str, Path]) -> RawImages:
-    splits, left_out, hidden = {}, 0, list[str]()
+    """Not by the imagefolder of `datasets` (5.2): a class there is the last folder of a path, there are none where
+    depths differ, and one metadata.csv is all that counts. A thousand files take it a second, and this 10 ms."""
+    splits, left_out, hidden = {}, 0, dict[str, None]()
     names: tuple[str, ...] = ()
     for split, folder in folders.items():
-        files, labels, others = _look_into(folder, split)
-        hidden += _hidden_folders(folder)
-        splits[split], left_out = _file_split(folder, files, labels), left_out + others
-        if split == "train" or (not names and labels is not None):
-            names = tuple(sorted(set(labels or ())))
+        splits[split], others, out_of_sight = _look_into(folder, split)
+        left_out, hidden = left_out + others, hidden | dict.fromkeys(out_of_sight)
+        if split == "train" or (not names and splits[split].labels is not None):
+            names = tuple(sorted(set(splits[split].labels or ())))
     source = ", ".join(folder.name for folder in folders.values())
-    return RawImages(splits, names, source, left_out=left_out, hidden=tuple(dict.fromkeys(hidden)))
+    return RawImages(splits, names, source, left_out=left_out, hidden=tuple(hidden))
 
 
-def _look_into(folder: Path, split: str) -> tuple[list[str], list[str] | None, int]:
-    """Pictures by their path in `folder`, the class of each, and how many files are something else."""
+def _look_into(folder: Path, split: str) -> tuple[RawSplit, int, list[str]]:
+    """The pictures, how many files are something else, and the folders with pictures that a dot hides."""
     flag = f"--{split}_dir {folder}"
     if not folder.is_dir():
         raise RequestError(f"{flag}: there is no such folder. Check the path.")
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     loose = sorted(path.name for path in folder.iterdir() if path.is_file())
+    every = {
+        path.name: [os.path.join(place, file) for place, _, files in os.walk(path) for file in files]
+        for path in sorted(folder.iterdir())
+        if path.is_dir()
+    }
+    kept = {name: sorted(file for file in files if _is_picture(file)) for name, files in every.items()}
+    hidden = [display(name) for name in kept if name.startswith(".") and kept[name]]
+    classes = {name: files for name, files in kept.items() if not name.startswith(".")}
     if len(classes) > 1 and {name.lower() for name in classes} <= NAMES_OF_SPLITS:
         raise RequestError(
             f"{flag}: holds {', '.join(classes)}, which are splits and no classes. Give each by its own flag, "
-            f"--train_dir {folder / classes[-1]} for instance."
+            f"--train_dir {folder / list(classes)[-1]} for instance."
         )
-    pictures = [name for name in loose if name.lower().endswith(SUFFIXES)]
-    if not classes and pictures and split == "test":
-        return pictures, None, len(loose) - len(pictures)
-    files, labels, others = [], [], len(loose)
-    empty = []
-    for name in classes:
-        found = [Path(place, file) for place, _, some in os.walk(folder / name) for file in some]
-        kept = sorted(str(path.relative_to(folder)) for path in found if path.name.lower().endswith(SUFFIXES))
-        files += kept
-        labels += [display(name)] * len(kept)
-        others += len(found) - len(kept)
-        empty += [] if kept else [display(name)]
-    if not files:
+    if not classes and split == "test" and (bare := [name for name in loose if _is_picture(name)]):
+        loose_split = RawSplit([str(folder / name) for name in bare], [display(name) for name in bare], None)
+        return loose_split, len(loose) - len(bare), hidden
+    pictures = [file for files in classes.values() for file in files]
+    if not pictures:
         there = ", ".join(display(name) for name in (*classes, *loose)[:8]) or "nothing"
         raise RequestError(
             f"{flag}: has no sub-folder with pictures ({', '.join(SUFFIXES)}); it holds {there}. Put the pictures of "
             "each class into a sub-folder of its name."
         )
-    if empty:
+    if empty := [display(name) for name, files in classes.items() if not files]:
         raise RequestError(f"{flag}: has no picture in {', '.join(empty[:8])}. Fill them or remove them.")
-    return files, labels, others
+    labels = [display(name) for name, files in classes.items() for _ in files]
+    others = len(loose) + sum(len(every[name]) for name in classes) - len(pictures)
+    return RawSplit(pictures, [display(os.path.relpath(file, folder)) for file in pictures], labels), others, hidden
 
 
-def _hidden_folders(folder: Path) -> list[str]:
-    """Those that programs keep for themselves, and perhaps a class; only where they hold pictures."""
-    return [
-        display(path.name)
-        for path in sorted(folder.iterdir())
-        if path.name.startswith(".")
-        and path.is_dir()
-        and any(file.lower().endswith(SUFFIXES) for _, _, some in os.walk(path) for file in some)
-    ]
-
-
-def _file_split(folder: Path, files: list[str], labels: list[str] | None) -> RawSplit:
-    return RawSplit(
-        len(files), labels, lambda index: open_picture(folder / files[index]), lambda index: display(files[index])
-    )
+def _is_picture(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
 
 
 def display(name: str) -> str:
@@ -199,7 +198,8 @@ def _from_hub(arguments: ImageArguments) -> RawImages:
     for split, table in tables.items():
         image, label = _hub_columns(table, arguments, split)
         labels = None if label is None else _hub_labels(table, label, split)
-        splits[split] = _table_split(table, image, labels, split)
+        stored = table.cast_column(image, datasets.Image(decode=False))[image]  # each row is read when it is asked for
+        splits[split] = RawSplit(stored, _numbered(f"{split} row", table), labels)
         if label is not None and (split == "train" or not names):
             feature = table.features[label]
             names = tuple(feature.names) if isinstance(feature, ClassLabel) else tuple(sorted(set(labels or ())))
@@ -235,15 +235,3 @@ def _hub_labels(table: Dataset, column: str, split: str) -> list[str] | None:
     if wrong:
         raise RequestError(f"the {split} data has {len(wrong):,} rows without a label (from 0: {wrong[:5]}).")
     return [feature.names[value] if isinstance(feature, ClassLabel) else label_text(value) for value in values]
-
-
-def _table_split(table: Dataset, column: str, labels: list[str] | None, split: str) -> RawSplit:
-    stored = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-
-    def read(index: int) -> Image.Image:
-        found: dict[str, Any] = stored[index][column] or {}
-        if not found.get("bytes") and not found.get("path"):
-            raise BadImageError("is empty")
-        return open_picture(found["bytes"] or Path(found["path"]))
-
-    return RawSplit(len(table), labels, read, lambda index: f"{split} row {index}")

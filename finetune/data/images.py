@@ -193,7 +193,7 @@ class _Preparation:
         for split, (source, wanted) in chosen.items():
             kept, bad[split] = resizer.write(source, wanted, folder / f"{split}.bin")
             rows[split] = len(kept)
-            pictures[split] = [source.name(row) for row in kept] if split == "test" else []
+            pictures[split] = [source.names[row] for row in kept] if split == "test" else []
             if source.labels is not None:
                 ids = np.asarray([names.index(source.labels[row]) for row in kept], dtype=np.int64)
                 np.save(folder / f"{split}-labels.npy", ids)
@@ -248,9 +248,9 @@ def _chosen_rows(
     raw: RawImages, names: Sequence[str], cut: PreparationArguments, seed: int
 ) -> dict[str, tuple[RawSplit, npt.NDArray[np.int64]]]:
     """Of each split which pictures are used, with a part of train held out where there is no validation split."""
-    found = {split: (source, np.arange(source.size)) for split, source in raw.splits.items()}
+    found = {split: (source, np.arange(len(source.names))) for split, source in raw.splits.items()}
     for split, source in raw.splits.items():
-        if not source.size:
+        if not source.names:
             raise RequestError(f"the {split} data has no pictures.")
     if "train" in found and "validation" not in found:
         source = raw.splits["train"]
@@ -267,7 +267,7 @@ def _chosen_rows(
 
 def _default_side(split: RawSplit) -> int:
     """The middle one of the shorter sides of some pictures, within what models are made for."""
-    some = np.unique(np.linspace(0, split.size - 1, LOOKED_AT).astype(int))
+    some = np.unique(np.linspace(0, len(split.names) - 1, LOOKED_AT).astype(int))
     sides = []
     for row in some:
         try:

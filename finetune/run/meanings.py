@@ -81,6 +81,7 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "test": ("test_file", "test_dir"),
     "text_column": ("text_column_names", "text_column_name"),
     "tokenizer": ("tokenizer_name",),
+    "topk_ratio": (": top-k is gone: --ddp_comm_hook powersgd sends less and loses less",),
     "train_batch_size": ("per_device_train_batch_size",),
     "train_data": ("train_file", "train_dir"),
     "val_file": ("validation_file", "validation_dir"),

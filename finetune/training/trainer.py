@@ -34,7 +34,7 @@ from finetune.run.flags.guards import GuardArguments
 from finetune.run.launch import accelerate_uses_fsdp
 from finetune.training.checkpoints.choice import newest_verified
 from finetune.training.checkpoints.trainer_adapter import TrainerSaves
-from finetune.training.comm_hooks.callback import CommHook
+from finetune.training.compression import Compression, OneBitAdam
 from finetune.training.epochs import Epochs
 from finetune.training.guards.nan_guard import NanGuard, poisoned
 from finetune.training.guards.trainer_adapter import TrainerSuspect
@@ -96,9 +96,9 @@ class FinetuneMixin(SavingMixin):
         self.global_batches: GlobalBatchSampler | None = None
         self.suspect = TrainerSuspect(self) if self.guards.on_nan != "off" else None
         self.nan_guard = NanGuard(self.guards, self.suspect) if self.suspect else None
-        self.comm_hook = CommHook(self, compression) if compression and compression.is_on else None
-        if self.comm_hook:
-            self.optimizer_cls_and_kwargs = self.comm_hook.optimizer or self.optimizer_cls_and_kwargs
+        self.comm_hook = Compression(compression, self) if compression and compression.is_on else None
+        if compression and compression.ddp_comm_hook == "onebit_adam":
+            self.optimizer_cls_and_kwargs = OneBitAdam, self.get_optimizer_cls_and_kwargs(self.args)[1]
         own = (self.speed, self.running_loss, GoOn(self), SavesLast(), self.stop, self.nan_guard, self.comm_hook)
         for callback in filter(None, own):
             self.add_callback(callback)
@@ -238,12 +238,12 @@ class FinetuneMixin(SavingMixin):
         if "loss" in logs:
             logs["loss"] = self.running_loss.window(self.state.global_step, self.accelerator.gather)
             logs.update(self.speed.window(self._sum_over_ranks))
-            logs.update(self.comm_hook.window() if self.comm_hook else {})
+            logs.update(self.comm_hook.figures("window") if self.comm_hook else {})
             logs.update(self.nan_guard.window(self.state.global_step, logs["loss"]) if self.nan_guard else {})
         elif "train_runtime" in logs:
             logs.update(by_steady_clock(logs, time.monotonic() - self.began))
             logs.update(self.speed.summary(self._sum_over_ranks))
-            logs.update(self.comm_hook.summary() if self.comm_hook else {})
+            logs.update(self.comm_hook.figures("", "compressed_") if self.comm_hook else {})
             logs["train_loss"] = self.running_loss.mean(self.state.global_step, self.accelerator.gather)
             logs["peak_memory_gib"] = max(self.peak_memory_gib_per_rank())
         super().log(logs, start_time)

@@ -137,21 +137,14 @@ PIPELINE = (
         "runtime/pipe/engine.py, train_batch",
         "train_batch's return value, where the guard is asked",
     ),
-    *(
-        Row(
-            "training/pipeline/trace.py",
-            f"deepspeed.runtime.pipe.p2p:{name}",
-            "read",
-            "a transfer's begin and end, by the code object of the function",
-            "runtime/pipe/engine.py: no hook around it",
-            "hooks around instructions",
-            signature,
-            (f"{PIPE}_{caller}",),
-        )
-        for name, signature, caller in (
-            ("send", "tensor, dest_stage, async_op=", "exec_send_activations"),
-            ("recv", "tensor, src_stage, async_op=", "exec_recv_activations"),
-        )
+    Row(
+        "training/pipeline/trace.py",
+        f"{PIPE}_INSTRUCTION_MAP",
+        "write",
+        "an instruction's begin and end, in the step that is drawn",
+        "runtime/pipe/engine.py: no hook around it",
+        "hooks around instructions",
+        called_from=(f"{PIPE}_exec_schedule",),
     ),
     *(
         Row(

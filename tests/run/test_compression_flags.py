@@ -43,20 +43,24 @@ def test_every_hook_is_taken(hook: str) -> None:
         (
             ["--ddp_comm_hook", "1bit"],
             {},
-            r"is '1bit' \(command line\), but it must be one of none, fp16, bf16, powersgd, topk, onebit_adam",
+            r"is '1bit' \(command line\), but it must be one of none, fp16, bf16, powersgd, onebit_adam",
         ),
-        (["--ddp_comm_hook", "topk"], {"launcher": "deepspeed"}, r"takes by default\).*Add --deepspeed none"),
-        (["--ddp_comm_hook", "topk", "--deepspeed", "zero1"], {}, r"DeepSpeed \(zero1\) sends.*Add --deepspeed none"),
-        (["--ddp_comm_hook", "topk", "--fsdp", "True"], {}, "FSDP shards this run's gradients"),
-        (["--ddp_comm_hook", "topk", "--torch_compile", "True"], {}, "not supported with --torch_compile"),
-        (["--ddp_comm_hook", "topk"], {"ranks": 1}, "nothing to compress.*torchrun --nproc_per_node N"),
-        (["--ddp_comm_hook", "topk", "--do_train", "False"], {}, "--do_train is False"),
+        (["--ddp_comm_hook", "powersgd"], {"launcher": "deepspeed"}, r"takes by default\).*Add --deepspeed none"),
+        (
+            ["--ddp_comm_hook", "powersgd", "--deepspeed", "zero1"],
+            {},
+            r"DeepSpeed \(zero1\) sends.*Add --deepspeed none",
+        ),
+        (["--ddp_comm_hook", "powersgd", "--fsdp", "True"], {}, "FSDP shards this run's gradients"),
+        (["--ddp_comm_hook", "powersgd", "--torch_compile", "True"], {}, "not supported with --torch_compile"),
+        (["--ddp_comm_hook", "powersgd"], {"ranks": 1}, "nothing to compress.*torchrun --nproc_per_node N"),
+        (["--ddp_comm_hook", "powersgd", "--do_train", "False"], {}, "--do_train is False"),
         (["--ddp_comm_hook", "onebit_adam"], {"fp16": True}, "one overflow would stay for good. Use --bf16 True"),
         (["--ddp_comm_hook", "onebit_adam", "--optim", "sgd"], {}, "is an optimizer too, and --optim asks for sgd"),
         (["--ddp_comm_hook", "fp16", "--comm_hook_start_steps", "9"], {}, "fp16 has no first steps"),
         (["--comm_hook_start_steps", "9"], {}, "none has no first steps"),
-        (["--ddp_comm_hook", "topk", "--comm_hook_start_steps", "-1"], {}, "is -1.0 .*must be 0 or more"),
-        (["--ddp_comm_hook", "topk", "--topk_ratio", "0"], {}, "topk_ratio is 0.0 .*must be more than 0"),
+        (["--ddp_comm_hook", "powersgd", "--comm_hook_start_steps", "-1"], {}, "is -1.0 .*must be 0 or more"),
+        (["--topk_ratio", "0.1"], {}, "no such flag. Top-k is gone: --ddp_comm_hook powersgd sends less"),
         (["--ddp_comm_hook", "powersgd", "--powersgd_rank", "0"], {}, "powersgd_rank is 0 .*must be 1 or more"),
     ],
 )
@@ -68,7 +72,7 @@ def test_what_cannot_be_is_refused_with_its_mend(argv: list[str], how: dict[str,
 def test_a_pipeline_refuses_the_flag() -> None:
     launch = Launch(launcher="deepspeed", world_size=2, local_world_size=2)
     with pytest.raises(RequestError, match=r"--ddp_comm_hook \(command line\): DeepSpeed sends a pipeline's gradients"):
-        run_of("--ddp_comm_hook", "topk", launch=launch, pipeline=True)
+        run_of("--ddp_comm_hook", "powersgd", launch=launch, pipeline=True)
 
 
 def test_half_precision_goes_with_loss_scaling() -> None:
@@ -83,7 +87,7 @@ def test_half_precision_goes_with_loss_scaling() -> None:
         ("powersgd", None, 400, 40),
         ("onebit_adam", 0.25, 400, 100),
         ("onebit_adam", 30, 400, 30),
-        ("topk", 0, 400, 2),
+        ("powersgd", 0, 400, 2),
         ("fp16", None, 400, 0),
     ],
     ids=["a half", "a tenth", "a share", "a number", "not before the buckets are settled", "at once"],
@@ -97,7 +101,7 @@ def test_the_variance_does_not_freeze_while_the_rate_rises() -> None:
     check_freeze(onebit, max_steps=1000, warmup_steps=50)
     with pytest.raises(RequestError, match=r"rises until step 51. Raise --comm_hook_start_steps to 51 or more"):
         check_freeze(onebit, max_steps=1000, warmup_steps=51)
-    check_freeze(CompressionArguments("topk", 2), max_steps=1000, warmup_steps=51)
+    check_freeze(CompressionArguments("powersgd", 2), max_steps=1000, warmup_steps=51)
 
 
 @pytest.mark.parametrize("hook", KEEPS_ERRORS)

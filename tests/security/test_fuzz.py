@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from finetune.bench.grid import read_grid
 from finetune.bench.result import read_rows
-from finetune.data.cifar import load_plain_pickle
+from finetune.data.cifar import read_pickle
 from finetune.dsconfig.check import check, read
 from finetune.dsconfig.context import Context
 from finetune.errors import FinetuneError
@@ -92,7 +92,11 @@ READERS: dict[str, tuple[Callable[[Path], Any], str, bytes]] = {
     "a manifest": (checkpoint, "manifest.json", b'{"format": 1, "step": 1, "files": {"a": {"bytes": 1}}}'),
     "metrics.jsonl in a report": (run_folder, "metrics.jsonl", b'{"step": 1, "loss": 2.5}\n{"step": 2}\n'),
     "a bench's results": (read_rows, "results.jsonl", b'{"model": "wide"}\n'),
-    "a batch of CIFAR": (load_plain_pickle, "batch", b"\x80\x02}q\x00(U\x04dataq\x01U\x03abcq\x02u."),
+    "a batch of CIFAR": (
+        read_pickle,
+        "batch",
+        b"\x80\x02}(U\x04dataT\x00\x0c\x00\x00" + bytes(3072) + b"U\x06labels](K\x01eu.",
+    ),
     "a torch file": (refuse_unsafe, "x.pt", b"PK\x03\x04"),
     "a sharded checkpoint": (refuse_unsafe, ".metadata", b"\x80\x04}."),
 }

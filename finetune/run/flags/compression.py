@@ -11,13 +11,13 @@ from finetune.run.launch import accelerate_uses_fsdp
 if TYPE_CHECKING:
     from finetune.run.run import Run
 
-HOOKS = ("none", "fp16", "bf16", "powersgd", "topk", "onebit_adam")
-KEEPS_ERRORS = ("powersgd", "topk", "onebit_adam")  # between steps; they compress from a step on
+HOOKS = ("none", "fp16", "bf16", "powersgd", "onebit_adam")
+KEEPS_ERRORS = ("powersgd", "onebit_adam")  # between steps; they compress from a step on
 
 # A share of all steps. PowerSGD: what torch advises (powerSGD_hook.py, PowerSGDState). 1-bit Adam: the paper froze the
 # variance after 15% to 20% of the steps of runs with 150,000; shorter ones know it later (docs/compression.md).
-START = {"powersgd": 0.1, "topk": 0.1, "onebit_adam": 0.5}
-FIRST_START = 2  # DDP makes its buckets anew after the first step, and torch's PowerSGD refuses less
+START = {"powersgd": 0.1, "onebit_adam": 0.5}
+FIRST_START = 2  # torch's PowerSGD refuses less
 
 
 @dataclass
@@ -39,7 +39,6 @@ class CompressionArguments:
         },
     )
     powersgd_rank: int = field(default=4, metadata={"help": "rank of the matrices that stand for a gradient"})
-    topk_ratio: float = field(default=0.1, metadata={"help": "share of each gradient's elements that are sent"})
 
     @property
     def is_on(self) -> bool:
@@ -104,8 +103,6 @@ def _check_numbers(run: Run) -> None:
         raise RequestError(f"{run.said('comm_hook_start_steps')}, but it must be 0 or more.")
     if run.value("powersgd_rank") < 1:
         raise RequestError(f"{run.said('powersgd_rank')}, but it must be 1 or more.")
-    if not 0 < run.value("topk_ratio") <= 1:
-        raise RequestError(f"{run.said('topk_ratio')}, but it must be more than 0 and at most 1.")
 
 
 def _check_onebit(run: Run) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ class StageLoss:
         self.items: Any = 1
         self.figures: torch.Tensor | None = None
         self.real_rows: deque[int] | None = None  # of each micro-batch of an evaluation, in order; None in training
-        self.watch: Callable[[torch.Tensor], None] | None = None  # told of each training loss
 
     def count(self, labels: list[Any], group: Any, device: torch.device) -> None:
         """The items of this pipeline's micro-batches of a step, and of the other pipelines' in `group`."""
@@ -34,10 +32,7 @@ class StageLoss:
 
     def __call__(self, outputs: Any, labels: Any) -> torch.Tensor:
         if self.real_rows is None:
-            loss = poisoned(self.model.loss(outputs, labels) * (self.shares / self.items))
-            if self.watch is not None:
-                self.watch(loss)
-            return loss
+            return poisoned(self.model.loss(outputs, labels) * (self.shares / self.items))
         real = self.real_rows.popleft()
         sums = self.model.figures(_first_rows(outputs, real), _first_rows(labels, real)).double().sum(dim=0)
         self.figures = sums if self.figures is None else self.figures + sums

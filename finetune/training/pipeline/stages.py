@@ -143,9 +143,9 @@ def _of_type(layers: Sequence[PipelineLayer], method: str) -> list[int]:
 
 
 def stage_begins(x: Any) -> Any:
-    """A layer that does nothing and marks where a stage begins. DeepSpeed offers no option for bounds of one's own, but
-    it can share layers out by the name of their class, and functions count as layers (runtime/pipe/module.py,
-    `_partition_layers`): with one mark a stage, it cuts before each. Let this go once PipelineModule takes bounds."""
+    """A layer that does nothing and marks where a stage begins: `type:NAME`, which cuts before each layer of a name, is
+    the one public way to bounds of one's own; the other overrides DeepSpeed's `_partition_layers` and `_set_bounds`
+    (runtime/pipe/module.py). Let this go once PipelineModule takes bounds."""
     return x
 
 

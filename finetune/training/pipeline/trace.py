@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
-from types import FrameType
 from typing import Any
 
 from torch import distributed
 
-from finetune.plan.schedule import BACKWARD, FORWARD, RECEIVE, SEND, Event, Schedule, instructions, simulate
+from finetune.plan.schedule import BACKWARD, FORWARD, RECEIVE, SEND, Event, Schedule, simulate
 from finetune.training.pipeline.costs import now
 
 Interval = tuple[float, float]  # seconds since the step began, on this rank
 
 
-# The instruction at the other end of a transfer, and on which neighbour.
+# What DeepSpeed's instructions are called in a plan, and which is at the other end, on which neighbour.
+KINDS = {
+    "ForwardPass": FORWARD,
+    "BackwardPass": BACKWARD,
+    "SendActivation": "send down",
+    "RecvActivation": "receive down",
+    "SendGrad": "send up",
+    "RecvGrad": "receive up",
+}
 OTHER_END = {
     "send down": ("receive down", 1),
     "receive down": ("send down", -1),
@@ -27,70 +34,34 @@ OTHER_END = {
 
 
 class Recorder:
-    """Notes what one rank does, from outside: by hooks of the stage's module, of the gradients that come in and of the
-    weights whose gradient is done, and by Python's own profiler, which tells of each call of DeepSpeed's `p2p.send` and
-    `p2p.recv`. Nothing of it is there but in the step that is recorded, which takes a few per cent longer for it.
-    """
+    """Notes what one rank does: the instructions of DeepSpeed's engine, timed in the step that is recorded alone."""
 
-    def __init__(self, module: Any, loss: Any, is_last: bool) -> None:
-        self.module, self.loss, self.is_last = module, loss, is_last
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
         self.intervals: list[tuple[str, Interval]] = []
-        self._begin = self._called = 0.0
+        self._begin = 0.0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around one `train_batch`; then `intervals` are there."""
-        hooks = [
-            self.module.register_forward_pre_hook(lambda *_: self._starts(FORWARD)),
-            self.module.register_forward_hook(lambda *given: self._after_forward(given[-1], awaits=not self.is_last)),
-            *(p.register_post_accumulate_grad_hook(lambda _: self._goes_on()) for p in self.module.parameters()),
-        ]
-        self.loss.watch = self._after_forward
+        plain = self.engine._INSTRUCTION_MAP  # the class's; the engine gets one of its own meanwhile
+        timed = {kind: self._timed(run, KINDS[kind.__name__]) for kind, run in plain.items() if kind.__name__ in KINDS}
         distributed.barrier()
         self._begin = now()
-        sys.setprofile(self._watcher())
+        self.engine._INSTRUCTION_MAP = plain | timed
         try:
             yield
         finally:
-            sys.setprofile(None)
-            self.loss.watch = None
-            for hook in hooks:
-                hook.remove()
+            del self.engine._INSTRUCTION_MAP
         self.intervals = _without_gaps(self.intervals)
 
-    def _watcher(self) -> Any:
-        from deepspeed.runtime.pipe import p2p
+    def _timed(self, run: Callable[..., None], kind: str) -> Callable[..., None]:
+        def timed(engine: Any, *args: Any, **kwargs: Any) -> None:
+            start = now() - self._begin
+            run(engine, *args, **kwargs)
+            self.intervals.append((kind, (start, now() - self._begin)))
 
-        kinds = {p2p.send.__code__: SEND, p2p.recv.__code__: RECEIVE}
-
-        def watch(frame: FrameType, event: str, _: Any) -> None:
-            kind = kinds.get(frame.f_code)
-            if kind is None:
-                return
-            if event == "call":
-                self._called = self._now()
-            elif event == "return":
-                self.intervals.append((kind, (self._called, self._now())))
-
-        return watch
-
-    def _after_forward(self, output: Any, awaits: bool = True) -> None:
-        """The output, or on the last stage the loss made of it, is there: from here its gradient is awaited."""
-        self._goes_on()
-        first = output[0] if isinstance(output, tuple) else output
-        if awaits and first.requires_grad:
-            first.register_hook(lambda _: self._starts(BACKWARD))
-
-    def _starts(self, kind: str) -> None:
-        now = self._now()
-        self.intervals.append((kind, (now, now)))
-
-    def _goes_on(self) -> None:
-        kind, (start, _) = self.intervals[-1]
-        self.intervals[-1] = (kind, (start, self._now()))
-
-    def _now(self) -> float:
-        return now() - self._begin
+        return timed
 
 
 def _without_gaps(found: list[tuple[str, Interval]]) -> list[tuple[str, Interval]]:
@@ -107,8 +78,7 @@ def _without_gaps(found: list[tuple[str, Interval]]) -> list[tuple[str, Interval
 def measured(per_stage: list[list[tuple[str, Interval]]], micro_batches: int) -> Schedule:
     """What the stages of one pipeline did, put together. A transfer begins when both ends have come to it: before that
     a stage waits. On one machine the clocks of all ranks run alike."""
-    stages = len(per_stage)
-    placed = [_placed(found, stage, stages, micro_batches) for stage, found in enumerate(per_stage)]
+    placed = [_numbered(found) for found in per_stage]
     events = []
     for stage, found in enumerate(placed):
         for (kind, m), (start, end) in found.items():
@@ -118,7 +88,17 @@ def measured(per_stage: list[list[tuple[str, Interval]]], micro_batches: int) ->
                 if there and there[0] < end:
                     start = max(start, there[0])
             events.append(Event(stage, kind.split()[0], m, start, end))
-    return Schedule(stages, micro_batches, tuple(sorted(events, key=lambda e: (e.stage, e.start))))
+    return Schedule(len(placed), micro_batches, tuple(sorted(events, key=lambda e: (e.stage, e.start))))
+
+
+def _numbered(found: list[tuple[str, Interval]]) -> dict[tuple[str, int], Interval]:
+    """Intervals by kind and micro-batch: those of a kind come in the order of these."""
+    done: Counter[str] = Counter()
+    numbered = {}
+    for kind, interval in found:
+        numbered[kind, done[kind]] = interval
+        done[kind] += 1
+    return numbered
 
 
 def plan_from(found: Schedule) -> Schedule:
@@ -132,32 +112,6 @@ def plan_from(found: Schedule) -> Schedule:
     # Either end of a transfer may wait for the other's process to run; the shorter one is nearer to what it takes.
     transfer = min(max(typical(stage, kind) for stage in stages) for kind in (SEND, RECEIVE))
     return simulate("1f1b", found.micro_batches, forward, backward, transfer)
-
-
-def _placed(
-    found: list[tuple[str, Interval]], stage: int, stages: int, micro_batches: int
-) -> dict[tuple[str, int], Interval]:
-    """Which instruction of the schedule each interval was. A transfer may be of several tensors: between two
-    computations there is at most one instruction that sends and one that receives."""
-    placed: dict[tuple[str, int], Interval] = {}
-    at = 0
-    for kind, m in instructions("1f1b", stage, stages, micro_batches):
-        if kind in (FORWARD, BACKWARD):
-            while at < len(found) and found[at][0] not in (FORWARD, BACKWARD):
-                at += 1
-            if at < len(found):
-                placed[kind, m] = found[at][1]
-                at += 1
-            continue
-        gap = []
-        for what, interval in found[at:]:
-            if what in (FORWARD, BACKWARD):
-                break
-            gap.append((what, interval))
-        same = [interval for what, interval in gap if what == kind.split()[0]]
-        if same:
-            placed[kind, m] = (min(start for start, _ in same), max(end for _, end in same))
-    return placed
 
 
 def intervals_of(recorder: Recorder, grid: Any, stages: int) -> list[Any]:

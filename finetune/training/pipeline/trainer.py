@@ -236,7 +236,7 @@ class PipelineTrainer:
         self._learning_rate = self.scheduler.get_last_lr()[0]  # that of this step; the engine goes on to the next one's
         # The step before the one to draw gives the stages' times, from which that one is planned.
         records = self.state.global_step + 1 in (self.schedule_step - 1, self.schedule_step)
-        recorder = Recorder(self.engine.module, self.loss, self.is_last)
+        recorder = Recorder(self.engine)
         with recorder.recording() if records else contextlib.nullcontext():
             loss = self.engine.train_batch(None if pairs is None else iter(pairs))
         if records:

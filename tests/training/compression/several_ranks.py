@@ -13,9 +13,7 @@ from torch import distributed, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.run.flags.compression import CompressionArguments
-from finetune.training.comm_hooks.compression import Compression
-from finetune.training.comm_hooks.onebit_adam import OneBitAdam
-from finetune.training.comm_hooks.power_sgd import PowerSGD
+from finetune.training.compression import Compression, OneBitAdam
 
 STEPS, START, SAVED = 14, 4, 9  # all steps; whole gradients before; where the resumed run begins
 WIDTH, ROWS = 96, 16
@@ -42,18 +40,19 @@ def _train(hook: str, checkpoint: Path) -> dict[str, Any]:
     that no rank had sent lost; and the figures."""
     model, wrapped, optimizer = _fresh(hook)
     compression = _compression(hook, wrapped, optimizer)
-    found: dict[str, Any] = {"start": None, "windows": [], "same_matrices": []}
+    found: dict[str, Any] = {"start": None, "windows": []}
     for step in range(STEPS):
         if step == START:
             found["start"] = _weights(model)
         if step == SAVED:
             found["saved"] = _weights(model)
-            before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+            distributed.broadcast_object_list(before)  # files of a checkpoint that rank 0 writes for all
             if compression:
                 compression.save(checkpoint)
                 distributed.barrier()
-        _step_and_count(wrapped, optimizer, step, compression, found["windows"], found["same_matrices"])
-    found |= {"end": _weights(model), "summary": compression.summary() if compression else {}}
+        _step_and_count(wrapped, optimizer, step, compression, found["windows"])
+    found |= {"end": _weights(model), "summary": compression.figures("", "compressed_") if compression else {}}
     found["freeze"] = _freeze(optimizer)
     for name, where in (("resumed", checkpoint), ("lost", checkpoint / "none")):
         model, wrapped, optimizer = _fresh(hook)
@@ -61,10 +60,9 @@ def _train(hook: str, checkpoint: Path) -> dict[str, Any]:
         optimizer.load_state_dict(copy.deepcopy(before[1]))
         compression = _compression(hook, wrapped, optimizer)
         found[f"said_of_{name}"] = compression.restore(where, SAVED) if compression else None
-        found |= {f"{name}_windows": [], f"{name}_same_matrices": [], f"freeze_of_{name}": _freeze(optimizer)}
+        found |= {f"{name}_windows": [], f"freeze_of_{name}": _freeze(optimizer)}
         for step in range(SAVED, STEPS):
-            figures = found[f"{name}_windows"], found[f"{name}_same_matrices"]
-            _step_and_count(wrapped, optimizer, step, compression, *figures)
+            _step_and_count(wrapped, optimizer, step, compression, found[f"{name}_windows"])
         found[name] = _weights(model)
     model, wrapped, optimizer = _fresh(hook)
     compression = _compression(hook, wrapped, optimizer)
@@ -81,15 +79,20 @@ def _fresh(hook: str) -> tuple[torch.nn.Module, DistributedDataParallel, torch.o
     model = torch.nn.Sequential(torch.nn.Embedding(50, WIDTH), *layers, torch.nn.Linear(WIDTH, 7))
     optimizer_class = OneBitAdam if hook == "onebit_adam" else torch.optim.AdamW
     optimizer = optimizer_class(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
-    # Buckets of a layer each, laid out anew after the first step.
-    return model, DistributedDataParallel(model, bucket_cap_mb=0.03), optimizer
+    # Buckets of a layer each, laid out anew after the first step where unused parameters are not looked for.
+    finds = hook == "powersgd"
+    return model, DistributedDataParallel(model, bucket_cap_mb=0.03, find_unused_parameters=finds), optimizer
 
 
 def _compression(hook: str, wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Compression | None:
-    arguments = CompressionArguments(ddp_comm_hook=hook, powersgd_rank=2, topk_ratio=0.05)
+    arguments = CompressionArguments(ddp_comm_hook=hook, powersgd_rank=2)
     if arguments.keeps_errors:
         arguments.comm_hook_start_steps = START
-    return Compression(arguments, wrapped, optimizer, STEPS) if arguments.is_on else None
+    if not arguments.is_on:
+        return None
+    compression = Compression(arguments)
+    compression.attach(wrapped, optimizer, STEPS)
+    return compression
 
 
 def _step_and_count(
@@ -98,18 +101,12 @@ def _step_and_count(
     step: int,
     compression: Compression | None,
     windows: list[dict[str, float]],
-    same_matrices: list[bool],
 ) -> None:
-    """A step, what it has sent, and whether PowerSGD's matrices lie where they lay before it."""
-    keeper = compression.keeper if compression else None
-    before = dict(keeper.torch.p_memory_dict) if isinstance(keeper, PowerSGD) else {}  # held, so that none lies there
+    """A step, and what it has sent."""
     _step(wrapped, optimizer, step)
     if compression:
-        compression.end_step()
-        windows.append(compression.window())
-    after = keeper.torch.p_memory_dict if isinstance(keeper, PowerSGD) else {}
-    where, now = ({index: p.data_ptr() for index, p in memory.items()} for memory in (before, after))
-    same_matrices.append(bool(now) and where == now)
+        compression.on_step_end()
+        windows.append(compression.figures("window"))
 
 
 def _freeze(optimizer: torch.optim.Optimizer) -> tuple[float, float]:

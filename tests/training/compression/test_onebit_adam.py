@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import distributed
 
-from finetune.training.comm_hooks.onebit_adam import Exchange, OneBitAdam
-from finetune.training.comm_hooks.wire import Wire
+from finetune.training.compression import BLOCK, BLOCK_BYTES, OneBitAdam, decode, encode
 
 
-class Alone(Wire):
-    """A wire with nobody at the other end."""
-
-    def __init__(self) -> None:
-        self.world_size, self.rank, self.sent_bytes, self.whole_bytes = 1, 0, 0.0, 0.0
-
-    def swap(self, chunks: torch.Tensor) -> torch.Tensor:
-        return chunks
-
-    def gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.futures.Future[None]]:
-        future: torch.futures.Future[None] = torch.futures.Future()
-        future.set_result(None)
-        return tensor[None], future
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    """A group of one rank, in which momentum is compressed for nobody."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 def steps(optimizer: torch.optim.Optimizer, weight: torch.Tensor, gradients: torch.Tensor) -> None:
@@ -33,19 +27,46 @@ def steps(optimizer: torch.optim.Optimizer, weight: torch.Tensor, gradients: tor
         optimizer.step()
 
 
+def test_a_byte_holds_eight_signs_lowest_bit_first() -> None:
+    values = torch.tensor([1.0, -1, -1, 2, -3, -1, -1, 0.0] * 8)  # bits 0, 3 and 7
+    assert encode(values[None])[0, :8].tolist() == [0b10001001] * 8
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 1000])
+def test_signs_come_back_with_the_mean_of_their_block(blocks: int) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(2, blocks * BLOCK) * torch.logspace(-30, 20, blocks * BLOCK)
+    encoded = encode(values)
+    assert encoded.dtype == torch.uint8
+    assert encoded.shape == (2, blocks * BLOCK_BYTES)
+    assert encoded.nbytes * 8 / values.numel() == 1.25
+    back = decode(encoded)
+    assert torch.equal(back >= 0, values >= 0)
+    means = values.view(-1, BLOCK).abs().mean(dim=1)
+    found = back.view(-1, BLOCK).abs()
+    assert torch.allclose(found, means[:, None].expand_as(found), rtol=2**-8)
+    assert decode(encode(torch.zeros(1, BLOCK))).abs().max() == 0
+
+
+@pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize("elements", [1, 63, 64, 65, 1000])
 def test_what_is_not_said_now_is_said_later(elements: int) -> None:
     """The sum of all that was exchanged is the sum of all that was to be, but for errors that do not grow."""
     torch.manual_seed(0)
-    exchange, truth, said = Exchange(Alone()), torch.zeros(elements), torch.zeros(elements)
+    optimizer = OneBitAdam([torch.zeros(elements)])
+    truth, said = torch.zeros(elements), torch.zeros(elements)
     off = []
     for _ in range(400):
         values = 1 + torch.randn(elements)
-        truth, said = truth + values, said + exchange.mean(values)
+        truth += values
+        optimizer.exchange(values)
+        said += values
         off.append(float((truth - said).abs().mean()))
     assert max(off[300:]) < 2 * max(off[50:150])
     assert max(off[300:]) < 0.05 * float(truth.abs().mean())
-    left = exchange.worker_error[:elements] + exchange.server_error[:elements]
+    assert optimizer.worker is not None
+    assert optimizer.server is not None
+    left = (optimizer.worker + optimizer.server).view(-1)[:elements]
     assert torch.allclose(truth - said, left, atol=1e-2)
 
 
@@ -82,10 +103,11 @@ def test_after_it_the_variance_stays_and_the_momentum_moves_by_the_papers_rule()
     assert torch.allclose(weight, expected, atol=1e-5)
 
 
+@pytest.mark.usefixtures("_alone")
 def test_an_element_without_variance_does_not_fly_off_and_a_weight_without_any_stays() -> None:
     weight, idle = torch.nn.Parameter(torch.zeros(128)), torch.nn.Parameter(torch.ones(5))
-    optimizer = OneBitAdam([weight, idle], lr=1e-2)
-    optimizer.freeze_step, optimizer.exchange = 4, Exchange(Alone()).mean
+    optimizer = OneBitAdam([weight, idle], lr=1e-2, weight_decay=0.0)
+    optimizer.freeze_step = 4
     gradient = torch.ones(128)
     gradient[100:] = 0.0  # words that nobody met
     idle.grad = torch.zeros(5)
@@ -99,7 +121,7 @@ def test_an_element_without_variance_does_not_fly_off_and_a_weight_without_any_s
 def test_a_gradient_beyond_what_adam_could_meet_is_bounded() -> None:
     """In Adam |g| is at most sqrt((1-b2^T)/(1-b2)) roots of the variance, which holds g squared."""
     weight = torch.nn.Parameter(torch.zeros(64))
-    optimizer = OneBitAdam([weight], lr=1.0, betas=(0.9, 0.99))
+    optimizer = OneBitAdam([weight], lr=1.0, betas=(0.9, 0.99), weight_decay=0.0)
     optimizer.freeze_step = 10
     steps(optimizer, weight, 1e-6 * torch.ones(10, 64))
     before = weight.detach().clone()

@@ -1,1 +1,0 @@
-"""Gradients compressed between ranks, through the communication hooks of torch's DistributedDataParallel."""
