@@ -26,7 +26,7 @@ OUT = REPO / "docs" / "results" / "hangs.jsonl"
 LAYOUTS, FAULTS, CULPRIT = ("ddp", "zero2", "pipeline"), ("stopped", "stuck"), 1
 STUCK_AT = 40  # batches of the culprit
 START_SECONDS = 120
-FLAGS = {"max_steps": 100_000, "num_train_epochs": 100_000, "save_strategy": "no", "eval_strategy": "no"}
+FLAGS = {"max_steps": 100_000, "save_strategy": "no", "eval_strategy": "no"}
 FLAGS |= {"metric_for_best_model": None, "early_stopping_patience": None}
 
 

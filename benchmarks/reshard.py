@@ -41,7 +41,6 @@ TINY = {
     "weight_decay": 0.1,
     "sample_tokens": 0,
     "max_train_samples": 60,
-    "num_train_epochs": 3,
     "per_device_train_batch_size": MICRO_BATCH,
 }
 ENGINES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "none", "pipe2")

@@ -58,6 +58,8 @@ class _RecipeFlag(argparse.Action):
 
     def __call__(self, _: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         words = values if isinstance(values, list) else [] if values is None else [values]
+        if namespace.flags.get(self.dest, words) != words:
+            raise RequestError(f"--{self.dest} is said twice, and not alike. Keep one.")
         namespace.flags = {**namespace.flags, self.dest: words}
 
 

@@ -32,7 +32,7 @@ def main(run):
     training = session.training
 
     # Data: one rank decodes and checks all pictures, the others wait.
-    source = find_image_source(session[ImageModelArguments], session[ImageArguments].image_size, training.do_train)
+    source = find_image_source(session[ImageModelArguments], session[ImageArguments].image_size)
     data = prepare_images(
         session[ImageArguments],
         session[PreparationArguments],

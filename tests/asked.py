@@ -27,9 +27,10 @@ def run_of(
         name="test",
         task="",
         groups=(RunArguments, *groups),
-        defaults={"output_dir": "out", **defaults},
+        defaults={"output_dir": "out", "do_train": True, **defaults},
         scratch_defaults=scratch or {},
         engines=(PIPELINE,) if pipeline else (TRAINER,),
         pipeline_groups=(PipelineArguments,) if pipeline else (),
+        reads=("other",) if pipeline else (),
     )
     return resolve(recipe, argv, launch)

@@ -31,7 +31,7 @@ def command_to_go_on(folder: Path) -> str | None:
     if not path.is_file() or not record:
         return None
     words = ["finetune", "bench", str(path), "--output_dir", str(folder), "--resume"]
-    content = read_flat_yaml(str(path))
+    content = read_flat_yaml(str(path), holds="a grid")
     for name, default in (("scale", 1.0), ("repeats", 1)):
         if record.get(name) not in (None, content.get(name, default)):
             words += [f"--{name}", str(record[name])]

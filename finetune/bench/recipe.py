@@ -9,6 +9,7 @@ from finetune.measure.recipe import SHORT_RUN
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
+from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from finetune.run.recipe import PIPELINE, TRAINER, Recipe
 
 
@@ -17,10 +18,12 @@ class BenchmarkArguments:
     """What is trained, and for how long."""
 
     model: str = field(default="wide", metadata={"help": ", ".join(PRESETS)})
-    scale: float = field(default=1.0, metadata={"help": "of the model's sizes; 1: as published"})
+    scale: float = field(default=1.0, metadata={"help": "of the model's sizes; 1: as published", "range": POSITIVE})
     model_changes: str = field(default="{}", metadata={"help": 'sizes that no scale touches, such as {"layers": 4}'})
-    measured_steps: int = field(default=5, metadata={"help": "steps that are timed"})
-    unmeasured_steps: int = field(default=1, metadata={"help": "before them, behind those that are watched"})
+    measured_steps: int = field(default=5, metadata={"help": "steps that are timed", "range": AT_LEAST_ONE})
+    unmeasured_steps: int = field(
+        default=1, metadata={"help": "before them, behind those that are watched", "range": NOT_NEGATIVE}
+    )
     result_dir: str | None = field(default=None, metadata={"help": "where each rank writes its figures"})
 
 

@@ -25,6 +25,11 @@ from finetune.run.run import Run
 
 def run(asked: argparse.Namespace) -> int:
     """The exit status: 0 without errors, 2 with."""
+    yamls = [name for name in asked.files if name.endswith((".yaml", ".yml"))]
+    if yamls and (asked.config or len(asked.files) > 1):
+        raise RequestError(f"{yamls[0]}: is a recipe's YAML and no DeepSpeed config. Give it alone, or by --config.")
+    if yamls:
+        asked.files, asked.config = [], yamls[0]
     planned = _run(asked) if asked.config else None
     named = [planned.value(name) for name in ("deepspeed", "deepspeed_config")] if planned else []
     files = asked.files or [name for name in named if name]

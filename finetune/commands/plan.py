@@ -71,6 +71,8 @@ def _check(asked: argparse.Namespace) -> None:
     """Raises RequestError for options that contradict each other, before anything is planned."""
     if asked.target and "model_name_or_path" in asked.flags and not asked.target.endswith(YAMLS):
         raise RequestError(f"{asked.target} and --model_name_or_path are both a model. Keep one.")
+    if asked.target and "config" in asked.flags and asked.target.endswith(YAMLS):
+        raise RequestError(f"{asked.target} and --config {' '.join(asked.flags['config'])} are both YAMLs. Keep one.")
     searched = next((name for name in ("autotune", "write") if getattr(asked, name) is not None), None)
     if asked.no_search and searched:
         raise RequestError(f"--{searched} is of the search, and --no_search switches it off. Drop one.")

@@ -19,14 +19,12 @@ from finetune.data.documents import CHAT, ENDS, TEXT, Corpus, open_corpus
 from finetune.data.encoding import Encoder, write_tokens
 from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_fit_decreasing, one_each, wrapped
 from finetune.data.token_stream import TokenStream
-from finetune.data.tokenizer import TEXT_TOKENIZERS, identity, train_text_tokenizer
+from finetune.data.tokenizer import identity, train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.language import BlockArguments, CorpusArguments
 from finetune.run.launch import Launch
 
 FORMAT = 2  # raise it when what is cached changes
-PACKINGS = ("wrapped", "bfd", "none")
-LEAST_BPE_VOCABULARY = 257  # the bytes and the end of text
 TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary on
 
 
@@ -110,22 +108,6 @@ def prepare_corpus(
     Without `tokenizer`, one of the kind `blocks.tokenizer` is made from the training text. Raises RequestError for bad
     data and RunError when the rank that prepares takes longer than --data_timeout_seconds.
     """
-    for name, given, known in (("packing", blocks.packing, PACKINGS), ("tokenizer", blocks.tokenizer, TEXT_TOKENIZERS)):
-        if given not in known:
-            raise RequestError(f"--{name} {given}: give one of {', '.join(known)}.")
-    if tokenizer is not None and blocks.tokenizer != BlockArguments().tokenizer:
-        raise RequestError(
-            f"--tokenizer {blocks.tokenizer} is for models from scratch, and this one brings its own. Drop it."
-        )
-    if blocks.bpe_vocab_size < LEAST_BPE_VOCABULARY:
-        raise RequestError(
-            f"--bpe_vocab_size is {blocks.bpe_vocab_size}, but the bytes alone take {LEAST_BPE_VOCABULARY} tokens."
-        )
-    if arguments.streaming and tokenizer is None and blocks.tokenizer == "char":
-        raise RequestError(
-            "--streaming with a character tokenizer: later text may have characters that the first lacks. Add "
-            "--tokenizer byte or bpe."
-        )
     job = _Job(arguments, blocks, tokenizer, block_size, seed)
     folder = cache_home() / "causal_lm" / job.key()
     timeout = arguments.data_timeout_seconds

@@ -40,13 +40,6 @@ class Corpus:
 
 def open_corpus(arguments: Any, seed: int) -> Corpus:
     """The training and the held-out documents. Raises RequestError."""
-    if arguments.dataset_name and arguments.train_file:
-        raise RequestError("--dataset_name and --train_file are both given. Keep one.")
-    if arguments.streaming and not (arguments.dataset_name or arguments.train_file):
-        raise RequestError("--streaming needs something to stream: give --train_file or --dataset_name.")
-    for name in ("max_train_samples", "max_eval_samples"):
-        if (most := getattr(arguments, name)) is not None and most < 1:
-            raise RequestError(f"--{name} is {most}, but it must be 1 or more.")
     given = _open("validation_file", arguments.validation_file) if arguments.validation_file else None
     if arguments.dataset_name:
         name, config = arguments.dataset_name, arguments.dataset_config_name
@@ -75,7 +68,6 @@ def open_corpus(arguments: Any, seed: int) -> Corpus:
         if isinstance(held_out, IterableDataset):
             held_out = Dataset.from_list(list(held_out.take(most or HELD_OUT_DOCUMENTS)))
     else:
-        _check_percentage(percentage)
         if arguments.streaming:
             train, held_out = _draw_from_stream(train, percentage, most or HELD_OUT_DOCUMENTS, seed)
         else:
@@ -160,11 +152,6 @@ def _settle(table: Any, column: str | None, where: str) -> tuple[str, Any]:
 
 def _has_words(texts: list[str | None]) -> list[bool]:
     return [bool(text and text.strip()) for text in texts]
-
-
-def _check_percentage(percentage: float) -> None:
-    if not 0 < percentage < 100:
-        raise RequestError(f"--validation_split_percentage is {percentage}, but it must lie between 0 and 100.")
 
 
 def _draw_from_stream(stream: Any, percentage: float, most: int, seed: int) -> tuple[Any, Dataset]:

@@ -60,19 +60,13 @@ class RawImages:
 
 
 def load_images(arguments: ImageArguments) -> RawImages:
-    """Raises RequestError where there is nothing to read, or two places to read it from."""
-    folders = {split: getattr(arguments, f"{split}_dir") for split in SPLITS}
-    given = [f"--{split}_dir" for split, folder in folders.items() if folder][:1]
-    given += [f"--{name}" for name in ("cifar_dir", "dataset_name") if getattr(arguments, name)]
-    if len(given) > 1:
-        raise RequestError(f"{' and '.join(given)} are all given. Keep one: sources are not mixed.")
+    """Raises RequestError where there is nothing to read."""
+    folders = {split: Path(name).expanduser() for split in SPLITS if (name := getattr(arguments, f"{split}_dir"))}
     if arguments.cifar_dir:
         return _from_cifar(Path(arguments.cifar_dir).expanduser())
     if arguments.dataset_name:
         return _from_hub(arguments)
-    if given:
-        return _from_folders({split: Path(folder).expanduser() for split, folder in folders.items() if folder})
-    return _digits()
+    return _from_folders(folders) if folders else _digits()
 
 
 def open_picture(source: Any) -> Image.Image:

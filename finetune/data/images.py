@@ -116,7 +116,6 @@ def prepare_images(
     Raises RequestError for bad data and RunError when the rank that prepares takes longer than
     --data_timeout_seconds.
     """
-    _check(arguments, augmentation)
     job = _Preparation(arguments, preparation, processor, seed, trained)
     folder = cache_home() / "images" / job.key()
     timeout = preparation.data_timeout_seconds
@@ -136,13 +135,6 @@ def prepare_images(
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(plain(name) for name in [*names[:SHOWN], *(["..."] if len(names) > SHOWN else [])])
-
-
-def _check(arguments: ImageArguments, augmentation: AugmentationArguments) -> None:
-    if arguments.image_size is not None and arguments.image_size < 1:
-        raise RequestError(f"--image_size is {arguments.image_size}, but it must be 1 or more.")
-    if augmentation.crop_padding is not None and augmentation.crop_padding < 0:
-        raise RequestError(f"--crop_padding is {augmentation.crop_padding}, but it must be 0 (none) or more.")
 
 
 def _check_crop(augmentation: AugmentationArguments, sides: Sequence[int]) -> None:

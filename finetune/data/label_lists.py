@@ -30,8 +30,6 @@ def merge_label_columns(tables: Table, arguments: Any) -> tuple[Table, Any]:
     names = arguments.label_column_names
     if not names:
         return tables, arguments
-    if arguments.label_column_name:
-        raise RequestError("--label_column_name and --label_column_names are both given. Keep one.")
     if len(set(names)) < len(names):
         raise RequestError(f"--label_column_names {' '.join(names)}: names a column twice. Name each once.")
     merged = {split: _merged(table, names, split) for split, table in tables.items()}

@@ -38,9 +38,6 @@ Table = dict[str, Dataset]
 
 def load_tables(arguments: DataArguments) -> tuple[Table, str]:
     """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
-    for name in SPLITS:
-        if arguments.dataset_name and getattr(arguments, f"{name}_file"):
-            raise RequestError(f"--dataset_name and --{name}_file are both given. Keep one: splits are not mixed.")
     if arguments.dataset_name:
         wanted = SPLITS[1:] if arguments.streaming else SPLITS
         found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in wanted}
@@ -224,8 +221,6 @@ def hold_out(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Which rows stay in train and which are held out, both in their order, at least one of each class. `ids` are the
     labels, of `classes` kinds; 0 for numbers, which are not stratified. Raises RequestError, ending with `mend`."""
-    if not 0 < fraction < 1:
-        raise RequestError(f"--validation_fraction is {fraction}, but it must lie between 0 and 1.")
     rows = np.arange(len(ids))
     fixed: npt.NDArray[np.bool_] = np.zeros(len(ids), dtype=bool)
     if classes:

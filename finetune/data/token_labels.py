@@ -32,8 +32,6 @@ SHOWN = 5
 def load_sentences(arguments: TokenDataArguments) -> tuple[Table, str]:
     """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
     files = {name: getattr(arguments, f"{name}_file") for name in SPLITS if getattr(arguments, f"{name}_file")}
-    if arguments.dataset_name and files:
-        raise RequestError(f"--dataset_name and --{next(iter(files))}_file are both given. Keep one.")
     if arguments.dataset_name:
         found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in SPLITS}
         tables = {name: table for name, table in found.items() if table is not None}
@@ -185,8 +183,6 @@ def _ids(rows: Sequence[Sequence[str]], labels: Labels, split: str) -> list[list
 
 def _held_out(train: Dataset, fraction: float, seed: int) -> Table:
     """A seeded part of the sentences. The same sentence is on one side alone."""
-    if not 0 < fraction < 1:
-        raise RequestError(f"--validation_fraction is {fraction}, but it must lie between 0 and 1.")
     keys = [tuple(words) for words in train["tokens"][:]]
     unique = sorted(set(keys))
     random.Random(seed).shuffle(unique)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +36,13 @@ def find_config(name_or_path: str) -> Path:
     shipped = SHIPPED / f"{name_or_path.removesuffix('.json')}.json"
     if "/" not in name_or_path and shipped.is_file():
         return shipped
-    names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json"))) or f"none, for {SHIPPED.name}/ is missing"
-    raise RequestError(f"{name_or_path}: there is no such DeepSpeed config. Give a path, or a shipped name: {names}.")
+    names = sorted(p.stem for p in SHIPPED.glob("*.json"))
+    near = difflib.get_close_matches(name_or_path, names, n=1)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    there = ", ".join(names) or f"none, for {SHIPPED.name}/ is missing"
+    raise RequestError(
+        f"{name_or_path}: there is no such DeepSpeed config.{meant} Give a path, or a shipped name: {there}."
+    )
 
 
 def load(name_or_path: str, run: Context, disabled: Collection[str] = ()) -> Loaded:

@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 from finetune.run.recipe import PIPELINE, TRAINER, Recipe
 
 # Of every short real run. Nothing is kept of what is trained.
@@ -28,10 +29,12 @@ class TrialArguments:
     model_config: str = field(default="", metadata={"help": "the config.json of a Hugging Face model"})
     head: str = field(default="causal_lm", metadata={"help": "causal_lm, masked_lm, sequence_classification, ..."})
     attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, eager or flash_attention_2"})
-    sequence_tokens: int = field(default=128, metadata={"help": "tokens of each sample"})
-    loss_chunk_tokens: int = field(default=0, metadata={"help": "rows of logits at a time; 0: all"})
+    sequence_tokens: int = field(default=128, metadata={"help": "tokens of each sample", "range": AT_LEAST_ONE})
+    loss_chunk_tokens: int = field(
+        default=0, metadata={"help": "rows of logits at a time; 0: all", "range": NOT_NEGATIVE}
+    )
     planned_device: str = field(default="", metadata={"help": "cpu or cuda: another is refused; empty: any"})
-    timed_steps: int = field(default=5, metadata={"help": "steps whose time counts"})
+    timed_steps: int = field(default=5, metadata={"help": "steps whose time counts", "range": AT_LEAST_ONE})
     result_dir: str = field(default="", metadata={"help": "where each rank writes its figures"})
 
 

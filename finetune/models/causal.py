@@ -35,11 +35,6 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
     """Look at the model's config and tokenizer, not its weights. Raises RequestError where one cannot be had."""
     name = arguments.model_name_or_path
     tokenizer = None
-    if name and (arguments.config_overrides or arguments.model_size != CausalModelArguments().model_size):
-        flag = "config_overrides" if arguments.config_overrides else "model_size"
-        raise RequestError(
-            f"--{flag} shapes a model from scratch, and --model_name_or_path {name} has its shape. Drop one."
-        )
     if name:
         config = from_pretrained(AutoConfig, "model_name_or_path", name, arguments)
         refuse_without_weights(name)

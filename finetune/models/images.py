@@ -35,7 +35,7 @@ from finetune.models.pipeline import PipelineModel
 from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification
 from finetune.models.source import from_pretrained, opening, refuse_without_weights
 from finetune.run.flags.images import ImageModelArguments
-from finetune.run.sizes import ALEXNET_SIZES, IMAGE_SIZES, resnet_shape
+from finetune.run.sizes import ALEXNET_SIZES, resnet_shape
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,9 @@ class ImageSource:
         return trained_labels(self.config)
 
 
-def find_image_source(arguments: ImageModelArguments, image_size: int | None, will_train: bool) -> ImageSource:
+def find_image_source(arguments: ImageModelArguments, image_size: int | None) -> ImageSource:
     """Look at the model's config and image processor, not its weights. Raises RequestError for what cannot be."""
-    _check_flags(arguments)
     name = arguments.model_name_or_path
-    if name is None and not will_train:
-        raise RequestError("--do_train False: there is no trained model to ask. Give --model_name_or_path.")
     if name is None:
         norm = f", {arguments.norm} norm" if arguments.model_type == "resnet" else ""
         what = f"{arguments.model_type} from scratch, size {arguments.model_size}{norm}"
@@ -79,25 +76,6 @@ def find_image_source(arguments: ImageModelArguments, image_size: int | None, wi
         keys = ("shortest_edge",) if "shortest_edge" in processor.size else ("height", "width")
         processor.size = dict.fromkeys(keys, image_size)
     return ImageSource(config, processor, name, None if place.exists() else name)
-
-
-def _check_flags(arguments: ImageModelArguments) -> None:
-    kind, size, scratch = arguments.model_type, arguments.model_size, arguments.model_name_or_path is None
-    if kind not in IMAGE_SIZES:
-        raise RequestError(f"--model_type {kind}: give {' or '.join(IMAGE_SIZES)}.")
-    if size not in IMAGE_SIZES[kind]:
-        raise RequestError(f"--model_size {size}: a {kind} has {', '.join(IMAGE_SIZES[kind])}. Give one.")
-    if arguments.norm not in ("batch", "group"):
-        raise RequestError(f"--norm {arguments.norm}: give batch or group.")
-    if arguments.norm == "group" and not (scratch and kind == "resnet"):
-        raise RequestError("--norm group is for a resnet from scratch: what is trained keeps its norms. Drop it.")
-    if arguments.dropout is not None and not (scratch and kind == "alexnet" and 0 <= arguments.dropout < 1):
-        raise RequestError(
-            f"--dropout {arguments.dropout}: is for an alexnet from scratch, and at least 0 and less than 1."
-        )
-    if arguments.freeze_batch_norm and (scratch or arguments.sync_batch_norm):
-        why = "a model from scratch has no statistics to keep" if scratch else "--sync_batch_norm gathers new ones"
-        raise RequestError(f"--freeze_batch_norm: {why}. Drop it.")
 
 
 def settled_image_config(arguments: ImageModelArguments, source: ImageSource, data: Any, will_train: bool) -> Any:

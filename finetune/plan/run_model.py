@@ -47,7 +47,7 @@ def described(argv: Sequence[str], launch: Launch, named: str | None = None) -> 
         raise refused[0]
     run = min(runs, key=lambda run: HEADS.get(run.recipe.task) not in _likely_heads(run))
     told = [] if is_told(argv, named) else [f"planned as {run.recipe.script} trains it; --recipe NAME says another"]
-    return run, told
+    return run, [*told, *run.notes]
 
 
 def _likely_heads(run: Run) -> tuple[str, ...]:
@@ -86,8 +86,6 @@ def with_kept_model(run: Run, folder: Path) -> Run:
 def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Model:
     """With its adapter. What is assumed of it is added to `notes`. Raises RequestError."""
     given = run.value("model_name_or_path")
-    if given and (shape := next((name for name in ("model_size", "config_overrides") if run.given.get(name)), None)):
-        raise RequestError(f"--{shape} shapes a model from scratch, and {given} has its shape. Drop one.")
     if not given:
         return model_of(_scratch_config(run, notes), "the model from scratch", HEADS.get(run.recipe.task))
     config = _config_of(str(given))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
@@ -17,65 +18,28 @@ from finetune.run.output_folder import missing_checkpoint
 if TYPE_CHECKING:
     from finetune.run.run import Run
 
-# The least that a number may be, where the Trainer would go on with less or stop with a trace.
-LEAST = {
-    "learning_rate": 0,
-    "seed": 0,
-    "data_seed": 0,
-    "warmup_steps": 0,
-    "weight_decay": 0,
-    "max_grad_norm": 0,
-    "logging_steps": 0,
-    "dataloader_num_workers": 0,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "activation_checkpoint_interval": 1,
-    "max_seq_length": 1,
-    "block_size": 1,
-    "max_train_samples": 1,
-    "max_eval_samples": 1,
-    "max_predict_samples": 1,
-    "sample_tokens": 0,
-    "sample_temperature": 0,
-    "early_stopping_patience": 1,
-}
-# Shares, which lie between 0 and this.
-SHARES = {"validation_fraction": 1.0, "validation_split_percentage": 100.0, "label_smoothing_factor": 1.0}
-TESTS = ("test_file", "test_dir", "cifar_dir", "dataset_name")
 
-
-def check(run: Run, is_here: bool = True) -> None:
-    """Raises RequestError for values that cannot be meant, for flags that contradict each other, for what the engine or
-    the launch cannot do, and, of a run that is to be here, for what it needs and nobody gave."""
-    mistakes = [
-        f"{run.said(name)}, but it must be {least} or more."
-        for name, least in LEAST.items()
-        if (value := run.value(name)) is not None and value < least
-    ]
-    mistakes += [
-        f"{run.said(name)}, but it must be 0 or more and less than {most:g}."
-        for name, most in SHARES.items()
-        if (value := run.value(name)) is not None and not 0 <= value < most
-    ]
-    steps, epochs = run.value("max_steps"), run.value("num_train_epochs")
-    if steps == 0 or steps < -1:
-        mistakes.append(f"{run.said('max_steps')}, but it must be 1 or more, or -1 for whole epochs.")
-    if epochs <= 0:
-        mistakes.append(f"{run.said('num_train_epochs')}, but it must be more than 0.")
-    mistakes += conflicts(run)
+def check(run: Run, is_here: bool = True, mistakes: Sequence[str] = ()) -> None:
+    """Raises RequestError, with the `mistakes` that were found before, for values that cannot be meant, for flags that
+    contradict each other, for what the engine or the launch cannot do, and, of a run that is to be here, for what it
+    needs and nobody gave."""
+    found = [*mistakes, *_out_of_range(run), *conflicts(run)]
     if is_here:
-        mistakes += [*missing(run), *missing_checkpoint(run)]
-    if is_here and run.values.get("do_predict") and not any(run.values.get(name) for name in TESTS):
-        tests = [f"--{name}" for name in TESTS if name in run.recipe.flags]
-        mistakes.append(f"--do_predict needs a test split. Give {', or '.join(tests)} with one.")
-    if mistakes:
-        raise RequestError("\n".join(mistakes))
+        found += [*missing(run), *missing_checkpoint(run)]
+    if found:
+        raise RequestError("\n".join(found))
     if is_here:
         _check_optimizer(run)
     if run.stages is not None:
         check_pipeline(run)
     check_guards(run)
+
+
+def _out_of_range(run: Run) -> Iterator[str]:
+    for flag in run.recipe.flags.values():
+        value = run.value(flag.name)
+        if flag.range is not None and value is not None and not flag.range.holds(value):
+            yield f"{run.said(flag.name)}, but it must be {flag.range}."
 
 
 def check_here(run: Run, deepspeed: str | None) -> None:

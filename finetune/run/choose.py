@@ -9,7 +9,7 @@ from pathlib import Path
 
 from finetune.errors import RequestError
 from finetune.run.flat_yaml import read_flat_yaml
-from finetune.run.parse import RECIPE_KEY
+from finetune.run.parse import RECIPE_KEY, spelt
 from finetune.run.recipe import Recipe
 
 LIKELIEST = ("causal_lm", "causal_lm_pipeline", "seq_cls", "image_cls")  # where flags fit several
@@ -53,11 +53,11 @@ def _said(argv: Sequence[str]) -> tuple[Collection[str], str | None]:
     for word, follows in zip(argv, [*argv, ""][1:], strict=True):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            given.add(name.replace("-", "_"))
+            given.add(spelt(name))
             config = (value if equals else follows) if name == "config" else config
     if config is None:
         return given, None
     content = read_flat_yaml(config)
     named = content.pop(RECIPE_KEY, None)
-    given |= {str(name) for name, value in content.items() if value is not None}
+    given |= {spelt(str(name)) for name, value in content.items() if value is not None}
     return given, None if named is None else str(named)

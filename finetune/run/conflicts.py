@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import TYPE_CHECKING
+
+from finetune.run.sizes import IMAGE_SIZES
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
 
 FILES = ("train_file", "validation_file", "test_file")
+FOLDERS = ("train_dir", "validation_dir", "test_dir")
+LANGUAGE_FIGURES = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
+TESTS = ("test_file", "test_dir", "cifar_dir", "dataset_name")
 ADAPTER_NEEDS = {"use_peft": "peft", "load_in_4bit": "bitsandbytes"}  # by flag, the package
 
 
@@ -18,46 +24,63 @@ def conflicts(run: Run) -> Iterator[str]:
     yield from _twice(run)
     yield from _of_hub(run)
     yield from _of_order(run)
-    if "lora_r" in run.recipe.flags:
-        yield from _of_adapters(run)
+    yield from _of_evaluations(run)
+    if "train_dir" in run.recipe.flags:
+        yield from _of_images(run)
+    best = run.value("metric_for_best_model")
+    if "block_size" in run.recipe.flags and best and best.removeprefix("eval_") not in LANGUAGE_FIGURES:
+        yield f"{run.said('metric_for_best_model')}, but a language model has {', '.join(LANGUAGE_FIGURES)}. Give one."
+    if run.value("use_peft") and run.value("resize_embeddings"):
+        yield (
+            f"{run.said('resize_embeddings')}, and {run.said('use_peft')}: an adapter leaves the embeddings as they "
+            "are, so the new tokens would never be learnt. Drop one of them."
+        )
 
 
 def missing(run: Run) -> Iterator[str]:
     """Likewise, what a run that is to start here needs and nobody gave."""
+    value = run.value
     for name, package in ADAPTER_NEEDS.items():
-        if run.value("use_peft") and run.value(name) and importlib.util.find_spec(package) is None:
+        if value("use_peft") and value(name) and importlib.util.find_spec(package) is None:
             yield f"{run.said(name)}: needs {package}, which is not installed. pip install {package}, or drop it."
-    if run.value("use_peft") and not run.value("model_name_or_path"):
+    if value("use_peft") and not value("model_name_or_path"):
         yield (
             f"{run.said('use_peft')}: it adapts a trained model, and one from scratch has nothing to keep. Give "
             "--model_name_or_path."
         )
     if "block_size" in run.recipe.flags:
-        if run.value("do_train") and run.value("validation_file") and not _trains_on(run):
-            yield "--validation_file without --train_file: give one, or evaluate alone by --do_train False."
+        if value("do_train") and value("validation_file") and not _trains_on(run):
+            yield f"{run.said('validation_file')}, but there is no --train_file. Give one, or --do_train False."
         if run.stages is None:  # a pipeline refuses more, in words of its own
             yield from _of_language(run)
+    elif value("do_predict") and not any(value(name) for name in TESTS):
+        tests = [f"--{name}" for name in TESTS if name in run.recipe.flags]
+        yield f"{run.said('do_predict')}, but it needs a test split. Give {', or '.join(tests)} with one."
+    knows = value("do_train") or value("model_name_or_path") or "model_name_or_path" not in run.recipe.flags
+    if not knows and run.stages is None:
+        yield f"{run.said('do_train')}: there is no trained model to ask. Give --model_name_or_path."
 
 
 def _twice(run: Run) -> Iterator[str]:
     given = run.given
-    if run.values.get("resume") and run.values.get("overwrite_output_dir"):
-        yield "--resume and --overwrite_output_dir contradict each other. Keep one."
-    if given.get("deepspeed") and given.get("deepspeed_config"):
-        yield "--deepspeed and --deepspeed_config say the same thing twice. Keep one."
-    if given.get("bf16") and given.get("fp16"):
-        yield "--bf16 and --fp16 are both True. Keep one."
-    if given.get("label_column_name") and given.get("label_column_names"):
-        yield "--label_column_name and --label_column_names are both given. Keep one."
-    mixed = FILES[:1] if "block_size" in run.recipe.flags else FILES
-    for name in mixed:
-        if given.get("dataset_name") and given.get(name):
-            yield f"--dataset_name and --{name} are both given. Keep one: splits are not mixed."
+    pairs = [
+        ("resume", "overwrite_output_dir", "they contradict each other"),
+        ("deepspeed", "deepspeed_config", "they say the same thing twice"),
+        ("bf16", "fp16", "a run has one precision"),
+        ("bf16_full_eval", "fp16_full_eval", "a run has one precision"),
+        ("label_column_name", "label_column_names", "rows have one column of labels, or several"),
+    ]
+    files = FILES[:1] if "block_size" in run.recipe.flags else FILES
+    sources = [("dataset_name", *files)] if "train_file" in run.recipe.flags else []
+    sources += [(one, *FOLDERS) for one in ("dataset_name", "cifar_dir") if "train_dir" in run.recipe.flags]
+    pairs += [(one, other, "data comes from one place") for one, *others in sources for other in others]
+    pairs += [("dataset_name", "cifar_dir", "data comes from one place")]
+    for one, other, why in pairs:
+        if given.get(one) and given.get(other):
+            yield f"{run.said(one)}, and {run.said(other)}: {why}. Keep one."
 
 
 def _of_hub(run: Run) -> Iterator[str]:
-    if run.given.get("hub_model_id") and not run.given.get("push_to_hub"):
-        yield "--hub_model_id names where to push, but nothing is pushed. Add --push_to_hub True."
     if run.given.get("hub_token"):
         yield (
             f"--hub_token ({run.settings['hub_token'].source}): command lines are seen by everybody on this machine, "
@@ -74,18 +97,51 @@ def _of_order(run: Run) -> Iterator[str]:
             )
 
 
-def _of_adapters(run: Run) -> Iterator[str]:
-    if not run.value("use_peft"):
-        for name in ("load_in_4bit", "merge_adapter"):
-            if run.value(name):
-                yield f"{run.said(name)}, but it is for adapters. Add --use_peft True, or drop it."
+def _of_evaluations(run: Run) -> Iterator[str]:
+    """As transformers 5.23 refuses them (training_args.py, _validate_args), and what would never be saved."""
+    value, said = run.value, run.said
+    saves, evaluates = value("save_strategy"), value("eval_strategy")
+    if not value("do_eval") or not value("do_train"):
         return
-    if run.value("lora_r") < 1:
-        yield f"{run.said('lora_r')}, but an adapter has a rank of 1 or more."
-    if run.value("resize_embeddings"):
+    schedule = value("lr_scheduler_type")
+    needs = ("save_strategy",) * (saves == "best") + ("load_best_model_at_end",) * bool(value("load_best_model_at_end"))
+    needs += ("lr_scheduler_type",) * (schedule in ("reduce_lr_on_plateau", "greedy"))
+    if evaluates == "no" and needs:
+        yield f"{said(needs[0])}, which goes by evaluations, but {said('eval_strategy')}. Give steps or epoch."
+    elif value("load_best_model_at_end") and saves not in ("best", evaluates):
         yield (
-            "--resize_embeddings and --use_peft: an adapter leaves the embeddings as they are, so the new tokens would "
-            "never be learnt. Drop one of them."
+            f"{said('load_best_model_at_end')}, which saves what it evaluates, but {said('save_strategy')} and "
+            f"{said('eval_strategy')}. Give both alike, or --save_strategy best."
+        )
+    elif value("load_best_model_at_end") and saves == "steps":
+        each, between = (Fraction(str(value(name))) for name in ("save_steps", _steps_of_evaluation(run)))
+        if each % between or (each < 1) != (between < 1):
+            yield (
+                f"{said('load_best_model_at_end')}, which saves what it evaluates, but {said('save_steps')}, which is "
+                f"no multiple: {said(_steps_of_evaluation(run))}. Change one."
+            )
+
+
+def _steps_of_evaluation(run: Run) -> str:
+    return "eval_steps" if run.value("eval_steps") else "logging_steps"
+
+
+def _of_images(run: Run) -> Iterator[str]:
+    kind, size, is_named = run.value("model_type"), run.value("model_size"), bool(run.value("model_name_or_path"))
+    if size not in IMAGE_SIZES[kind]:
+        yield f"{run.said('model_size')}, but {run.said('model_type')}, which has {', '.join(IMAGE_SIZES[kind])}."
+    for name, only, usual in (("norm", "resnet", "batch"), ("dropout", "alexnet", None)):
+        if run.value(name) != usual and kind != only and not is_named:
+            yield f"{run.said(name)}, which is for {only}s, but {run.said('model_type')}. Drop it."
+    if run.value("freeze_batch_norm"):
+        if not is_named:
+            yield f"{run.said('freeze_batch_norm')}: a model from scratch has no statistics to keep. Drop it."
+        elif run.value("sync_batch_norm"):
+            yield f"{run.said('freeze_batch_norm')}, and {run.said('sync_batch_norm')}: it gathers new ones. Drop one."
+    if run.stages is not None and not is_named and kind != "alexnet":
+        yield (
+            f"{run.said('pipeline_parallel_size')}, but {run.said('model_type')}, which is no list of layers here. "
+            "Drop it, or give --model_type alexnet."
         )
 
 
@@ -100,15 +156,18 @@ def _of_language(run: Run) -> Iterator[str]:
             f"{run.said('dataloader_num_workers')}: a stream is read by one process. Give 1 to have it tokenized "
             "beside the training, or 0."
         )
+    if streaming and value("tokenizer") == "char" and not (value("tokenizer_name") or value("model_name_or_path")):
+        yield (
+            f"{run.said('streaming')}, but {run.said('tokenizer')}: later text may have characters that the first "
+            "lacks. Give --tokenizer byte or bpe."
+        )
     for name in ("save_strategy", "eval_strategy"):
         if streaming and run.given.get(name) == "epoch":
             yield f"{run.said(name)}: nobody knows how long a stream is. Use steps, with --save_steps."
     if value("label_smoothing_factor"):
         yield f"{run.said('label_smoothing_factor')}: the Trainer shifts labels that are shifted here. Drop it."
     if not trains and not value("do_eval"):
-        yield "--do_train and --do_eval are both False: there is nothing to do. Set one to True."
-    if not trains and not value("model_name_or_path"):
-        yield f"{run.said('do_train')}: there is no trained model to evaluate. Give --model_name_or_path."
+        yield f"{run.said('do_train')}, and {run.said('do_eval')}: there is nothing to do. Set one to True."
     if value("do_predict"):
         yield f"{run.said('do_predict')}: a language model writes samples instead (--sample_prompt). Drop it."
 

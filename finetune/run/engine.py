@@ -42,7 +42,7 @@ def settle_engine(run: Run) -> Run:
     asked = deepspeed_config_of(run)
     if not asked or deepspeed_by_accelerate(run):
         return run
-    flag = next((name for name in ("deepspeed", "deepspeed_config") if run.value(name) == asked), None)
+    flag = next((name for name in ("deepspeed", "deepspeed_config") if run.given.get(name) == asked), None)
     try:
         find_config(asked)
     except RequestError as error:
@@ -58,10 +58,12 @@ def fsdp_of(run: Run) -> Any:
         asked = asked.lower() == "true" or None
     if asked and run.launch.world_size == 1:
         raise RequestError(
-            "--fsdp shards over several ranks, and this is one. Drop it, or launch with `torchrun --nproc_per_node N`."
+            f"{run.said('fsdp')}, which shards over several ranks, and this is one. Drop it, or launch with `torchrun "
+            "--nproc_per_node N`."
         )
     if (asked or fsdp_by_accelerate(run)) and not run.value("do_train"):
-        raise RequestError("--fsdp shards training, but --do_train is False. Drop it.")
+        fsdp = run.said("fsdp") if asked else "accelerate launch asks for FSDP"
+        raise RequestError(f"{fsdp}, which shards training, but {run.said('do_train')}. Drop one.")
     return asked
 
 
@@ -72,16 +74,19 @@ def deepspeed_config_of(run: Run) -> str | None:
     uses zero2 by default, plain python and torchrun nothing. Under `accelerate launch` the choice is in its own config.
     """
     launch = run.launch
-    asked = run.value("deepspeed") or run.value("deepspeed_config")
+    flag = "deepspeed" if run.value("deepspeed") else "deepspeed_config"
+    asked, said = run.value(flag), run.said(flag)
     by_accelerate = deepspeed_by_accelerate(run)
     if run.value("fsdp") or fsdp_by_accelerate(run):
         if by_accelerate or asked not in (None, "none"):
-            raise RequestError(f"--fsdp and DeepSpeed ({asked or 'by accelerate'}) both shard the model. Keep one.")
+            fsdp = run.said("fsdp") if run.value("fsdp") else "accelerate launch asks for FSDP"
+            other = "accelerate launch asks for DeepSpeed" if by_accelerate else said
+            raise RequestError(f"{fsdp}, and {other}: both shard the model. Keep one.")
         return None
     if by_accelerate and asked:
         raise RequestError(
-            f"accelerate launch already sets DeepSpeed up, and --deepspeed {asked} asks for another config. Drop "
-            "--deepspeed (also from a YAML), or launch with `deepspeed` or `torchrun` instead."
+            f"{said}, but accelerate launch already sets DeepSpeed up. Drop --{flag}, or launch with `deepspeed` or "
+            "`torchrun` instead."
         )
     if by_accelerate:
         asked = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
@@ -92,9 +97,11 @@ def deepspeed_config_of(run: Run) -> str | None:
                 "with `deepspeed` or `torchrun`, or by an accelerate config without DeepSpeed."
             )
         if asked == "none":
-            raise RequestError("--deepspeed none: a pipeline is DeepSpeed's. Drop it, or use recipes/causal_lm.py.")
+            raise RequestError(f"{said}, but a pipeline is DeepSpeed's. Drop it, or {run.without_pipeline}.")
         if not run.value("do_train"):
-            raise RequestError("--do_train False: a pipeline run trains. Evaluate its folder by recipes/causal_lm.py.")
+            raise RequestError(
+                f"{run.said('do_train')}, but a pipeline run trains. To evaluate its folder, {run.without_pipeline}."
+            )
         return str(asked or "pipeline")
     if not asked and launch.launcher == "deepspeed" and run.value("do_train"):
         asked = "zero2"
@@ -102,7 +109,8 @@ def deepspeed_config_of(run: Run) -> str | None:
         return None
     if not run.value("do_train"):
         mend = "Launch without DeepSpeed" if by_accelerate else "Set --deepspeed none"
-        raise RequestError(f"DeepSpeed ({asked}) shards training, but --do_train is False. {mend}.")
+        shards = f"DeepSpeed ({asked}, by accelerate)" if by_accelerate else said
+        raise RequestError(f"{shards}, which shards training, but {run.said('do_train')}. {mend}.")
     return str(asked)
 
 

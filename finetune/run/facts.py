@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.run.flags.language import LEAST_BLOCK
+from finetune.run.flags.text import LEAST_TOKENS
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
 
 NO_LIMIT = 10**9
 # The flag that says how many tokens a sample has: the most that a recipe takes unasked, the least, and why no less.
 TOKENS = {
-    "max_seq_length": (512, 8, "which leaves no room for text"),
-    "block_size": (1024, 2, "and there is nothing to predict"),
+    "max_seq_length": (512, LEAST_TOKENS, "which leaves no room for text"),
+    "block_size": (1024, LEAST_BLOCK, "and there is nothing to predict"),
 }
 # RoBERTa's family keeps two positions for itself (padding_idx + 1).
 RESERVED = dict.fromkeys(("roberta", "xlm-roberta", "camembert", "longformer"), 2)
@@ -53,9 +55,7 @@ def tokens_of(flag: str, asked: int | None, positions: int, most: int = NO_LIMIT
 
 def loss_chunk_tokens(asked: int | None, vocab_size: int, device: str) -> int:
     """Rows of logits at a time that a causal language model's loss is to be computed in; 0 for all at once. `device` is
-    "cpu" or "cuda". Raises RequestError."""
-    if asked is not None and asked < 0:
-        raise RequestError(f"--loss_chunk_tokens is {asked}, but it must be 0 (all at once) or more.")
+    "cpu" or "cuda"."""
     if asked is None and vocab_size >= LARGE_VOCABULARY:
         return CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
     return asked or 0

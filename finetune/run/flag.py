@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from finetune.run.range import Range
+
 # What `metadata={"path": ...}` of a field may say. All but "output" must be there, and are not deleted by
 # --overwrite_output_dir.
 FILE, FOLDER = "file", "folder"
 NAME_OR_PATH = "name or path"  # a hub id, a shipped name, or a path
+METRIC = "metric"  # one of ours by name, or a Python file
 OUTPUT = "output"  # is made where it is missing
 MOST = 2**63  # a larger number is a slip of a finger
 TRUE, FALSE = ("true", "yes", "y", "t", "1", "on"), ("false", "no", "n", "f", "0", "off")
@@ -30,6 +33,7 @@ class Flag:
     many: bool = False
     choices: tuple[str, ...] = ()
     path: str | None = None
+    range: Range | None = None
     group: type | None = None  # the dataclass that it is a field of; None for the Trainer's
 
     def read(self, given: Any) -> Any:
@@ -113,7 +117,7 @@ READERS: dict[str, Callable[[Any], Any]] = {"bool": _bool, "int": _int, "float":
 
 
 def flags_of(groups: Sequence[type]) -> tuple[Flag, ...]:
-    """Those of dataclasses, whose fields have `metadata={"help": ...}` and may have "choices" and "path"."""
+    """Those of dataclasses, whose fields have `metadata={"help": ...}` and may have "choices", "path" and "range"."""
     found = []
     for group in groups:
         hints = typing.get_type_hints(group)
@@ -130,6 +134,7 @@ def flags_of(groups: Sequence[type]) -> tuple[Flag, ...]:
                     many,
                     tuple(about.get("choices", ())),
                     about.get("path"),
+                    about.get("range"),
                     group,
                 )
             )

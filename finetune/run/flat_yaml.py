@@ -11,6 +11,7 @@ from finetune.errors import RequestError
 from finetune.safe_read import SAFE_LOADER, YAML_ERRORS, read_bounded
 
 MAX_YAML_BYTES = 1_000_000
+FLAGS = "flat `flag: value` lines"
 DEEPEST = 12  # levels of lists and objects in each other; a grid has 4
 
 
@@ -33,10 +34,12 @@ def read_flat_yaml_lines(name: str) -> tuple[dict[Any, Any], dict[Any, int]]:
     return content, {name: key.start_mark.line + 1 for name, (key, _) in zip(content, node.value, strict=True)}
 
 
-def read_flat_yaml(name: str, said: str | None = None, holds: str = "flat `flag: value` lines") -> dict[str, Any]:
+def read_flat_yaml(name: str, said: str | None = None, holds: str = FLAGS) -> dict[str, Any]:
     """The file's lines. Raises RequestError, with line and column, for what is no such file; `said` is how it was asked
     for, other than by --config, and `holds` what belongs into it."""
-    path, said = Path(name).expanduser(), said or f"--config {name} (command line)"
+    path, said = Path(name).expanduser(), said or f"--config is {name!r} (command line)"
+    if path.is_dir():
+        raise RequestError(f"{said}, but that is a folder. Give a YAML in it.")
     try:
         if path.stat().st_size > MAX_YAML_BYTES:
             raise RequestError(f"{said}: {path.stat().st_size:,} bytes is no recipe config.")
@@ -51,6 +54,8 @@ def read_flat_yaml(name: str, said: str | None = None, holds: str = "flat `flag:
         raise RequestError(
             f"{name}{where}: cannot be read as YAML: {getattr(error, 'problem', None) or error}."
         ) from error
+    if holds == FLAGS and isinstance(content, dict) and isinstance(content.get("grid"), list):
+        raise RequestError(f"{name}: is a grid, which `finetune bench {name}` runs, and no recipe's YAML.")
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise RequestError(f"{name}: must hold {holds}, but {found}.")

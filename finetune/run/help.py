@@ -42,6 +42,8 @@ def _entry(flag: Flag, recipe: Recipe) -> str:
     words = "" if flag.kind == "bool" else f" {flag.kind.upper()}" + (" ..." if flag.many else "")
     choices = f" [{', '.join(flag.choices)}]" if flag.choices and flag.choices[0] not in flag.help else ""
     shown = "" if default is None or default in ("", []) or flag.name in BY_MACHINE else f" (default: {default})"
+    if flag.kind == "bool" and default is True and flag.default is True:
+        shown = f" (default: True; --no_{flag.name} for False)"
     if flag.name in recipe.scratch_defaults:
         shown = f" (default: {default}; of a model from scratch {recipe.scratch_defaults[flag.name]})"
     head = f"{INDENT}--{flag.name}{words}"

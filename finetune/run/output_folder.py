@@ -37,14 +37,14 @@ def check_output_dir(run: Run) -> None:
     """
     folder = Path(run.value("output_dir")).expanduser()
     if folder.exists() and not folder.is_dir():
-        raise RequestError(f"--output_dir {folder}: is a file. Give a folder.")
+        raise RequestError(f"{run.said('output_dir')}, but that is a file. Give a folder.")
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         raise RequestError(
-            f"--output_dir {folder}: cannot be written ({error.strerror}). Give another folder."
+            f"{run.said('output_dir')}, but it cannot be written ({error.strerror}). Give another folder."
         ) from error
     entries = [p.name for p in folder.iterdir() if p.name not in ("lost+found", LOCK)] if folder.is_dir() else []
     resume = run.value("resume")
@@ -54,19 +54,19 @@ def check_output_dir(run: Run) -> None:
         return
     if not run.value("overwrite_output_dir"):
         raise RequestError(
-            f"--output_dir {folder}: holds {len(entries)} files or folders already. Go on with it by --resume auto, "
-            "delete it by --overwrite_output_dir True, or give another folder."
+            f"{run.said('output_dir')}, but it holds {len(entries)} files or folders already. Go on with it by "
+            "--resume auto, delete it by --overwrite_output_dir True, or give another folder."
         )
     if RUN_RECORD not in entries:
         raise RequestError(
-            f"--output_dir {folder}: holds {', '.join(sorted(entries)[:3])} but no {RUN_RECORD}, so it is no run of "
-            "ours and is not deleted. Empty it by hand, or give another folder."
+            f"{run.said('output_dir')}, but it holds {', '.join(sorted(entries)[:3])} and no {RUN_RECORD}, so it is no "
+            "run of ours and is not deleted. Empty it by hand, or give another folder."
         )
     for name in run.recipe.inputs:
         for given in named_in(run.value(name)):
             path = Path(given).expanduser()
             if path.exists() and path.resolve().is_relative_to(folder.resolve()):
                 raise RequestError(
-                    f"--overwrite_output_dir would delete {folder}, which holds --{name} {given}. Give another "
-                    "--output_dir."
+                    f"{run.said('overwrite_output_dir')}, which would delete {folder}, but it holds {run.said(name)}. "
+                    "Give another --output_dir."
                 )

@@ -55,9 +55,9 @@ def settings_of(
 
 
 def words_by_flag(argv: Sequence[str], flags: Mapping[str, Flag], mistakes: list[str]) -> dict[str, list[str]]:
-    """The words behind each flag, of one that is said twice the last. The deepspeed launcher's --local_rank ends here
+    """The words behind each flag. One that is said twice says the same. The deepspeed launcher's --local_rank ends here
     (transformers 5 has no such flag). `--no_FLAG` is False for a flag that is True by default."""
-    found: dict[str, list[str]] = {}
+    said: list[tuple[str, list[str]]] = []
     values: list[str] | None = None
     for word in argv:
         if not word.startswith("--"):
@@ -67,13 +67,16 @@ def words_by_flag(argv: Sequence[str], flags: Mapping[str, Flag], mistakes: list
                 values.append(word)
             continue
         name, equals, value = word[2:].partition("=")
-        name = name.replace("-", "_")
-        values = [value] if equals else []
+        name, values = spelt(name), [value] if equals else []
         positive = flags.get(name.removeprefix("no_"))
         if name not in flags and positive is not None and positive.default is True:
             name, values = positive.name, ["False"]
-        found[name] = values
-    found.pop("local_rank", None)
+        said.append((name, values))
+    found: dict[str, list[str]] = {}
+    for name, words in said:
+        if name != "local_rank" and found.setdefault(name, words) != words:
+            both = f"{' '.join(found[name])!r} and {' '.join(words)!r}"
+            mistakes.append(f"--{name} is {both} (both on the command line). Keep one.")
     return found
 
 
@@ -83,10 +86,24 @@ def _lines(path: str, recipes: Sequence[str], mistakes: list[str]) -> dict[str, 
     asked = content.pop(RECIPE_KEY, None)
     if asked not in (None, *recipes):
         mistakes.append(f"--config {path} (command line) is for recipes/{asked}.py, not for recipes/{recipes[0]}.py.")
-    return {str(name): (value, f"{path} line {lines[name]}") for name, value in content.items() if value is not None}
+    found: dict[str, tuple[Any, str]] = {}
+    for key, value in content.items():
+        name, where = spelt(str(key)), f"{path} line {lines[key]}"
+        if name in found:
+            mistakes.append(f"--{name} ({where}) is said twice, and once in {found[name][1]}. Keep one.")
+        elif value is not None:
+            found[name] = value, where
+    return found
+
+
+def spelt(name: str) -> str:
+    """As flags are: `max-steps` is `max_steps`."""
+    return name.replace("-", "_")
 
 
 def _value(flag: Flag, given: Any) -> Any:
+    if flag.path and given in ("", [""]):
+        raise ValueError("names nothing, as an empty variable of the shell does")
     if given == []:
         if flag.kind != "bool":
             raise ValueError("needs a value")

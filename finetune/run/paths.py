@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH
+from finetune.run.flag import FILE, FOLDER, METRIC, NAME_OR_PATH
+from finetune.run.meanings import nearest
 
 TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
+METRICS = tuple(sorted(path.stem for path in Path(__file__).parents[1].glob("metrics/[!_]*.py")))
 SHOWN = 8
 
 
@@ -55,7 +57,16 @@ def _name_or_path(name: str) -> str | None:
     )
 
 
-KINDS = {FILE: _file, FOLDER: _folder, NAME_OR_PATH: _name_or_path}
+def _metric(name: str) -> str | None:
+    if name in METRICS or (name.endswith(".py") and Path(name).expanduser().is_file()):
+        return None
+    near = nearest(name, METRICS)
+    return f"{name} is none of ours ({', '.join(METRICS)}) and no Python file with an evaluate.Metric." + (
+        f" Did you mean {near}?" if near else " Give one."
+    )
+
+
+KINDS = {FILE: _file, FOLDER: _folder, NAME_OR_PATH: _name_or_path, METRIC: _metric}
 
 
 def _there(folder: Path) -> str:

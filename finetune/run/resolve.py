@@ -16,6 +16,7 @@ from finetune.run.parse import Setting, settings_of
 from finetune.run.paths import check_paths
 from finetune.run.recipe import ENGINE_FLAG, PIPELINE, Recipe
 from finetune.run.run import Run
+from finetune.run.void import settle_void
 
 
 def resolve(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: bool = True) -> Run:
@@ -25,7 +26,8 @@ def resolve(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: bool =
     given = settings_of(argv, recipe.flags, refused, recipe.name, recipe.reads)
     run = Run(recipe, launch, tuple(argv), {**_defaults(recipe, given), **given})
     _refuse_other_engine(run)
-    check(run, is_here)
+    run, mistakes = settle_void(run)
+    check(run, is_here, mistakes)
     return run
 
 
@@ -37,10 +39,11 @@ def resolve_here(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
     run = settle_engine(run)
     asked = deepspeed_config_of(run)
     check_here(run, asked)
+    if asked:  # which is checked once more when the GPUs are known
+        precision: dict[str, bool] = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given}
+        load_deepspeed(run, asked, context_of(run, precision, has_cuda=None))
     if launch.speaks:
-        check_output_dir(run)
-    if asked:
-        load_deepspeed(run, asked, context_of(run, {}, has_cuda=None))  # once more when the GPUs are known
+        check_output_dir(run)  # the last: another folder mends no flag
     return run
 
 

@@ -22,6 +22,7 @@ class Run:
     launch: Launch
     argv: tuple[str, ...]
     settings: Mapping[str, Setting]
+    notes: tuple[str, ...] = ()  # what was settled otherwise than somebody may think
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -49,6 +50,12 @@ class Run:
         is_pipeline = PIPELINE in engines and (TRAINER not in engines or self.value(ENGINE_FLAG) is not None)
         asked = self.value(ENGINE_FLAG)
         return (1 if asked is None else int(asked)) if is_pipeline else None
+
+    @property
+    def without_pipeline(self) -> str:
+        """How the same is trained by the Trainer, as an error's mend says it."""
+        others = " or ".join(f"recipes/{name}.py" for name in self.recipe.reads)
+        return f"drop --{ENGINE_FLAG}" if TRAINER in self.recipe.engines else f"use {others}"
 
     @property
     def groups(self) -> tuple[type, ...]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from finetune.run.flag import FILE, NAME_OR_PATH, OUTPUT, Flag
+from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, RATE, STEPS, Range
 
 SNAPSHOT = Path(__file__).with_name("training_arguments.json")
 PATHS = {
@@ -14,11 +16,28 @@ PATHS = {
     "deepspeed": NAME_OR_PATH,
     **dict.fromkeys(("accelerator_config", "fsdp_config", "liger_kernel_config"), FILE),  # where it is no object
 }
+# Outside of which the Trainer, torch or numpy stops with a trace, or goes on with what nobody means.
+RANGES = {
+    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "eval_delay"), NOT_NEGATIVE),
+    **dict.fromkeys(("dataloader_num_workers", "neftune_noise_alpha"), NOT_NEGATIVE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), RATE),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), AT_LEAST_ONE),
+    **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps", "ddp_timeout"), AT_LEAST_ONE),
+    **dict.fromkeys(("torch_empty_cache_steps", "dataloader_prefetch_factor", "ddp_bucket_cap_mb"), AT_LEAST_ONE),
+    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), STEPS),
+    **dict.fromkeys(("seed", "data_seed"), Range(least=0, below=2**32)),  # numpy's
+    "warmup_steps": Range(least=0, share=True),
+    "max_steps": Range(least=1, others={-1: "for whole epochs"}),
+    "num_train_epochs": POSITIVE,
+    "save_total_limit": NOT_NEGATIVE,
+}
 
 
 @cache
 def trainer_flags() -> tuple[Flag, ...]:
     rows = json.loads(SNAPSHOT.read_text(encoding="utf-8"))["flags"]
-    return tuple(
-        Flag(**{**row, "choices": tuple(row.get("choices", ())), "path": PATHS.get(row["name"])}) for row in rows
-    )
+    return tuple(Flag(**{**row, "choices": tuple(row.get("choices", ())), **_ours(row["name"])}) for row in rows)
+
+
+def _ours(name: str) -> dict[str, Any]:
+    return {"path": PATHS.get(name), "range": RANGES.get(name)}

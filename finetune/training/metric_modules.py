@@ -18,9 +18,9 @@ import evaluate
 import finetune.metrics
 from finetune.data.cache import cache_home
 from finetune.errors import RequestError, first_line
+from finetune.run.paths import METRICS
 
 FOLDER = Path(finetune.metrics.__file__).parent
-NAMES = tuple(sorted(path.stem for path in FOLDER.glob("[!_]*.py")))
 LESS_IS_BETTER = ("loss", "error")  # at the end of a figure's name, where its metric does not say
 
 
@@ -86,10 +86,10 @@ def _compute(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open(name: str, config: str | None, said: str) -> Any:
-    path = FOLDER / f"{name}.py" if name in NAMES else Path(name).expanduser()
+    path = FOLDER / f"{name}.py" if name in METRICS else Path(name).expanduser()
     if not path.is_file():
         raise RequestError(
-            f"{said}: is no metric of ours ({', '.join(NAMES)}) and no file. Give one, or the path of a Python "
+            f"{said}: is no metric of ours ({', '.join(METRICS)}) and no file. Give one, or the path of a Python "
             "file with a subclass of evaluate.Metric."
         )
     if path.suffix != ".py":

@@ -107,15 +107,10 @@ def _refuse_other_than(there: tuple[str, ...], name: str | None, kind: str) -> N
         raise RequestError(f"--metric_for_best_model {name}: a {kind} has {', '.join(there)}.")
 
 
-LANGUAGE = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
-
-
 def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, Any]) -> None:
     """What the Trainer would take wrong for a language model, where it was not `given`: less is better for all metrics
-    but one, and a stream has no end of an epoch to save or evaluate at. Raises RequestError for another
-    model's metric."""
+    but one, and a stream has no end of an epoch to save or evaluate at."""
     streaming = corpus.streaming
-    _refuse_other_than(LANGUAGE, training.metric_for_best_model, "language model")
     if training.metric_for_best_model and "greater_is_better" not in given:
         training.greater_is_better = training.metric_for_best_model.endswith("accuracy")
     for name in ("save_strategy", "eval_strategy"):

@@ -81,7 +81,7 @@ def start(run: Run) -> Session:
     asked = deepspeed_config_of(run)
     precision = choose_precision(run, has_cuda, stated_precision(asked))
     run, note = keep_global_batch(run, chosen.checkpoint)
-    said: list[str | None] = [note]
+    said: list[str | None] = [*run.notes, note]
     check_profile(run, asked, chosen.checkpoint)
     check_comm_hook(run, asked or ("by accelerate" if accelerate_uses_deepspeed() else None), precision)
     capability = torch.cuda.get_device_capability() if has_cuda else None

@@ -173,6 +173,7 @@ def test_a_recipe_gives_the_flags_and_the_file(tmp_path: Path, capsys: pytest.Ca
     assert main(["check", "--config", str(recipe)]) == 2
     assert "0.5, but the run asks for 0.1 (--max_grad_norm)" in capsys.readouterr().out
     assert main(["check", "--config", str(REPO / "recipes" / "configs" / "lora_zero3.yaml"), "--gpu"]) == 0
+    assert main(["check", str(REPO / "recipes" / "configs" / "lora_zero3.yaml"), "--gpu"]) == 0
 
 
 def test_a_model_gives_the_sizes_of_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,6 +200,8 @@ def test_a_model_gives_the_sizes_of_its_weights(tmp_path: Path, capsys: pytest.C
 
 WRONG = [
     pytest.param([], "no file is given", id="nothing"),
+    pytest.param(["zero2", "recipes/configs/lora_zero3.yaml"], "Give it alone, or by --config", id="a YAML beside one"),
+    pytest.param(["zerro2"], "Did you mean zero2?", id="nearly shipped"),
     pytest.param(["nowhere"], "there is no such DeepSpeed config", id="no such file"),
     pytest.param(["zero2", "--world_size", "0"], "is no multiple of", id="no ranks"),
     pytest.param(

@@ -208,10 +208,6 @@ def _unknown_class(folder: Path) -> dict[str, str]:
     return {"train_dir": str(folder), "validation_dir": str(folder.parent / "val")}
 
 
-def _two_sources(folder: Path) -> dict[str, str]:
-    return {"train_dir": str(folder), "cifar_dir": str(folder)}
-
-
 @pytest.mark.parametrize(
     ("made", "message"),
     [
@@ -220,11 +216,9 @@ def _two_sources(folder: Path) -> dict[str, str]:
         pytest.param(_empty_class, "has no picture in green", id="empty class"),
         pytest.param(_splits, "holds train, val, which are splits and no classes", id="splits"),
         pytest.param(_unknown_class, "validation data has classes .* 'green'", id="unknown class"),
-        pytest.param(_two_sources, "--train_dir and --cifar_dir are all given", id="two sources"),
         pytest.param(lambda _: {"train_dir": "nowhere"}, "there is no such folder", id="no folder"),
         pytest.param(lambda _: {"cifar_dir": "nowhere"}, "there is no such folder", id="no CIFAR"),
         pytest.param(lambda _: {"image_size": 8, "crop": 8}, "--crop_padding is 8, .* 8 x 8 .* less than 8", id="crop"),
-        pytest.param(lambda _: {"image_size": 0}, "--image_size is 0", id="no pixels"),
         pytest.param(lambda _: {"dataset_name": "nobody/nothing"}, "Offline. Give a folder by --train_dir", id="hub"),
     ],
 )

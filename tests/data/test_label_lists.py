@@ -88,7 +88,6 @@ def test_lists_that_are_no_labels_are_refused(rows: list[Any], said: str) -> Non
         pytest.param({"a": ["1", "2"], "b": ["0", "1"]}, {}, r"train data, row 2, column a: is '2'", id="a two"),
         pytest.param({"a": ["1", "0"], "b": ["0", "0"]}, {}, r"of 2 labels no training row has b", id="never positive"),
         pytest.param({"a": ["1", "0"]}, {}, r"the train data has no column 'b'", id="missing"),
-        pytest.param({"a": ["1"], "b": ["0"]}, {"label_column_name": "a"}, r"are both given", id="both flags"),
     ],
 )
 def test_columns_that_are_no_labels_are_refused(cells: Any, flags: Any, said: str) -> None:

@@ -152,7 +152,7 @@ def test_doctor_names_a_wrong_network_and_a_blocked_port(hosts: tuple[Host, Host
 
 def test_a_host_that_is_cut_off_ends_both_and_is_named(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """The cable is pulled: no connection is closed, and neither host can look into the other's processes."""
-    run = {**TINY, "max_steps": 100_000, "num_train_epochs": 10_000, "hang_timeout": 8, "output_dir": tmp_path / "run"}
+    run = {**TINY, "max_steps": 100_000, "hang_timeout": 8, "output_dir": tmp_path / "run"}
     lines = printed("--nodes", "2", "--gpus_per_node", "1", "--master_addr", hosts[0].name, RECIPE, *flags(run))
     settings = {**os.environ, "PATH": PATH, "HF_HUB_OFFLINE": "1"}
     logs = [tmp_path / host.name for host in hosts]

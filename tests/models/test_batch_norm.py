@@ -162,14 +162,14 @@ def data(side: int) -> ImageData:
 
 def build(side: int = 32, **flags: object) -> object:
     arguments = ImageModelArguments(**flags)  # type: ignore[arg-type]
-    source = find_image_source(arguments, None, will_train=True)
+    source = find_image_source(arguments, None)
     config = settled_image_config(arguments, source, data(side), will_train=True)
     return build_image_classifier(arguments, source, config, side, seed=1)
 
 
 def test_resnet18_is_the_published_network() -> None:
     arguments = ImageModelArguments(model_size="resnet18")
-    source = find_image_source(arguments, None, will_train=True)
+    source = find_image_source(arguments, None)
     config = settled_image_config(arguments, source, data(224), will_train=True)
     config.num_labels = 1000
     with torch.device("meta"):
@@ -180,12 +180,6 @@ def test_resnet18_is_the_published_network() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        pytest.param({"model_type": "vgg"}, "give resnet or alexnet", id="type"),
-        pytest.param({"model_size": "original"}, "a resnet has tiny, small, resnet18", id="size of another"),
-        pytest.param({"norm": "layer"}, "give batch or group", id="norm"),
-        pytest.param({"norm": "group", "model_type": "alexnet"}, "is for a resnet from scratch", id="norm of none"),
-        pytest.param({"dropout": 0.1}, "is for an alexnet from scratch", id="dropout"),
-        pytest.param({"freeze_batch_norm": True}, "has no statistics to keep", id="freezing nothing"),
         pytest.param({"sync_batch_norm": True, "norm": "group"}, "the model has no batch norm", id="nothing to sync"),
         pytest.param({"model_type": "alexnet", "model_size": "original"}, "too small for this alexnet", id="too small"),
         pytest.param({"model_name_or_path": "./nowhere"}, "there is no such folder", id="no folder"),
@@ -207,7 +201,7 @@ def test_a_pipeline_refuses_flags_of_batch_norm(flag: str, tmp_path: Path) -> No
 
 def test_a_resnet_is_no_pipeline() -> None:
     arguments = ImageModelArguments()
-    source = find_image_source(arguments, None, will_train=True)
+    source = find_image_source(arguments, None)
     config = settled_image_config(arguments, source, data(32), will_train=True)
     with pytest.raises(RequestError, match=r"a resnet is no list of layers here.*--model_type alexnet"):
         image_pipeline(arguments, source, config, seed=1)

@@ -5,31 +5,78 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from conftest import REPO
 
 from finetune.errors import RequestError
 from finetune.run.launch import Launch
 from finetune.run.recipe import Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.recipes.image_cls import IMAGE_CLS
 from finetune.run.recipes.seq_cls import SEQ_CLS
+from finetune.run.recipes.token_cls import TOKEN_CLS
 from finetune.run.resolve import resolve, resolve_here
+
+EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
 
 
 @pytest.mark.parametrize(
     ("recipe", "words", "said"),
     [
-        (SEQ_CLS, "--dataset_name a/b --test_file t.csv", "--dataset_name and --test_file are both given"),
-        (SEQ_CLS, "--label_column_name a --label_column_names b c", "--label_column_names are both given"),
+        (
+            SEQ_CLS,
+            "--dataset_name a/b --test_file t.csv",
+            "--dataset_name is 'a/b'.*--test_file is 't.csv'",
+        ),
+        (SEQ_CLS, "--label_column_name a --label_column_names b c", "--label_column_names is .*Keep one"),
         (SEQ_CLS, "--bf16 True --fp16 True", "Keep one"),
         (SEQ_CLS, "--hub_model_id me/it", "Add --push_to_hub True"),
-        (SEQ_CLS, "--max_seq_length -4", "--max_seq_length is -4 .*1 or more"),
+        (SEQ_CLS, "--max_seq_length -4", "--max_seq_length is -4 .*8 or more"),
         (SEQ_CLS, "--seed=-5", "--seed is -5 .*0 or more"),
         (SEQ_CLS, "--warmup_steps=-1", "--warmup_steps is -1.0 .*0 or more"),
         (SEQ_CLS, "--validation_fraction 7", "--validation_fraction is 7.0 .*less than 1"),
         (SEQ_CLS, "--resume /nowhere/checkpoint-4", "--resume is '/nowhere/checkpoint-4' .*trainer_state.json"),
         (SEQ_CLS, "--resume auto --output_dir /nowhere/run", "holds no checkpoint.*--overwrite_output_dir True"),
+        (
+            SEQ_CLS,
+            "--load_best_model_at_end --save_strategy steps",
+            "--save_strategy is 'steps'.*--eval_strategy is 'epoch'",
+        ),
+        (SEQ_CLS, f"--load_best_model_at_end {EVERY_4} --save_steps 6", "--save_steps is 6.0 .*--eval_steps is 4.0"),
+        (SEQ_CLS, f"--load_best_model_at_end {EVERY_4} --save_steps 0.5", "--save_steps is 0.5 .*--eval_steps is 4.0"),
+        (SEQ_CLS, "--load_best_model_at_end --eval_strategy no --save_strategy no", "--eval_strategy is 'no'"),
+        (SEQ_CLS, "--save_strategy best --eval_strategy no", "--eval_strategy is 'no'"),
+        (SEQ_CLS, "--lr_scheduler_type reduce_lr_on_plateau --eval_strategy no", "--eval_strategy is 'no'"),
+        (SEQ_CLS, "--early_stopping_patience 2 --save_strategy no", "follows from --early_stopping_patience"),
+        (SEQ_CLS, "--save_steps 10.5", "--save_steps is 10.5 .*a whole number"),
+        (SEQ_CLS, "--do_train False", "Give --model_name_or_path"),
+        (SEQ_CLS, "--bf16_full_eval --fp16_full_eval", "Keep one"),
+        (IMAGE_CLS, "--train_dir a --cifar_dir b", "--cifar_dir is 'b' .*--train_dir is 'a' .*Keep one"),
+        (IMAGE_CLS, "--cifar_dir b --dataset_name c/d", "--dataset_name is 'c/d' .*--cifar_dir is 'b' .*Keep one"),
+        (IMAGE_CLS, "--validation_dir a --dataset_name c/d", "--validation_dir is 'a' .*Keep one"),
+        (IMAGE_CLS, "--model_type vgg", "one of resnet, alexnet"),
+        (IMAGE_CLS, "--model_size original", "--model_size is 'original' .*--model_type is 'resnet' .*resnet18"),
+        (IMAGE_CLS, "--norm layer", "one of batch, group"),
+        (IMAGE_CLS, "--norm group --model_type alexnet", "for resnets, but --model_type is 'alexnet'"),
+        (IMAGE_CLS, "--dropout 0.1", "for alexnets, but --model_type is 'resnet'"),
+        (IMAGE_CLS, "--freeze_batch_norm", "has no statistics to keep"),
+        (IMAGE_CLS, "--freeze_batch_norm --sync_batch_norm --model_name_or_path m", "gathers new ones"),
+        (IMAGE_CLS, "--pipeline_parallel_size 1", "--model_type is 'resnet' .*no list of layers"),
+        (IMAGE_CLS, "--do_predict", "needs a test split.*--test_dir"),
+        (TOKEN_CLS, "--dataset_name a/b --train_file t", "Keep one"),
+        (CAUSAL_LM, "--dataset_name a/b --train_file t", "Keep one"),
+        (CAUSAL_LM, "--metric_for_best_model f1", "--metric_for_best_model is 'f1' .*perplexity"),
+        (SEQ_CLS, "--max_steps 3 --seed 1 --max_steps 4", "--max_steps is '3' and '4'"),
+        (SEQ_CLS, "--no_group_by_length --group_by_length True", "--group_by_length is 'False' and 'True'"),
+        (SEQ_CLS, "--model_name_or_path=", "--model_name_or_path is '' .*names nothing"),
+        (SEQ_CLS, "--output_dir=", "--output_dir is '' .*names nothing"),
+        (SEQ_CLS, f"--config {REPO}", "--config is .*that is a folder"),
+        (SEQ_CLS, f"--config {REPO}/recipes/configs/bench_laptop.yaml", "is a grid, which `finetune bench"),
+        (CAUSAL_LM, "--packing tight", "one of wrapped, bfd, none"),
+        (CAUSAL_LM, "--tokenizer word", "one of char, byte, bpe"),
+        (CAUSAL_LM, "--streaming --max_steps 3 --train_file a", "--tokenizer is 'char' .*Give --tokenizer byte"),
         (CAUSAL_LM, "--use_peft True", "Give --model_name_or_path"),
         (CAUSAL_LM, "--merge_adapter True", "Add --use_peft True"),
-        (CAUSAL_LM, "--use_peft True --model_name_or_path m --lora_r 0", "a rank of 1 or more"),
+        (CAUSAL_LM, "--use_peft True --model_name_or_path m --lora_r 0", "--lora_r is 0 .*1 or more"),
         (CAUSAL_LM, "--use_peft True --model_name_or_path m --resize_embeddings True", "Drop one of them"),
         (CAUSAL_LM, "--do_train False --do_eval False", "there is nothing to do"),
         (CAUSAL_LM, "--do_train False", "Give --model_name_or_path"),
@@ -37,13 +84,26 @@ from finetune.run.resolve import resolve, resolve_here
         (CAUSAL_LM, "--streaming True --train_file a.jsonl", "by --max_steps"),
         (CAUSAL_LM, "--streaming True --max_steps 3", "there is nothing to stream"),
         (CAUSAL_LM, "--streaming True --train_file a.jsonl --max_steps 3 --save_strategy epoch", "with --save_steps"),
-        (CAUSAL_LM, "--validation_file a.txt", "--validation_file without --train_file"),
+        (CAUSAL_LM, "--validation_file a.txt", "--validation_file is 'a.txt' .*no --train_file"),
         (CAUSAL_LM, "--do_predict True", "writes samples instead"),
     ],
 )
 def test_a_conflict_is_refused_with_its_mend(recipe: Recipe, words: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         resolve(recipe, words.split(), Launch())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"--load_best_model_at_end {EVERY_4} --save_steps 8",
+        "--load_best_model_at_end --eval_strategy steps --eval_steps 0.1 --save_strategy steps --save_steps 0.3",
+        "--load_best_model_at_end --save_strategy best",
+        "--load_best_model_at_end",
+    ],
+)
+def test_saves_that_go_with_evaluations_are_taken(words: str) -> None:
+    assert resolve(SEQ_CLS, words.split(), Launch()).value("load_best_model_at_end")
 
 
 def test_several_are_said_at_once() -> None:
@@ -57,7 +117,34 @@ def test_several_are_said_at_once() -> None:
 def test_a_config_that_is_not_there_is_named_with_its_flag_and_source(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("deepspeed: zerro2\n")
     words = ["--config", str(tmp_path / "c.yaml"), "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(RequestError, match=r"--deepspeed is 'zerro2' \(.*c\.yaml line 1\).*zero2"):
+    with pytest.raises(RequestError, match=r"--deepspeed is 'zerro2' \(.*c\.yaml line 1\).*Did you mean zero2\?"):
+        resolve_here(SEQ_CLS, words, Launch())
+
+
+@pytest.mark.parametrize(("given", "meant"), [("nope", "Give one"), ("acuracy", "accuracy"), ("no.py", "Give one")])
+def test_a_metric_that_is_none_is_refused_before_anything_is_imported(given: str, meant: str) -> None:
+    with pytest.raises(RequestError, match=rf"--metrics is \['f1', '{given}'\] .*{given} is none of ours.* {meant}"):
+        resolve_here(SEQ_CLS, ["--metrics", "f1", given], Launch())
+
+
+def test_what_is_said_twice_and_alike_is_taken() -> None:
+    words = "--local_rank=0 --max_steps 3 --max-steps 3 --local_rank=1"
+    assert resolve(SEQ_CLS, words.split(), Launch()).value("max_steps") == 3
+
+
+def test_a_yaml_may_have_dashes_but_not_both(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("max-steps: 3\n")
+    assert resolve(SEQ_CLS, ["--config", str(tmp_path / "c.yaml")], Launch()).value("max_steps") == 3
+    (tmp_path / "c.yaml").write_text("max-steps: 3\nseed: 1\nmax_steps: 3\n")
+    with pytest.raises(RequestError, match=r"--max_steps \(.*c\.yaml line 3\) is said twice, .*c\.yaml line 1"):
+        resolve(SEQ_CLS, ["--config", str(tmp_path / "c.yaml")], Launch())
+
+
+def test_a_folder_in_use_hides_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").touch()
+    (tmp_path / "d.json").write_text('{"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": false}}')
+    words = ["--output_dir", str(tmp_path), "--deepspeed", str(tmp_path / "d.json"), "--bf16", "True"]
+    with pytest.raises(RequestError, match="bf16"):
         resolve_here(SEQ_CLS, words, Launch())
 
 

@@ -57,13 +57,13 @@ def test_two_that_shard_are_refused() -> None:
 
 def test_accelerate_with_deepspeed_and_fsdp_by_flag_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(RequestError, match="DeepSpeed \\(by accelerate\\) both shard"):
+    with pytest.raises(RequestError, match="accelerate launch asks for DeepSpeed: both shard"):
         deepspeed_config_of(request("--fsdp", "True", launcher="accelerate"))
 
 
 def test_accelerate_with_fsdp_and_deepspeed_by_flag_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(RequestError, match=r"DeepSpeed \(zero2\) both shard"):
+    with pytest.raises(RequestError, match=r"--deepspeed is 'zero2' \(command line\): both shard"):
         deepspeed_config_of(request("--deepspeed", "zero2", launcher="accelerate"))
     assert deepspeed_config_of(request(launcher="accelerate")) is None
 

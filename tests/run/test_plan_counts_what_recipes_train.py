@@ -96,8 +96,9 @@ def flags_of(case: str, folder: Path) -> list[str]:
     elif recipe == "token_cls":
         words += ["--train_file", str(folder / "tags.jsonl")]
     elif recipe == "image_cls":
-        words += ["--train_dir", str(folder / "pictures/train"), "--test_dir", str(folder / "pictures/test")]
-        words += ["--image_size", "32"] if case == recipe else []  # the pictures' own
+        words += ["--train_dir", str(folder / "pictures/train")]
+        # The pictures' own size; the YAML predicts.
+        words += ["--image_size", "32"] if case == recipe else ["--test_dir", str(folder / "pictures/test")]
     elif recipe.startswith("causal_lm"):
         words += ["--train_file", str(folder / FILES.get(case, "text.txt"))]
     if case in ("instruction", "lora_zero3"):

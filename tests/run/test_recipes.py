@@ -13,10 +13,12 @@ import pytest
 from conftest import REPO
 
 from finetune.bench.recipe import BENCHMARK
+from finetune.errors import RequestError
 from finetune.run.flag import OUTPUT
 from finetune.run.help import COMMON, help_of
 from finetune.run.launch import Launch
 from finetune.run.meanings import MEANINGS
+from finetune.run.range import Range
 from finetune.run.recipe import Recipe
 from finetune.run.resolve import resolve
 
@@ -122,3 +124,49 @@ def test_a_recipe_imports_at_most_fifteen_names_of_ours(name: str) -> None:
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     ours = [alias.name for node in froms if (node.module or "").startswith("finetune") for alias in node.names]
     assert 5 < len(ours) <= 15
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_every_number_has_its_range_which_its_default_is_in(recipe: Recipe) -> None:
+    numbers = [flag for flag in recipe.flags.values() if flag.kind in ("int", "float")]
+    assert len(numbers) > 20
+    for flag in numbers:
+        assert flag.range is not None, flag.name
+        assert flag.default is None or flag.range.holds(flag.default), flag.name
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_number_out_of_its_range_is_refused_with_its_source(recipe: Recipe) -> None:
+    numbers = [flag for flag in recipe.flags.values() if flag.kind in ("int", "float") and flag.name != "max_steps"]
+    words = [f"--{flag.name}=-2" for flag in numbers]
+    with pytest.raises(RequestError) as met:
+        resolve(recipe, words, Launch(), is_here=False)
+    for flag in numbers:
+        assert f"--{flag.name} is {flag.read('-2')!r} (command line), but it must be {flag.range}." in str(met.value)
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused", "said"),
+    [
+        (Range(least=1), (0, 0.5), "1 or more"),
+        (Range(above=0, below=1), (0, 1), "more than 0 and less than 1"),
+        (Range(above=0, most=1), (0, 1.5), "more than 0 and at most 1"),
+        (Range(least=5, others={0: "to wait"}), (-1, 4), "5 or more, or 0 to wait"),
+        (Range(above=0, share=True), (0, 1.5), "more than 0, a whole number, or less than 1 for a share of all steps"),
+    ],
+)
+def test_a_range_says_what_it_holds(taken: Range, refused: tuple[float, ...], said: str) -> None:
+    assert not any(map(taken.holds, refused))
+    assert str(taken) == said
+    assert all(map(taken.holds, taken.others))
+
+
+def test_a_range_holds_its_ends() -> None:
+    assert Range(least=1, most=2).holds(1)
+    assert Range(least=1, most=2).holds(2)
+    assert Range(above=0, share=True).holds(0.3)
+    assert Range(above=0, share=True).holds(20.0)
+
+
+def test_help_says_how_a_switch_that_is_on_is_switched_off() -> None:
+    assert "--no_group_by_length for False" in " ".join(help_of(RECIPES[0], "About.").split())

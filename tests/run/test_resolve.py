@@ -24,10 +24,10 @@ def request(*argv: str, **defaults: Any) -> Run:
 
 def test_flags_overrule_the_yaml_which_overrules_the_recipe(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("num_train_epochs: 2\nmax_steps: 7\ntext_column_names: [a, b]\nbf16: false\nseed: null\n")
-    found = request("--config", str(path), "--max_steps", "9", num_train_epochs=1.0, logging_steps=3)
+    path.write_text("weight_decay: 2\nmax_steps: 7\ntext_column_names: [a, b]\nbf16: false\nseed: null\n")
+    found = request("--config", str(path), "--max_steps", "9", weight_decay=1.0, logging_steps=3)
     assert found.value("max_steps") == 9
-    assert found.value("num_train_epochs") == 2.0
+    assert found.value("weight_decay") == 2.0
     assert found.value("logging_steps") == 3
     assert found.value("text_column_names") == ["a", "b"]
     assert found.given["bf16"] is False
@@ -196,7 +196,7 @@ def test_yaml_means_what_its_writer_means(yaml: str, name: str, value: Any, tmp_
         (["--max_seq_length", "none"], "max_seq_length", None),
         (["--max_steps", "-1"], "max_steps", -1),
         (["--max_steps", "+5"], "max_steps", 5),
-        (["--seed", "9007199254740993"], "seed", 2**53 + 1),
+        (["--max_steps", "9007199254740993"], "max_steps", 2**53 + 1),
         (["--max_grad_norm", "inf"], "max_grad_norm", math.inf),
     ],
 )
@@ -234,7 +234,9 @@ def test_a_yaml_of_another_recipe_is_refused(tmp_path: Path) -> None:
 def test_each_value_knows_where_it_came_from(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("max_steps: 7\n")
-    run = request("--config", str(path), "--seed", "3", "--early_stopping_patience", "2")
+    run = request(
+        "--config", str(path), "--seed", "3", "--early_stopping_patience", "2", do_eval=True, eval_strategy="steps"
+    )
     assert run.said("seed") == "--seed is 3 (command line)"
     assert run.said("max_steps") == f"--max_steps is 7 ({path} line 1)"
     assert run.said("output_dir") == "--output_dir is 'out' (default of recipes/test.py)"
@@ -249,9 +251,10 @@ def test_a_flag_of_the_pipeline_is_not_passed_over_by_the_trainer() -> None:
     from finetune.run.recipes.image_cls import IMAGE_CLS
     from finetune.run.resolve import resolve
 
+    alexnet = ["--model_type", "alexnet"]
     with pytest.raises(RequestError, match=r"--partition_method .* is for a pipeline\. Add --pipeline_parallel_size"):
         resolve(IMAGE_CLS, ["--partition_method", "uniform"], Launch())
-    assert resolve(IMAGE_CLS, ["--pipeline_parallel_size", "1"], Launch()).stages == 1
+    assert resolve(IMAGE_CLS, [*alexnet, "--pipeline_parallel_size", "1"], Launch()).stages == 1
     assert resolve(IMAGE_CLS, [], Launch()).stages is None
     with pytest.raises(RequestError, match="--class_weights"):
-        resolve(IMAGE_CLS, ["--pipeline_parallel_size", "1", "--class_weights", "balanced"], Launch())
+        resolve(IMAGE_CLS, [*alexnet, "--pipeline_parallel_size", "1", "--class_weights", "balanced"], Launch())

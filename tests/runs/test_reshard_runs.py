@@ -35,7 +35,6 @@ TINY = {
     "weight_decay": 0.1,  # biases and norms have none, so that the groups differ
     "sample_tokens": 0,
     "max_train_samples": 60,
-    "num_train_epochs": 3,
     "per_device_train_batch_size": MICRO_BATCH,
 }
 SAME = 1e-5  # relative, of losses and gradient norms in fp32

@@ -423,6 +423,7 @@ def test_several_labels_a_text_go_on_from_two_ranks_to_one_at_another_stage(
 ) -> None:
     saving = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "do_predict": False}
     flags = {**topics, **saving, "per_device_train_batch_size": 8}
+    del flags["test_file"]
     two = launch(launcher, tmp_path / "run", {**flags, "deepspeed": config}, ranks=2)
     uncut = two.column("loss")
     shutil.rmtree(two.folder / "checkpoint-8")

@@ -13,8 +13,9 @@ import pytest
 
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
+from finetune.run.paths import METRICS
 from finetune.training.counted_metrics import CountedMetrics
-from finetune.training.metric_modules import FOLDER, NAMES
+from finetune.training.metric_modules import FOLDER
 from finetune.training.metrics import metrics_for
 
 CLASSES = Labels("classification", ("bad", "good"))
@@ -39,7 +40,7 @@ def own(folder: Path, result: str, better: str = "", value: str = "int64", more:
     return str(path)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", METRICS)
 def test_evaluate_opens_every_metric_of_ours_without_a_network(name: str, tmp_path: Path) -> None:
     """In a process of its own: `evaluate` reads where its caches lie when it is imported."""
     script = f"import evaluate; print(evaluate.load({str(FOLDER / name)!r} + '.py').features)"
@@ -90,7 +91,7 @@ def test_every_figure_of_ours_knows_which_is_better() -> None:
     tasks = {"classification": 3, "regression": 2, MULTI_LABEL: 2, TOKENS: 1}
     labels = {MULTI_LABEL: ("a", "b"), "classification": ("a", "b"), TOKENS: ("O", "B-x", "I-x"), "regression": ()}
     every = [metrics_for(Labels(task, labels[task])) for task in tasks]
-    assert {metric.name for one in every for metric in one.metrics} == set(NAMES)
+    assert {metric.name for one in every for metric in one.metrics} == set(METRICS)
     for one in every:
         found = dict(one.greater_is_better)
         assert found.pop("loss") is False

@@ -263,8 +263,8 @@ def request(*words: str, pipeline: bool = False) -> Run:
 @pytest.mark.parametrize(
     ("words", "config", "pipeline", "said"),
     [
-        pytest.param("--profile 51", None, False, "must be from 0 (off) to 50", id="too many steps"),
-        pytest.param("--profile -1", None, False, "must be from 0 (off) to 50", id="fewer than none"),
+        pytest.param("--profile 51", None, False, "must be 0 or more and at most 50", id="too many steps"),
+        pytest.param("--profile -1", None, False, "must be 0 or more and at most 50", id="fewer than none"),
         pytest.param("--profile 2 --profile_first_step 1", None, False, "must be 2 or more", id="no warm-up"),
         pytest.param("--profile 2 --do_train False", None, False, "Drop it", id="no training"),
         pytest.param("--profile 2 --comms_logger True", "zero2", False, "Run once with each", id="both"),

@@ -25,8 +25,8 @@ def stage_fits_the_pipeline(config: Config, run: Context) -> Iterator[Finding]:
             "DS801",
             "zero_optimization.stage",
             f"zero_optimization.stage is {config.stage}, but pipeline parallelism takes at most 1. Use --deepspeed "
-            "pipeline (the default), set it to 1 in a file of your own, or use recipes/causal_lm.py, which has no "
-            "stages.",
+            "pipeline (the default), set it to 1 in a file of your own, or train without stages: drop "
+            "--pipeline_parallel_size, or use recipes/causal_lm.py in place of causal_lm_pipeline.py.",
             Put(at("zero_optimization.stage"), 1),
         )
     if config.stage == 0:
@@ -47,7 +47,7 @@ def states_stay_on_the_device(config: Config, run: Context) -> Iterator[Finding]
                 "DS802",
                 f"zero_optimization.{what}",
                 f"zero_optimization.{what}.device is {device}, but a pipeline run keeps its states on the device: "
-                "more stages make room. Drop it and raise --pipeline_parallel_size, or use recipes/causal_lm.py.",
+                "more stages make room. Drop it and raise --pipeline_parallel_size, or train without stages.",
                 Drop(at(f"zero_optimization.{what}")),
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from finetune.run.flag import FILE, NAME_OR_PATH, OUTPUT
+from finetune.run.range import AT_LEAST_ONE
 
 
 @dataclass
@@ -30,9 +31,14 @@ class RunArguments:
         },
     )
     overwrite_output_dir: bool = field(default=False, metadata={"help": "delete the run that output_dir holds"})
-    early_stopping_patience: int | None = field(default=None, metadata={"help": "evaluations without improvement"})
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "evaluations without improvement", "range": AT_LEAST_ONE}
+    )
     group_by_length: bool = field(default=True, metadata={"help": "batches of like length, so that little is padding"})
     activation_checkpoint_interval: int | None = field(
         default=None,
-        metadata={"help": "compute every k-th layer's activations again in the backward pass, to save memory; 1: all"},
+        metadata={
+            "help": "compute every k-th layer's activations again in the backward pass, to save memory; 1: all",
+            "range": AT_LEAST_ONE,
+        },
     )

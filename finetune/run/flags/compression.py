@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
 from finetune.run.launch import accelerate_uses_fsdp
+from finetune.run.range import AT_LEAST_ONE, Range
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
@@ -35,10 +36,13 @@ class CompressionArguments:
         default=None,
         metadata={
             "help": "steps with whole gradients first, or below 1 their share of all steps; of onebit_adam the paper's "
-            f"freeze_step. Default: {', '.join(f'{name} {share}' for name, share in START.items())}"
+            f"freeze_step. Default: {', '.join(f'{name} {share}' for name, share in START.items())}",
+            "range": Range(least=0, share=True),
         },
     )
-    powersgd_rank: int = field(default=4, metadata={"help": "rank of the matrices that stand for a gradient"})
+    powersgd_rank: int = field(
+        default=4, metadata={"help": "rank of the matrices that stand for a gradient", "range": AT_LEAST_ONE}
+    )
 
     @property
     def is_on(self) -> bool:
@@ -59,9 +63,7 @@ class CompressionArguments:
 def check_comm_hook(run: Run, deepspeed: str | None, precision: dict[str, bool]) -> None:
     """Raises RequestError where --ddp_comm_hook cannot do what it says. `deepspeed` is the run's config, if any."""
     hook = run.value("ddp_comm_hook") or "none"
-    flag = f"--ddp_comm_hook {hook}"
-    if hook not in KEEPS_ERRORS and run.value("comm_hook_start_steps") is not None:
-        raise RequestError(f"--comm_hook_start_steps: {flag} has no first steps. Drop it, or choose another hook.")
+    flag = run.said("ddp_comm_hook")
     if hook == "none":
         return
     _check_engine(run, flag, deepspeed)
@@ -71,46 +73,35 @@ def check_comm_hook(run: Run, deepspeed: str | None, precision: dict[str, bool])
             "`torchrun --nproc_per_node N`."
         )
     if not run.value("do_train"):
-        raise RequestError(f"{flag} compresses gradients, but --do_train is False. Drop it.")
+        raise RequestError(f"{flag}, which compresses gradients, but {run.said('do_train')}. Drop it.")
     if precision.get("fp16") and hook in KEEPS_ERRORS:
         raise RequestError(
-            f"{flag} carries what it did not send over to the next step, but under --fp16 the scale of gradients "
-            "changes from step to step, and one overflow would stay for good. Use --bf16 True or --fp16 False."
+            f"{flag}, which carries what it did not send over to the next step, but under --fp16 the scale of "
+            "gradients changes from step to step, and one overflow would stay for good. Give --bf16 True."
         )
-    _check_numbers(run)
     if hook == "onebit_adam":
         _check_onebit(run)
 
 
 def _check_engine(run: Run, flag: str, deepspeed: str | None) -> None:
     if deepspeed:
-        by_launcher = run.launch.launcher == "deepspeed" and not run.given.get("deepspeed")
-        why = ", which the deepspeed launcher takes by default" if by_launcher else ""
-        raise RequestError(
-            f"{flag} is for DistributedDataParallel, but DeepSpeed ({deepspeed}{why}) sends the gradients of this run. "
-            "Add --deepspeed none, or drop the hook."
-        )
+        named = next((run.said(name) for name in ("deepspeed", "deepspeed_config") if run.given.get(name)), None)
+        if named is None:
+            named = "the deepspeed launcher takes zero2" if deepspeed == "zero2" else f"DeepSpeed is {deepspeed}"
+        mend = "Put --deepspeed none in place of that, or drop the hook."
+        raise RequestError(f"{flag}, which is for DistributedDataParallel, but {named}. {mend}")
     if run.value("fsdp") or accelerate_uses_fsdp():
-        raise RequestError(
-            f"{flag} is for DistributedDataParallel, but FSDP shards this run's gradients. Drop one of the two."
-        )
+        fsdp = run.said("fsdp") if run.value("fsdp") else "accelerate shards by FSDP"
+        raise RequestError(f"{flag}, which is for DistributedDataParallel, but {fsdp}. Drop one of the two.")
     if run.value("torch_compile"):
-        raise RequestError(f"{flag} is not supported with --torch_compile. Drop one of the two.")
-
-
-def _check_numbers(run: Run) -> None:
-    if (start := run.value("comm_hook_start_steps")) is not None and start < 0:
-        raise RequestError(f"{run.said('comm_hook_start_steps')}, but it must be 0 or more.")
-    if run.value("powersgd_rank") < 1:
-        raise RequestError(f"{run.said('powersgd_rank')}, but it must be 1 or more.")
+        raise RequestError(f"{flag}, which does not go with {run.said('torch_compile')[2:]}. Drop one of the two.")
 
 
 def _check_onebit(run: Run) -> None:
-    optim = str(run.value("optim"))
-    if optim not in ("adamw_torch", "adamw_torch_fused"):
+    if str(run.value("optim")) not in ("adamw_torch", "adamw_torch_fused"):
         raise RequestError(
-            f"--ddp_comm_hook onebit_adam is an optimizer too, and --optim asks for {optim}. Drop --optim, or use the "
-            "hook powersgd, which goes with any."
+            f"{run.said('ddp_comm_hook')}, which is an optimizer too, but {run.said('optim')}. Drop --optim, or use "
+            "the hook powersgd, which goes with any."
         )
 
 

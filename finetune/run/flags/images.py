@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from finetune.run.flag import FOLDER, NAME_OR_PATH
+from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, RATE
 from finetune.run.sizes import IMAGE_SIZES
 
 
@@ -27,7 +28,9 @@ class ImageModelArguments:
     norm: str = field(
         default="batch", metadata={"help": "from scratch, of a resnet: batch or group", "choices": ("batch", "group")}
     )
-    dropout: float | None = field(default=None, metadata={"help": "from scratch, of an alexnet; default 0.5"})
+    dropout: float | None = field(
+        default=None, metadata={"help": "from scratch, of an alexnet; default 0.5", "range": RATE}
+    )
     sync_batch_norm: bool = field(default=False, metadata={"help": "batch norm over the pictures of all ranks"})
     freeze_batch_norm: bool = field(
         default=False, metadata={"help": "keep a pretrained model's statistics of batch norm"}
@@ -57,7 +60,11 @@ class ImageArguments:
     image_column_name: str | None = field(default=None, metadata={"help": "hub data; default: found by its type"})
     label_column_name: str | None = field(default=None, metadata={"help": "likewise"})
     image_size: int | None = field(
-        default=None, metadata={"help": "side in pixels that pictures get; default: the model's, or by the data"}
+        default=None,
+        metadata={
+            "help": "side in pixels that pictures get; default: the model's, or by the data",
+            "range": AT_LEAST_ONE,
+        },
     )
 
 
@@ -66,6 +73,10 @@ class AugmentationArguments:
     """How training pictures are changed, anew in each epoch. The built-in digits are left as they are by default."""
 
     crop_padding: int | None = field(
-        default=None, metadata={"help": "pixels that a random crop moves by at most; default: an eighth of the side"}
+        default=None,
+        metadata={
+            "help": "pixels that a random crop moves by at most; default: an eighth of the side",
+            "range": NOT_NEGATIVE,
+        },
     )
     horizontal_flip: bool | None = field(default=None, metadata={"help": "mirror every other picture; default: True"})

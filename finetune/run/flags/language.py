@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from finetune.run.flag import FILE, NAME_OR_PATH
+from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, RATE, Range
 from finetune.run.sizes import GPTLITE_SIZES
 
 PACKINGS = ("wrapped", "bfd", "none")
+LEAST_BLOCK = 2  # tokens: one to read, and one to predict
+LEAST_BPE_VOCABULARY = 257  # the bytes and the end of text
 
 
 @dataclass
@@ -33,7 +36,11 @@ class CausalModelArguments:
         default=False, metadata={"help": "make room for a tokenizer that has more tokens than the model embeds"}
     )
     loss_chunk_tokens: int | None = field(
-        default=None, metadata={"help": "logits of so many tokens at once; 0 for all; default: by the vocabulary"}
+        default=None,
+        metadata={
+            "help": "logits of so many tokens at once; 0 for all; default: by the vocabulary",
+            "range": NOT_NEGATIVE,
+        },
     )
 
 
@@ -42,9 +49,9 @@ class AdapterArguments:
     """Train an adapter in place of the whole model."""
 
     use_peft: bool = field(default=False, metadata={"help": "train LoRA adapters; the model's own weights stay"})
-    lora_r: int = field(default=16, metadata={"help": "rank of the adapters"})
-    lora_alpha: int = field(default=32, metadata={"help": "their scale is lora_alpha / lora_r"})
-    lora_dropout: float = field(default=0.0, metadata={"help": "on their input"})
+    lora_r: int = field(default=16, metadata={"help": "rank of the adapters", "range": AT_LEAST_ONE})
+    lora_alpha: int = field(default=32, metadata={"help": "their scale is lora_alpha / lora_r", "range": AT_LEAST_ONE})
+    lora_dropout: float = field(default=0.0, metadata={"help": "on their input", "range": RATE})
     lora_target_modules: list[str] | None = field(
         default=None, metadata={"help": "names of linear layers; default: all but the head"}
     )
@@ -67,13 +74,21 @@ class CorpusArguments:
         default=None, metadata={"help": "likewise; default: a part of train", "path": FILE}
     )
     text_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
-    validation_split_percentage: float = field(default=10.0, metadata={"help": "of train, held out"})
+    validation_split_percentage: float = field(
+        default=10.0, metadata={"help": "of train, held out", "range": Range(above=0, below=100)}
+    )
     streaming: bool = field(default=False, metadata={"help": "read training text on the way, and keep nothing of it"})
-    max_train_samples: int | None = field(default=None, metadata={"help": "the first so many documents"})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "likewise for validation"})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "processes that tokenize"})
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "the first so many documents", "range": AT_LEAST_ONE}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "likewise for validation", "range": AT_LEAST_ONE}
+    )
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "processes that tokenize", "range": AT_LEAST_ONE}
+    )
     data_timeout_seconds: float = field(
-        default=7200.0, metadata={"help": "how long to wait for the rank that prepares"}
+        default=7200.0, metadata={"help": "how long to wait for the rank that prepares", "range": POSITIVE}
     )
 
 
@@ -85,8 +100,14 @@ class BlockArguments:
         default="char",
         metadata={"help": "from scratch: char, byte, or bpe (trained on the text)", "choices": ("char", "byte", "bpe")},
     )
-    bpe_vocab_size: int = field(default=8192, metadata={"help": "tokens of a bpe tokenizer from scratch"})
-    block_size: int | None = field(default=None, metadata={"help": "tokens; default: the model's positions, <= 1024"})
+    bpe_vocab_size: int = field(
+        default=8192,
+        metadata={"help": "tokens of a bpe tokenizer from scratch", "range": Range(least=LEAST_BPE_VOCABULARY)},
+    )
+    block_size: int | None = field(
+        default=None,
+        metadata={"help": "tokens; default: the model's positions, <= 1024", "range": Range(least=LEAST_BLOCK)},
+    )
     packing: str = field(
         default="wrapped", metadata={"help": "wrapped, bfd (whole documents) or none (one each)", "choices": PACKINGS}
     )
@@ -98,5 +119,7 @@ class SampleArguments:
     """What to have the model write at each evaluation."""
 
     sample_prompt: str = field(default="The ", metadata={"help": "how the sample begins"})
-    sample_tokens: int = field(default=200, metadata={"help": "its length; 0 for none"})
-    sample_temperature: float = field(default=0.8, metadata={"help": "0 for the likeliest token each time"})
+    sample_tokens: int = field(default=200, metadata={"help": "its length; 0 for none", "range": NOT_NEGATIVE})
+    sample_temperature: float = field(
+        default=0.8, metadata={"help": "0 for the likeliest token each time", "range": NOT_NEGATIVE}
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from finetune.errors import RequestError
 from finetune.run.files import by_hand
+from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
@@ -20,11 +21,15 @@ class PipelineArguments:
     """How the model is spread over ranks."""
 
     pipeline_parallel_size: int | None = field(
-        default=None, metadata={"help": "stages; the ranks must be a multiple of it"}
+        default=None, metadata={"help": "stages; the ranks must be a multiple of it", "range": AT_LEAST_ONE}
     )
     partition_method: str = field(default="balanced", metadata={"help": f"how layers are shared out: {METHODS}"})
     schedule_step: int = field(
-        default=5, metadata={"help": "the step in which each rank's doings are recorded and drawn; 0 for none"}
+        default=5,
+        metadata={
+            "help": "the step in which each rank's doings are recorded and drawn; 0 for none",
+            "range": NOT_NEGATIVE,
+        },
     )
 
     # Flags of other recipes or of the Trainer that a pipeline cannot honour, and what to do instead.
@@ -62,37 +67,34 @@ def check_pipeline(run: Run) -> None:
     """Raises RequestError for a layout that cannot be, and for flags that would not be honoured."""
     values, world = run.values, run.launch.world_size
     stages = int(run.stages or 0)
-    if stages < 1:
-        raise RequestError(f"{run.said('pipeline_parallel_size')}, but it must be 1 or more.")
     if world % stages:
         ranks = stages * -(-world // stages)
         mend = f"Launch with {ranks} ranks (`deepspeed --num_gpus {ranks}` or `torchrun --nproc_per_node {ranks}`)"
         mend += f", or give a divisor of {world}." if world > 1 else "."
         raise RequestError(
-            f"--pipeline_parallel_size is {stages}, but this run has {world} rank(s), which is no multiple of it "
+            f"{run.said('pipeline_parallel_size')}, but this run has {world} rank(s), which is no multiple of {stages} "
             f"(ranks = stages x pipelines). {mend}"
         )
-    if run.value("schedule_step") < 0:
-        raise RequestError(f"{run.said('schedule_step')}, but it must be 0 (none) or more.")
     for name, why in PipelineArguments.refused.items():
         if str(values.get(name)).lower() not in ("none", "false", "0", "0.0", ""):
-            raise RequestError(f"--{name}: {why}")
+            raise RequestError(f"{run.said(name)}: {why}")
     if str(run.value("optim")) not in OPTIMIZERS:
         raise RequestError(f"{run.said('optim')}, but a pipeline's checkpoints know {', '.join(OPTIMIZERS)}. Give one.")
     if str(run.value("lr_scheduler_type")) == "reduce_lr_on_plateau":
         raise RequestError(
-            "--lr_scheduler_type reduce_lr_on_plateau: DeepSpeed's engine steps the schedule, and knows no metric. "
-            "Give another, cosine for instance."
+            f"{run.said('lr_scheduler_type')}: DeepSpeed's engine steps the schedule, and knows no metric. Give "
+            "another, cosine for instance."
         )
-    _check_method(run.value("partition_method"))
+    _check_method(run)
 
 
-def _check_method(method: str) -> None:
+def _check_method(run: Run) -> None:
+    method = run.value("partition_method")
     if method in ("balanced", "uniform", "parameters"):
         return
     if not method.startswith("type:"):
-        raise RequestError(f"--partition_method {method}: give {METHODS}.")
+        raise RequestError(f"{run.said('partition_method')}, but it must be {METHODS}.")
     try:
         re.compile(method.removeprefix("type:"))
     except re.error as error:
-        raise RequestError(f"--partition_method {method}: is no regular expression ({error}).") from error
+        raise RequestError(f"{run.said('partition_method')}: is no regular expression ({error}).") from error

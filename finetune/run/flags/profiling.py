@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
 from finetune.run.flags.trackers import check_trackers
+from finetune.run.range import Range
 from finetune.safe_read import read_json_object
 
 if TYPE_CHECKING:
@@ -23,9 +24,19 @@ OF_DEEPSPEED = ("flops_profiler", "comms_logger", "ds_monitor")
 class ProfileArguments:
     """Where a step's time goes; docs/profiling.md reads one."""
 
-    profile: int = field(default=0, metadata={"help": "trace so many steps, and say what their time goes into"})
+    profile: int = field(
+        default=0,
+        metadata={
+            "help": "trace so many steps, and say what their time goes into",
+            "range": Range(least=0, most=MOST_STEPS),
+        },
+    )
     profile_first_step: int = field(
-        default=6, metadata={"help": "the first step looked at, counted from the start or the resumed checkpoint"}
+        default=6,
+        metadata={
+            "help": "the first step looked at, counted from the start or the resumed checkpoint",
+            "range": Range(least=2),  # the first builds what later ones have
+        },
     )
     flops_profiler: bool = field(
         default=False,
@@ -49,20 +60,14 @@ def check_profile(run: Run, config: str | None, checkpoint: str | None) -> None:
     asked = [name for name in OF_DEEPSPEED if run.value(name)]
     if not steps and not asked:
         return
-    if not 0 <= steps <= MOST_STEPS:
-        raise RequestError(f"{run.said('profile')}, but it must be from 0 (off) to {MOST_STEPS} steps.")
-    if first < 2:
-        raise RequestError(
-            f"{run.said('profile_first_step')}, but it must be 2 or more: the first step builds what later ones have."
-        )
     flag = "profile" if steps else asked[0]
     if not run.value("do_train"):
-        raise RequestError(f"--{flag} looks at training, but --do_train is False. Drop it.")
+        raise RequestError(f"{run.said(flag)}, which looks at training, but {run.said('do_train')}. Drop it.")
     if steps and {"flops_profiler", "comms_logger"} & set(asked):
         name = "flops_profiler" if "flops_profiler" in asked else "comms_logger"
         raise RequestError(
-            f"--profile and --{name}: DeepSpeed's profilers wait after every part and every collective, and the traced "
-            "steps would be others than yours. Run once with each."
+            f"{run.said('profile')}, and {run.said(name)}: DeepSpeed's profilers wait after every part and every "
+            "collective, and the traced steps would be others than yours. Run once with each."
         )
     _check_deepspeed(run, asked, config)
     if (steps or "flops_profiler" in asked) and run.value("max_steps") > 0:
@@ -101,23 +106,24 @@ def _check_deepspeed(run: Run, asked: list[str], config: str | None) -> None:
         return
     if config is None:
         raise RequestError(
-            f"--{asked[0]} is DeepSpeed's, and this run has no DeepSpeed config. Add --deepspeed zero0 (or another "
-            "stage) under torchrun or the deepspeed launcher, or use --profile."
+            f"{run.said(asked[0])}, but this run has no DeepSpeed config. Add --deepspeed zero0 (or another stage) "
+            "under torchrun or the deepspeed launcher, or use --profile."
         )
     if run.stages is not None and "flops_profiler" in asked:
         raise RequestError(
-            "--flops_profiler: DeepSpeed's pipeline never prints what it counted. Use --profile, or "
-            "recipes/causal_lm.py."
+            f"{run.said('flops_profiler')}: DeepSpeed's pipeline never prints what it counted. Use --profile, or "
+            f"{run.without_pipeline}."
         )
     monitor = run.value("ds_monitor")
     if monitor is None:
         return
     if run.stages is not None:
         raise RequestError(
-            "--ds_monitor: DeepSpeed's monitors fail in a pipeline's evaluation (DS806). Use --report_to."
+            f"{run.said('ds_monitor')}: DeepSpeed's monitors fail in a pipeline's evaluation (DS806). Use --report_to."
         )
     check_trackers([monitor], "ds_monitor")
     if monitor in str(run.value("report_to")):
         raise RequestError(
-            f"--ds_monitor {monitor} and --report_to {monitor} log the same run twice. Keep one; the latter says more."
+            f"{run.said('ds_monitor')}, and {run.said('report_to')}: they log the same run twice. Keep one; the latter "
+            "says more."
         )

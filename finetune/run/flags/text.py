@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from finetune.run.flag import FILE, NAME_OR_PATH
+from finetune.run.flag import FILE, METRIC, NAME_OR_PATH
+from finetune.run.range import AT_LEAST_ONE, PART, POSITIVE, RATE, Range
 from finetune.run.sizes import DISTILBERT_SIZES
 
+LEAST_TOKENS = 8  # less leaves no room for text
 TASKS = ("classification", "multi_label_classification", "regression")
 
 
@@ -27,7 +29,7 @@ class ModelArguments:
         metadata={"help": f"from scratch: {', '.join(DISTILBERT_SIZES)}", "choices": tuple(DISTILBERT_SIZES)},
     )
     dropout: float | None = field(
-        default=None, metadata={"help": "from scratch: in embeddings and layers; default 0.1"}
+        default=None, metadata={"help": "from scratch: in embeddings and layers; default 0.1", "range": RATE}
     )
 
 
@@ -46,7 +48,9 @@ class FileArguments:
         default=None, metadata={"help": "likewise; default: a part of train", "path": FILE}
     )
     test_file: str | None = field(default=None, metadata={"help": "likewise; labels are not needed", "path": FILE})
-    max_seq_length: int | None = field(default=None, metadata={"help": "tokens; default: the model's, at most 512"})
+    max_seq_length: int | None = field(
+        default=None, metadata={"help": "tokens; default: the model's, at most 512", "range": Range(least=LEAST_TOKENS)}
+    )
 
 
 @dataclass
@@ -77,20 +81,28 @@ class TokenDataArguments(FileArguments):
 class PreparationArguments:
     """How the data is cut, cleaned and cached."""
 
-    validation_fraction: float = field(default=0.1, metadata={"help": "part of train to hold out, without a split"})
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "a seeded random choice of this many; of a stream, the first"}
+    validation_fraction: float = field(
+        default=0.1, metadata={"help": "part of train to hold out, without a split", "range": PART}
     )
-    max_eval_samples: int | None = field(default=None, metadata={"help": "likewise for validation"})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "the first so many of the test rows"})
+    max_train_samples: int | None = field(
+        default=None,
+        metadata={"help": "a seeded random choice of this many; of a stream, the first", "range": AT_LEAST_ONE},
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "likewise for validation", "range": AT_LEAST_ONE}
+    )
+    max_predict_samples: int | None = field(
+        default=None, metadata={"help": "the first so many of the test rows", "range": AT_LEAST_ONE}
+    )
     skip_bad_rows: bool = field(
         default=False, metadata={"help": "leave out rows with empty text or label, and pictures that cannot be read"}
     )
     preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "processes that tokenize, threads that read pictures"}
+        default=None,
+        metadata={"help": "processes that tokenize, threads that read pictures", "range": AT_LEAST_ONE},
     )
     data_timeout_seconds: float = field(
-        default=7200.0, metadata={"help": "how long to wait for the rank that prepares"}
+        default=7200.0, metadata={"help": "how long to wait for the rank that prepares", "range": POSITIVE}
     )
 
 
@@ -107,6 +119,6 @@ class ClassArguments:
         metadata={
             "help": "names in finetune/metrics/, or files with an evaluate.Metric; default: the task's. The best model "
             "has less of a figure that ends in loss or error, or whose class says greater_is_better = False",
-            "path": NAME_OR_PATH,
+            "path": METRIC,
         },
     )

@@ -1,0 +1,142 @@
+"""Flags that another flag makes void: what somebody said, and a run would pass over without a word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.run.files import RUN_RECORD
+from finetune.run.flags.compression import HOOKS, KEEPS_ERRORS
+from finetune.run.flags.guards import POLICIES
+from finetune.run.flags.profiling import OF_DEEPSPEED
+from finetune.run.parse import COMMAND_LINE
+from finetune.run.run import Run
+
+GIVEN = ("*",)  # any value that says something
+NOTHING: tuple[Any, ...] = (None, False, "", [], -1, "no", "none")  # values that ask for nothing; 0 is False
+
+
+@dataclass(frozen=True)
+class Void:
+    """`flags` do nothing where `by` has one of `values`, unless one of `unless` is on. Where nobody said `by`, they
+    ask for what it `implies`; without that, for what `mend` says."""
+
+    flags: tuple[str, ...]
+    by: str
+    values: tuple[Any, ...]
+    mend: str = "Drop it."
+    implies: Any = None
+    unless: tuple[str, ...] = ()
+
+
+# By transformers 5.23: trainer_callback.py (DefaultFlowCallback), training_args.py, optimization.py (get_scheduler),
+# trainer_optimizer.py; the others are flags of ours.
+VOID = (
+    Void(("save_steps",), "save_strategy", ("no", "epoch", "best"), "Give --save_strategy steps.", "steps"),
+    Void(("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"), "do_eval", (False,), "Add --do_eval True."),
+    Void(("early_stopping_patience", "load_best_model_at_end"), "do_eval", (False,), "Add --do_eval True."),
+    Void(("eval_steps",), "eval_strategy", ("no", "epoch"), "Give --eval_strategy steps.", "steps"),
+    Void(("eval_delay",), "eval_strategy", ("no",), "Give --eval_strategy steps or epoch."),
+    Void(("logging_steps",), "logging_strategy", ("no", "epoch"), "Give --logging_strategy steps.", "steps"),
+    Void(("num_train_epochs",), "max_steps", GIVEN),
+    Void(
+        ("warmup_steps",),
+        "lr_scheduler_type",
+        ("constant", "reduce_lr_on_plateau", "greedy"),
+        "These have no warm-up: give --lr_scheduler_type constant_with_warmup, or drop it.",
+    ),
+    Void(("lr_scheduler_kwargs",), "lr_scheduler_type", ("constant", "constant_with_warmup")),
+    Void(("adam_beta1", "adam_beta2", "adam_epsilon"), "optim", ("sgd", "adagrad", "rmsprop", "adafactor")),
+    Void(("greater_is_better",), "metric_for_best_model", (None,), "Say which, by --metric_for_best_model."),
+    Void(("torch_compile_backend", "torch_compile_mode"), "torch_compile", (False,), implies=True),
+    Void(("liger_kernel_config",), "use_liger_kernel", (False,), "Add --use_liger_kernel True."),
+    Void(("fsdp_config",), "fsdp", (None, "", "False", "false", "none"), "Add --fsdp True."),
+    Void(
+        ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+        "activation_checkpointing",
+        (None, False),
+        "Add --activation_checkpointing True.",
+        unless=("gradient_checkpointing", "activation_checkpoint_interval"),
+    ),
+    Void(
+        ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"),
+        "dataloader_num_workers",
+        (0,),
+        "Give --dataloader_num_workers 1 or more.",
+    ),
+    Void(
+        ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision"),
+        "push_to_hub",
+        (False,),
+        "Add --push_to_hub True, or drop it.",
+    ),
+    Void(
+        ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "merge_adapter", "load_in_4bit"),
+        "use_peft",
+        (False,),
+        "It is for adapters. Add --use_peft True, or drop it.",
+    ),
+    Void(
+        ("model_size", "model_type", "config_overrides", "dropout", "norm", "tokenizer", "bpe_vocab_size"),
+        "model_name_or_path",
+        GIVEN,
+        "It is for a model from scratch. Drop it.",
+    ),
+    Void(("model_revision",), "model_name_or_path", (None,), "Add --model_name_or_path.", unless=("tokenizer_name",)),
+    Void(("dataset_config_name",), "dataset_name", (None,), "Add --dataset_name."),
+    Void(("tokenizer", "bpe_vocab_size"), "tokenizer_name", GIVEN),
+    Void(("bpe_vocab_size",), "tokenizer", ("char", "byte"), "Give --tokenizer bpe."),
+    Void(("validation_fraction", "validation_split_percentage"), "validation_file", GIVEN),
+    Void(("validation_fraction",), "validation_dir", GIVEN),
+    Void(("test_file", "test_dir", "max_predict_samples"), "do_predict", (False,), "Add --do_predict True.", True),
+    Void(("sample_prompt", "sample_temperature"), "sample_tokens", (0,)),
+    Void(("profile_first_step",), "profile", (0,), "Give --profile the number of steps.", unless=OF_DEEPSPEED[:2]),
+    Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
+    Void(("comm_hook_start_steps",), "ddp_comm_hook", tuple(one for one in HOOKS if one not in KEEPS_ERRORS)),
+    Void(("powersgd_rank",), "ddp_comm_hook", tuple(one for one in HOOKS if one != "powersgd")),
+    Void(("topk_ratio",), "ddp_comm_hook", tuple(one for one in HOOKS if one != "topk")),
+)
+
+
+def settle_void(run: Run) -> tuple[Run, list[str]]:
+    """The run without what is void, and what is wrong. The command line overrules a YAML here, too, and of a run's
+    record, which has defaults beside what was said, one line the other. The rest is a mistake, or implied."""
+    mistakes: list[str] = []
+    for row in VOID:
+        if row.by not in run.recipe.flags or not _is_void(row, run):
+            continue
+        for name in row.flags:
+            if not says(run.given.get(name)):
+                continue
+            if row.by not in run.given and row.implies is not None:
+                before = run.said(row.by).partition(" is ")[2]
+                run = run.settled(f"follows from --{name}", **{row.by: row.implies})
+                run = replace(run, notes=(*run.notes, f"{run.said(row.by)}, and not {before}"))
+                break
+            if _is_overruled(run.settings[name].source, run.settings[row.by].source if row.by in run.given else None):
+                if run.settings[row.by].source == COMMAND_LINE:
+                    run = replace(run, notes=(*run.notes, f"{run.said(name)}: {run.said(row.by)} overrules it"))
+                run = replace(run, settings={key: one for key, one in run.settings.items() if key != name})
+            else:
+                mistakes.append(f"{run.said(name)}, which does nothing: {run.said(row.by)}. {row.mend}")
+    return run, mistakes
+
+
+def says(value: Any) -> bool:
+    return value not in NOTHING
+
+
+def _is_void(row: Void, run: Run) -> bool:
+    value = run.value(row.by)
+    return (says(value) if row.values == GIVEN else value in row.values) and not any(
+        says(run.value(name)) for name in row.unless
+    )
+
+
+def _is_overruled(source: str, by: str | None) -> bool:
+    return by is not None and source != COMMAND_LINE and (by == COMMAND_LINE or _is_record(source))
+
+
+def _is_record(source: str) -> bool:
+    return Path(source.rpartition(" line ")[0]).name == RUN_RECORD
