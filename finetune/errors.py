@@ -43,6 +43,11 @@ def first_line(error: BaseException, most_characters: int = 200) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most_characters]
 
 
+def plain(text: str) -> str:
+    """In one line, without what would move a terminal's cursor."""
+    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)
+
+
 def disk_is_full(error: BaseException) -> bool:
     """True where a full disk or quota is among the causes of `error`, in whichever library's words."""
     cause: BaseException | None = error

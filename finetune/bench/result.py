@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.bench.by_ddp import Place, Setting
 from finetune.errors import RequestError
 from finetune.measure.outcome import DONE
 
@@ -71,13 +70,6 @@ class Row:
     def average_bytes(self) -> int:
         """Of the fullest rank."""
         return int(max(self.memory["average_bytes"]))
-
-    @property
-    def place(self) -> Place:
-        pipelines = self.world_size // self.pipeline_parallel_size
-        samples = self.micro_batch * (self.accumulation or 0) * pipelines
-        setting = Setting(self.model, self.world_size, samples, self.precision)
-        return Place(setting, self.layout, self.micro_batch, self.checkpoint_interval)
 
 
 def append(folder: Path, row: Row) -> None:
@@ -153,9 +145,3 @@ def by_cell(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         cells.setdefault(row.cell, []).append(row)
     return cells
-
-
-def middle(rows: Sequence[Row]) -> Row:
-    """Of a cell's repeats the one in the middle by time; the first that was not done, where none was."""
-    done = sorted((row for row in rows if row.is_done), key=lambda row: row.median_seconds)
-    return done[(len(done) - 1) // 2] if done else rows[0]

@@ -3,59 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from finetune.bench.by_ddp import base_of, paired
 from finetune.bench.compare import CONFIDENCE, Change, Ratio
-from finetune.bench.published import AVERAGE_MEMORY, THROUGHPUT, published, study
-from finetune.bench.result import Row, by_cell, middle
-from finetune.drawing.markdown import cell
+from finetune.bench.result import Row
+from finetune.report.bench import Bench, Cell, cells_of
+from finetune.report.published import AVERAGE_MEMORY, THROUGHPUT, published, study
+from finetune.report.table import Table, print_table
+from finetune.report.text import MIB
 
-MIB = 2**20
 HEADER = ("cell", "samples/s", "step ms", "planned", "by DDP", "published", "peak MiB", "planned", "average", "by DDP",
           "published", "last loss")  # fmt: skip
 CHANGES = ("cell", "step time, new/old", "peak memory, new/old", "")
 
 
 def results(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """A line a cell, of the repeat in the middle; "by DDP" is throughput and average memory by those of DDP, of the
-    same model, world, global batch and precision, each repeat by the same repeat."""
-    cells = by_cell(rows)
-    done = [middle(repeats) for repeats in cells.values() if middle(repeats).is_done]
-    lines = []
-    for repeats in cells.values():
-        base = base_of(middle(repeats), done, lambda row: row.place)
-        lines.append(_line(repeats, cells[base.cell] if base else []))
-    return lines
+    """A line a cell; "by DDP" is throughput and average memory by those of DDP, of the same model, world, global batch
+    and precision, each repeat by the same repeat."""
+    bench = Bench("", Path(), cells_of(map(asdict, rows)))
+    return [_line(bench, cell) for cell in bench.cells]
 
 
-def _line(repeats: Sequence[Row], base: Sequence[Row]) -> tuple[str, ...]:
-    row = middle(repeats)
-    if not row.is_done:
-        return (row.cell, f"{row.status}: {row.reason}", *[""] * (len(HEADER) - 2))
-    what = row.model, row.layout, row.pipeline_parallel_size
-    plan = row.planned or {}
-    speed = row.samples_per_second or 0.0
+def _line(bench: Bench, cell: Cell) -> tuple[str, ...]:
+    if not cell.done:
+        return (cell.name, f"{cell.status}: {cell.word('reason')}", *[""] * (len(HEADER) - 2))
+    what = cell.model, cell.layout, cell.count("pipeline_parallel_size", 1)
     return (
-        row.cell,
-        f"{speed:,.1f}",
-        f"{row.median_seconds * 1e3:,.1f}",
-        _number(plan.get("step_seconds"), 1e-3, 1),
-        _number(_by(repeats, base, lambda one: one.samples_per_second or 0.0)),
+        cell.name, _number(cell.rate, 1, 1), _number(cell.step_seconds, 1e-3, 1),
+        _number(cell.planned("step_seconds"), 1e-3, 1), _number(bench.rate_to_ddp(cell)),
         _number(published(*what, THROUGHPUT)),
-        f"{row.peak_bytes / MIB:,.1f}",
-        _number(plan.get("peak_bytes"), MIB, 1),
-        f"{row.average_bytes / MIB:,.1f}",
-        _number(_by(repeats, base, lambda one: one.average_bytes)),
-        _number(published(*what, AVERAGE_MEMORY)),
-        f"{row.losses[-1]:.4f}" if row.losses else "",
-    )
-
-
-def _by(repeats: Sequence[Row], base: Sequence[Row], of: Callable[[Row], float]) -> float | None:
-    ours, theirs = ({row.repeat: of(row) for row in rows if row.is_done} for rows in (repeats, base))
-    return paired(ours, theirs)
+        _number(cell.most("peak_bytes"), MIB, 1), _number(cell.planned("peak_bytes"), MIB, 1),
+        _number(cell.most("average_bytes"), MIB, 1), _number(bench.memory_to_ddp(cell)),
+        _number(published(*what, AVERAGE_MEMORY)), _number(cell.final_loss, 1, 4),
+    )  # fmt: skip
 
 
 def _number(value: float | None, unit: float = 1.0, digits: int = 2) -> str:
@@ -107,10 +89,10 @@ def losses_apart(rows: Sequence[Row]) -> float | None:
     where one is no number, None where no two cells train the same."""
     groups: dict[object, list[list[float]]] = {}
     cells: dict[object, set[str]] = {}
-    for row in rows:
-        if row.is_done:
-            groups.setdefault(row.place.setting, []).append(row.losses)
-            cells.setdefault(row.place.setting, set()).add(row.cell)
+    for cell in cells_of(map(asdict, rows)):
+        for row in cell.done:
+            groups.setdefault(cell.setting, []).append(row["losses"])
+            cells.setdefault(cell.setting, set()).add(cell.name)
     if not any(len(names) > 1 for names in cells.values()):
         return None
     steps = [step for group in groups.values() for step in zip(*group, strict=False)]
@@ -119,32 +101,21 @@ def losses_apart(rows: Sequence[Row]) -> float | None:
     return max(((max(step) - min(step)) / max(map(abs, step)) for step in steps if any(step)), default=0.0)
 
 
-def show(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+def show(header: Sequence[str], lines: Sequence[tuple[str, ...]]) -> None:
     """On the terminal."""
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(*header, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for line in lines:
-        table.add_row(*map(Text, line))
     console = Console()
-    console.print(table) if console.is_terminal else Console(width=200).print(table)
+    print_table(console if console.is_terminal else Console(width=200), Table("", tuple(header), tuple(lines)))
 
 
 def write_markdown(folder: Path, rows: Sequence[Row]) -> Path:
     """OUTPUT/results.md."""
-    lines = [_markdown(HEADER), _markdown(["---"] + ["---:"] * (len(HEADER) - 1)), *map(_markdown, results(rows))]
-    path = folder / "results.md"
-    text = "\n".join(["# Benchmark", "", *lines, "", *(f"- {note}" for note in notes(rows))]) + "\n"
-    path.write_text(text, encoding="utf-8")
+    path, table = folder / "results.md", Table("", HEADER, tuple(results(rows)))
+    path.write_text(
+        "\n".join(["# Benchmark", "", table.markdown, "", *(f"- {note}" for note in notes(rows)), ""]), "utf-8"
+    )
     return path
-
-
-def _markdown(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(map(cell, cells))} |"
 
 
 def worded(confidence: float = CONFIDENCE) -> str:

@@ -126,12 +126,12 @@ def _say(asked: argparse.Namespace, found: Plan, layouts: Found | None, notes: l
     if asked.json:
         print(json.dumps(as_json(found, layouts, notes), indent=1))
         return
-    from finetune.plan.pages.show import show
+    from finetune.report.plan_show import show
 
     show(found, layouts, mends(found) if not found.fits else [], notes)
     command = shlex.join(["finetune", *sys.argv[1:]])
     if asked.html or asked.png:
-        from finetune.plan.pages import page
+        from finetune.report import plan_page as page
 
         curve = scaling(found.job, found.machine)
         if asked.html:

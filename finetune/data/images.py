@@ -27,8 +27,7 @@ from finetune.data.image_samples import ImageCollator, Pictures, augmentation_of
 from finetune.data.image_sources import BadImageError, RawImages, RawSplit, load_images
 from finetune.data.splits import require_splits
 from finetune.data.tables import SPLITS, at_most, hold_out
-from finetune.drawing.words import plain
-from finetune.errors import RequestError
+from finetune.errors import RequestError, plain
 from finetune.run.facts import LEAST_SIDE, MOST_SIDE
 from finetune.run.flags.images import AugmentationArguments, ImageArguments
 from finetune.run.flags.text import PreparationArguments

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from finetune.drawing.shapes import Point
+from finetune.report.shapes import Point
+from finetune.report.text import as_number
 
 STEP, TOKENS, SAMPLES, SECONDS = "step", "tokens", "samples", "time"
 AXES = (STEP, TOKENS, SAMPLES, SECONDS)
 WORDS = {STEP: "optimizer step", TOKENS: "tokens seen", SAMPLES: "samples seen", SECONDS: "seconds of training"}
-
-
-def as_number(value: Any) -> float | None:
-    """A number that can be drawn; None for anything else, also one that is not finite or too large for a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
 
 
 def is_summary(row: Mapping[str, Any]) -> bool:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.bench.by_ddp import BASE, Place, Setting, base_of, paired
-from finetune.bench.published import FILE
-from finetune.drawing.words import gib
 from finetune.privacy import HIDDEN, TOKEN
-from finetune.report.axes import as_number
+from finetune.report.published import BASE
+from finetune.report.published import FILE as PUBLISHED
 from finetune.report.run_folder import read_json, read_lines, read_text, without_secrets
+from finetune.report.text import as_number, gib
 
 RESULTS = "results.jsonl"
 GRID = "grid.json"  # the cells that were asked for
 SHOWN = 6  # of those that were not run
-DONE, DDP, PIPELINE = "done", BASE, "pipeline"
-PUBLISHED = FILE
+DONE, PIPELINE = "done", "pipeline"
 
 
 @dataclass(frozen=True)
@@ -66,32 +64,30 @@ class Cell:
         return [value for row in self.done if (value := as_number(row.get(key))) is not None and value >= 0]
 
     def median(self, key: str) -> float | None:
-        return statistics.median(found) if (found := self.values(key)) else None
+        return _median(self.values(key))
 
     @property
     def rate(self) -> float | None:
         return self.median("samples_per_second")
 
+    def by_repeat(self, figure: Callable[[Mapping[str, Any]], float | None]) -> dict[Any, float]:
+        found = ((row.get("repeat"), figure(row)) for row in self.done)
+        return {_hashable(repeat): value for repeat, value in found if value is not None}
+
     @property
     def rates(self) -> dict[Any, float]:
         """Samples a second by repeat."""
-        found = ((row.get("repeat"), as_number(row.get("samples_per_second"))) for row in self.done)
-        return {_hashable(repeat): value for repeat, value in found if value is not None}
+        return self.by_repeat(lambda row: as_number(row.get("samples_per_second")))
 
     @property
     def averages(self) -> dict[Any, float]:
         """The average bytes of the fullest rank, by repeat."""
-        found = {}
-        for row in self.done:
-            memory = row.get("memory")
-            if isinstance(memory, dict) and (ranks := numbers(memory.get("average_bytes"))):
-                found[_hashable(row.get("repeat"))] = max(ranks)
-        return found
+        return self.by_repeat(lambda row: max(numbers(_part(row, "memory").get("average_bytes")), default=None))
 
     @property
-    def place(self) -> Place:
-        setting = Setting(self.model, self.count("world_size"), self.global_batch, self.word("precision"))
-        return Place(setting, self.layout.lower(), self.count("micro_batch"), self.count("checkpoint_interval"))
+    def setting(self) -> tuple[str, int, int, str]:
+        """What it shares with its DDP."""
+        return self.model, self.count("world_size"), self.global_batch, self.word("precision")
 
     @property
     def spread(self) -> float | None:
@@ -101,16 +97,13 @@ class Cell:
 
     @property
     def step_seconds(self) -> float | None:
-        found = [median for row in self.done if (steps := numbers(row.get("step_seconds"))) and min(steps) > 0
-                 for median in (statistics.median(steps),)]  # fmt: skip
-        return statistics.median(found) if found else None
+        each = (numbers(row.get("step_seconds")) for row in self.done)
+        return _median([statistics.median(steps) for steps in each if steps and min(steps) > 0])
 
     def memory(self, key: str) -> list[float]:
         """Bytes by rank, the most of all repeats."""
-        each = [numbers(memory.get(key)) for row in self.done if isinstance(memory := row.get("memory"), dict)]
-        each = [one for one in each if one and min(one) >= 0]
-        ranks = min(map(len, each), default=0)
-        return [max(one[rank] for one in each) for rank in range(ranks)]
+        each = [ranks for row in self.done if (ranks := numbers(_part(row, "memory").get(key))) and min(ranks) >= 0]
+        return [max(sizes) for sizes in zip(*each, strict=False)]
 
     def most(self, key: str) -> float | None:
         return max(self.memory(key), default=None)
@@ -122,23 +115,18 @@ class Cell:
     @property
     def by_kind(self) -> dict[str, int]:
         """Bytes of rank 0."""
-        for row in self.done:
-            memory = row.get("memory")
-            kinds = memory.get("by_kind") if isinstance(memory, dict) else None
-            if isinstance(kinds, dict):
-                return {
-                    str(kind): int(size) for kind, value in kinds.items() if (size := as_number(value)) and size > 0
-                }
-        return {}
+        kinds = next((kinds for row in self.done if (kinds := _part(_part(row, "memory"), "by_kind"))), {})
+        return {str(kind): int(size) for kind, value in kinds.items() if (size := as_number(value)) and size > 0}
 
     def planned(self, key: str) -> float | None:
-        plans = [plan for row in self.rows if isinstance(plan := row.get("planned"), dict)]
-        return next((value for plan in plans if (value := as_number(plan.get(key))) and value > 0), None)
+        values = (as_number(_part(row, "planned").get(key)) for row in self.rows)
+        return next((value for value in values if value and value > 0), None)
 
     @property
     def final_loss(self) -> float | None:
-        found = [losses[-1] for row in self.done if (losses := numbers(row.get("losses")))]
-        return statistics.median(found) if found else None
+        """Of the last step; None where that is no number, whatever the steps before it had."""
+        ends = [numbers(losses[-1:]) for row in self.done if isinstance(losses := row.get("losses"), list) and losses]
+        return _median([end for (end,) in ends]) if all(ends) else None
 
 
 @dataclass
@@ -146,7 +134,7 @@ class Bench:
     name: str
     folder: Path
     cells: list[Cell]
-    study: dict[str, Any] = field(default_factory=dict)
+    study: dict[str, Any] = field(default_factory=dict)  # what others have measured
     scale: str = ""  # of all cells, where their rows do not say it
     grids: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -165,15 +153,16 @@ class Bench:
     @property
     def measured_by(self) -> list[str]:
         """What the bytes of memory are."""
-        held = (row.get("memory") for cell in self.cells for row in cell.done)
-        return self._said(memory.get("measured_by") for memory in held if isinstance(memory, dict))
+        return self._said(_part(row, "memory").get("measured_by") for cell in self.cells for row in cell.done)
 
     def _said(self, values: Iterable[Any]) -> list[str]:
         return list(dict.fromkeys(_fact(value) for value in values if value))
 
     def base(self, cell: Cell) -> Cell | None:
-        """The DDP run of the same model, ranks, samples a step and precision; of the same micro-batch if there is."""
-        return base_of(cell, self.cells, lambda one: one.place)
+        """The DDP of the same setting, without checkpointing; of the same micro-batch if there is one."""
+        found = [one for one in self.of(cell.model) if one.done and one.layout.lower() == BASE
+                 and not one.count("checkpoint_interval") and one.setting == cell.setting]  # fmt: skip
+        return min(found, key=lambda one: one.count("micro_batch") != cell.count("micro_batch"), default=None)
 
     def rate_to_ddp(self, cell: Cell) -> float | None:
         """Of throughput."""
@@ -190,33 +179,56 @@ def is_bench(folder: Path) -> bool:
     return (folder / RESULTS).is_file()
 
 
+def cells_of(rows: Iterable[Mapping[str, Any]]) -> list[Cell]:
+    groups: dict[str, dict[Any, Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["cell"], {})[_hashable(row.get("repeat"))] = row  # a later row wins
+    return [Cell(name, tuple(repeats.values())) for name, repeats in groups.items()]
+
+
 def read_bench(folder: Path, name: str) -> Bench:
     """Never raises for what is in the folder; it is said in `notes`."""
     notes = list[str]()
     rows = read_lines(folder / RESULTS, notes)
-    groups: dict[str, dict[Any, dict[str, Any]]] = {}
-    for row in rows:
-        if not isinstance(row.get("cell"), str):
-            notes.append(f"{RESULTS}: a row without a cell is left out.")
-            continue
-        groups.setdefault(row["cell"], {})[_hashable(row.get("repeat"))] = without_secrets(row)  # a later row wins
-    cells = [Cell(cell, tuple(repeats.values())) for cell, repeats in groups.items()]
+    named = [without_secrets(row) for row in rows if isinstance(row.get("cell"), str)]
+    if len(named) < len(rows):
+        notes.append(f"{RESULTS}: {len(rows) - len(named)} rows without a cell are left out.")
+    cells = cells_of(named)
     if not cells:
         notes.append(f"{RESULTS}: it has no results yet.")
     grid = without_secrets(read_json(folder / GRID, notes))
     asked = grid.get("cells")
-    due = [cell for cell in asked if isinstance(cell, str) and cell not in groups] if isinstance(asked, list) else []
+    due = (
+        [cell for cell in asked if isinstance(cell, str) and cell not in {one.name for one in cells}]
+        if isinstance(asked, list)
+        else []
+    )
     if due and cells:
         shown = ", ".join(due[:SHOWN]) + (f" and {len(due) - SHOWN} more" if len(due) > SHOWN else "")
         notes.append(f"Not run yet, `--resume` does: {shown}.")
     texts = {path.name: read_text(path, notes) for path in sorted(folder.glob("*.yaml"))}
     grids = {file: TOKEN.sub(HIDDEN, text) for file, text in texts.items() if text}
-    return Bench(name, folder, cells, _study(notes), _fact(grid.get("scale") or ""), grids, notes)
+    return Bench(name, folder, cells, read_json(PUBLISHED, notes), _fact(grid.get("scale") or ""), grids, notes)
 
 
-def _study(notes: list[str]) -> dict[str, Any]:
-    """What others have measured (finetune/bench/published.json): title, source, machine, figures."""
-    return read_json(PUBLISHED, notes)
+def paired(ours: Mapping[Any, float], base: Mapping[Any, float]) -> float | None:
+    """The ratio of figures by repeat: the median over repeats of both, for they are interleaved, so that each pair saw
+    the same machine; else that of the medians. None without figures, or where the base's are 0."""
+    ratios = [value / base[repeat] for repeat, value in ours.items() if base.get(repeat)]
+    if ratios:
+        return statistics.median(ratios)
+    middle = statistics.median(base.values()) if base else 0.0
+    return statistics.median(ours.values()) / middle if ours and middle else None
+
+
+def _part(of: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """An object inside of a row; empty where it is none."""
+    found = of.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def numbers(found: Any) -> list[float]:

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from finetune.bench.by_ddp import paired
-from finetune.bench.published import AVERAGE_MEMORY, Published, ratios
-from finetune.drawing.html import NARROW, WIDE
-from finetune.drawing.shapes import Picture, Point
-from finetune.drawing.table import Table
-from finetune.drawing.words import Unit, unit_for
 from finetune.report.axes import SECONDS, STEP
-from finetune.report.bench import Bench, Cell, numbers, of_done
+from finetune.report.bench import Bench, Cell, numbers, of_done, paired
 from finetune.report.bench_pictures import (
     cell_words,
     kind_memory,
@@ -19,10 +11,18 @@ from finetune.report.bench_pictures import (
     rank_memory,
     throughput_bars,
 )
-from finetune.report.blocks import Block, Code, Curves, Drawn, Facts, Folded, Panels, Section, Words
-from finetune.report.curves import Curve, Panel, colour_of
-from finetune.report.words import figure, ratio, said
+from finetune.report.colours import colour_of
+from finetune.report.curves import Curve, Panel
+from finetune.report.page import Block, Curves, Section, drawn
+from finetune.report.published import AVERAGE_MEMORY, Published, ratios
+from finetune.report.shapes import Point
+from finetune.report.table import Table
+from finetune.report.text import Unit, number, ratio, said, unit_for
 
+FIGURES = (
+    "Figures are medians over the repeats; the spread is half of their range. x DDP: throughput against DDP with the "
+    "same model, ranks, samples a step and precision, each repeat against the same repeat."
+)
 MEMORY = {"peak_bytes": "peak", "average_bytes": "average", "rss_peak_bytes": "resident"}
 
 
@@ -47,14 +47,9 @@ def _summary(bench: Bench) -> list[Block]:
     words = f"{len(done)} of {len(bench.cells)} cells were measured"
     rest = [cell for cell in bench.cells if not cell.done]
     words += f"; {', '.join(f'{cell.name} ({cell.status})' for cell in rest[:6])} failed." if rest else "."
-    blocks: list[Block] = [Words(words, "verdict" if done else "bad")]
-    blocks += [Words(note, "muted") for note in bench.notes]
+    blocks = [Block("verdict" if done else "bad", words), *(Block("muted", note) for note in bench.notes)]
     if bench.cells:
-        blocks.append(_summary_table(bench))
-        blocks.append(Words(
-            "Figures are medians over the repeats; the spread is half of their range. x DDP: throughput against DDP "
-            "with the same model, ranks, samples a step and precision, each repeat against the same repeat.", "muted"
-        ))  # fmt: skip
+        blocks += [Block("table", _summary_table(bench)), Block("muted", FIGURES)]
     return blocks
 
 
@@ -67,10 +62,10 @@ def _summary_table(bench: Bench) -> Table:
     for cell in bench.cells:
         spread, share = cell.spread, bench.rate_to_ddp(cell)
         rows.append((
-            cell.name, cell.status, "" if share is None else f"{share:.2f}", figure(cell.rate),
-            "" if spread is None else f"{spread:.1%}", figure(cell.median("tokens_per_second")),
+            cell.name, cell.status, "" if share is None else f"{share:.2f}", number(cell.rate),
+            "" if spread is None else f"{spread:.1%}", number(cell.median("tokens_per_second")),
             *(_in(unit, cell.most(key)) for key, unit in memory.items()),
-            figure(cell.final_loss), cell.model, cell.layout, cell.word("world_size"), cell.word("micro_batch"),
+            number(cell.final_loss), cell.model, cell.layout, cell.word("world_size"), cell.word("micro_batch"),
         ))  # fmt: skip
     table = Table("All cells", columns, tuple(rows), texts=("model", "layout", "status"))
     return table.without(name for name, column in zip(columns, zip(*rows, strict=True), strict=True) if not any(column))
@@ -81,25 +76,14 @@ def _in(unit: Unit, size: float | None) -> str:
 
 
 def _throughput(bench: Bench) -> list[Block]:
-    return [
-        _drawn(lambda width, model=model: throughput_bars(bench, model, width))  # type: ignore[misc]
-        for model in bench.models
-    ]
-
-
-def _drawn(draw: Callable[[float], Picture]) -> Drawn:
-    return Drawn(draw(WIDE), draw(NARROW))
+    return [block for model in bench.models for block in drawn(throughput_bars, bench, model)]
 
 
 def _memory(bench: Bench) -> list[Block]:
-    blocks: list[Block] = []
-    if by := bench.measured_by:
-        blocks.append(Words(f"Peak and average: {' and '.join(by)}.", "muted"))
+    by = bench.measured_by
+    blocks = [Block("muted", f"Peak and average: {' and '.join(by)}.")] if by else []
     for model in bench.models:
-        for draw in (rank_memory, kind_memory):
-            wide, narrow = draw(bench, model, WIDE), draw(bench, model, NARROW)
-            if wide is not None and narrow is not None:
-                blocks.append(Drawn(wide, narrow))
+        blocks += [*drawn(rank_memory, bench, model), *drawn(kind_memory, bench, model)]
     return blocks
 
 
@@ -114,7 +98,7 @@ def _planned(bench: Bench) -> list[Block]:
     peaks = (cell.planned("peak_bytes") or cell.most("peak_bytes") for cell in bench.cells)
     unit = unit_for(max((peak for peak in peaks if peak), default=0))
     rows = tuple(
-        (cell.name, figure(cell.planned("step_seconds")), figure(cell.step_seconds),
+        (cell.name, number(cell.planned("step_seconds")), number(cell.step_seconds),
          ratio(cell.planned("step_seconds"), cell.step_seconds), _in(unit, cell.planned("peak_bytes")),
          _in(unit, cell.most("peak_bytes")), ratio(cell.planned("peak_bytes"), cell.most("peak_bytes")),
          _in(unit, cell.most("average_bytes")))
@@ -122,7 +106,7 @@ def _planned(bench: Bench) -> list[Block]:
     )  # fmt: skip
     columns = ("cell", "step s\nplanned", "step s\nmeasured", "planned /\nmeasured", f"peak {unit.name}\nplanned",
                f"peak {unit.name}\nmeasured", "planned / \nmeasured", f"average {unit.name}\nmeasured")  # fmt: skip
-    return [Panels(pictures), Table("Planned against measured", columns, rows)]
+    return [Block("panels", pictures), Block("table", Table("Planned against measured", columns, rows))]
 
 
 def _losses(bench: Bench) -> list[Block]:
@@ -135,13 +119,13 @@ def _losses(bench: Bench) -> list[Block]:
         return []
     layouts = list(dict.fromkeys(cell.layout for cells in groups.values() for cell in cells))
     panels = []
-    for place, ((model, batch), cells) in enumerate(groups.items()):
+    for (model, batch), cells in groups.items():
         curves = tuple(Curve(cell_words(cell), colour_of(layouts.index(cell.layout)), _points(cell)) for cell in cells)
-        panels.append(Panel(f"loss-{place}", f"{model}, {batch:,} samples a step", curves))
+        panels.append(Panel(f"{model}, {batch:,} samples a step", curves))
     axes = [axis for axis in (STEP, SECONDS) if all(axis in panel.axes for panel in panels)]
     key = tuple((layout, colour_of(index)) for index, layout in enumerate(layouts))
-    said_below = Words("Layouts that compute the same lie over each other.", "muted")
-    return [Curves(tuple(panels), tuple(axes), key), said_below]
+    below = Block("muted", "Layouts that compute the same lie over each other.")
+    return [Block("curves", Curves(tuple(panels), tuple(axes), key)), below]
 
 
 def _points(cell: Cell) -> dict[str, list[Point]]:
@@ -168,7 +152,7 @@ def _published(bench: Bench) -> list[Block]:
     dates = sorted(day[:10] for day in bench.facts("started"))
     when = "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     ours = f"Ours: {' | '.join(bench.facts('machine'))}; {when}. {said(study.get('note'))}"
-    return [table, Words(source + ours, "muted")]
+    return [Block("table", table), Block("muted", source + ours)]
 
 
 def _beside(bench: Bench, one: Published) -> tuple[str, ...]:
@@ -180,7 +164,7 @@ def _beside(bench: Bench, one: Published) -> tuple[str, ...]:
 
     if one.by_stages is not None:
         pairs = ((cell, base) for cell in cells_of(one.stages) for base in cells_of(one.by_stages))
-        found = (paired(cell.rates, base.rates) for cell, base in pairs if cell.place.setting == base.place.setting)
+        found = (paired(cell.rates, base.rates) for cell, base in pairs if cell.setting == base.setting)
     else:
         compare = bench.memory_to_ddp if one.figure == AVERAGE_MEMORY else bench.rate_to_ddp
         found = (compare(cell) for cell in cells_of(one.stages))
@@ -197,8 +181,8 @@ def _failures(bench: Bench) -> list[Block]:
         for cell in bench.cells for row in cell.rows if row.get("status") != "done"
     )  # fmt: skip
     columns = ("cell", "repeat", "status", "reason", "log")
-    texts = ("status", "reason", "log")
-    return [Table("Not measured, and why", columns, rows, texts=texts, folding=("reason",))] if rows else []
+    table = Table("Not measured, and why", columns, rows, texts=columns[2:], folding=("reason",))
+    return [Block("table", table)] if rows else []
 
 
 def _made(bench: Bench) -> list[Block]:
@@ -209,5 +193,5 @@ def _made(bench: Bench) -> list[Block]:
         facts.append(("scale of the models", " | ".join(scales)))
     if starts := sorted(bench.facts("started")):
         facts.insert(0, ("started", starts[0]))
-    blocks: list[Block] = [Facts(tuple(facts))] if facts else []
-    return blocks + [Folded(name, (Code(text),)) for name, text in bench.grids.items()]
+    blocks = [Block("facts", facts)] if facts else []
+    return blocks + [Block("folded", [Block("code", text)], name) for name, text in bench.grids.items()]

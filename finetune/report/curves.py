@@ -5,29 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.drawing.render import SERIES
-from finetune.drawing.shapes import (
-    SMALL,
-    Area,
-    Dot,
-    Line,
-    Picture,
-    Point,
-    Scale,
-    letters,
-    shortly,
-    ticks_below,
-    ticks_left,
-)
-from finetune.drawing.words import number
 from finetune.report.axes import AXES, WORDS, envelope, smoothed
+from finetune.report.scales import Scale, shortly, ticks_below, ticks_left
+from finetune.report.shapes import SMALL, Dot, Line, Picture, Point, letters
+from finetune.report.text import number, shortened
 
 WIDTH, HEIGHT = 420.0, 190.0  # of a panel in pixels; the height is that of the curves alone
 POINTS = 320  # of all curves of a panel together, about two to a pixel column
 FEWEST_POINTS = 60  # of a curve, however many there are
 DOTTED, FEW = 90, 12  # points of a panel, and of a curve, up to which each is a dot that says its value
 EXTRA, MOST_EXTRA = 1.2, 4.8  # pixels of a line's width
-LONG_NAME = 34  # letters
 
 
 @dataclass(frozen=True)
@@ -42,7 +29,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    name: str
     title: str
     curves: tuple[Curve, ...]
     keyed: bool = False  # whether its own legend is needed beside that of all panels
@@ -54,19 +40,10 @@ class Panel:
         return tuple(axis for axis in AXES if all(curve.points.get(axis) for curve in self.curves))
 
 
-def colour_of(index: int) -> str:
-    return SERIES[index % len(SERIES)]
-
-
-def shortened(name: str, most: int = LONG_NAME) -> str:
-    """With its end, which is what tells runs apart."""
-    return name if len(name) <= most else f"{name[: most // 3]}…{name[len(name) - (most - most // 3 - 1) :]}"
-
-
 def draw(panel: Panel, axis: str, width: float = WIDTH, *, with_key: bool = False) -> Picture:
     """Over one of its axes. `with_key`: for a picture that stands alone."""
     alt = "; ".join(_said(curve, axis) for curve in panel.curves[:12])
-    picture = Picture(f"{panel.name}-by-{axis}", panel.title, f"{panel.title} over {WORDS[axis]}. {alt}.", width)
+    picture = Picture(panel.title, f"{panel.title} over {WORDS[axis]}. {alt}.", width)
     y = 4.0
     if with_key or panel.keyed:
         y = picture.legend([(shortened(curve.name), curve.colour) for curve in panel.curves], 0) + 2
@@ -111,13 +88,13 @@ def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale,
     def placed(some: Sequence[Point]) -> tuple[Point, ...]:
         return tuple((across(x), up(y)) for x, y in some)
 
-    if len(points) > each:
+    is_dense = len(points) > each
+    if is_dense:
         lowest, highest = envelope(points, max(each // 2, 24))
-        picture.add(Area((*placed(lowest), *reversed(placed(highest))), curve.colour, 0.25))
-        picture.add(Line(placed(smoothed(points, max(each // 4, 12))), curve.colour, 2 + extra, curve.dashed))
-        return
+        picture.add(Line((*placed(lowest), *reversed(placed(highest))), curve.colour, opacity=0.25, filled=True))
     if len(points) > 1:
-        picture.add(Line(placed(points), curve.colour, 1.8 + extra, curve.dashed))
+        shown = smoothed(points, max(each // 4, 12)) if is_dense else points
+        picture.add(Line(placed(shown), curve.colour, (2 if is_dense else 1.8) + extra, curve.dashed))
 
 
 def _dots(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale) -> None:

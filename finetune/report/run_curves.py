@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
-from finetune.drawing.shapes import Point
-from finetune.report.axes import SAMPLES, TOKENS, as_number, is_summary, places
-from finetune.report.blocks import Curves
-from finetune.report.curves import Curve, Panel, colour_of
+from finetune.report.axes import SAMPLES, STEP, TOKENS, is_summary, places
+from finetune.report.colours import colour_of
+from finetune.report.curves import Curve, Panel, draw
+from finetune.report.page import Curves
 from finetune.report.run_folder import RunFolder
+from finetune.report.shapes import WIDE, Picture, Point
+from finetune.report.text import as_number, spelled
 
 LOSS = "loss"
 TITLES = {
@@ -45,6 +49,12 @@ def curves_of(runs: Sequence[RunFolder]) -> Curves | None:
     return Curves(panels, tuple(axes), key)
 
 
+def training_curves(rows: Sequence[dict[str, Any]], metric: str) -> list[Picture]:
+    """Loss of training and evaluation over steps, and `metric` of the evaluation (its name in the logs)."""
+    run = RunFolder("training", Path(), list(rows))
+    return [draw(panel, STEP, WIDE) for key in (LOSS, metric) if (panel := _panel([run], key))]
+
+
 def _keys(runs: Iterable[RunFolder]) -> list[str]:
     """What there is to draw: the loss, what evaluation says, how the optimizer fares, how fast it is, the rest."""
     seen = {
@@ -71,10 +81,9 @@ def _panel(runs: Sequence[RunFolder], key: str) -> Panel | None:
             curves.append(curve)
     if key != LOSS and all(len(points) < 2 for curve in curves for points in curve.points.values()):
         return None  # the results say it
-    title = TITLES.get(key) or key.removeprefix("eval_").replace("_", " ").capitalize()
-    name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in key)[:40]
+    title = TITLES.get(key) or spelled(key.removeprefix("eval_")).capitalize()
     title += " of the evaluation" if key.startswith("eval_") else ""
-    return Panel(f"curve-{name}", title, tuple(curves), key == LOSS and len(runs) == 1, key == LOSS) if curves else None
+    return Panel(title, tuple(curves), key == LOSS and len(runs) == 1, key == LOSS) if curves else None
 
 
 def _curve(run: RunFolder, key: str, name: str, index: int, dashed: bool) -> Curve | None:

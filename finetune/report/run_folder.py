@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from finetune.privacy import HIDDEN, TOKEN, hidden, is_secret, names_a_secret
-from finetune.report.axes import as_number
+from finetune.report.text import as_number
 from finetune.run.files import RUN_RECORD
 from finetune.safe_read import DEEPEST, SAFE_LOADER
 

@@ -10,9 +10,12 @@ from finetune.plan.job import Job
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.plan import Plan, plan
 from finetune.plan.run_model import run_of_record
-from finetune.report.axes import as_number
 from finetune.report.run_folder import RunFolder
+from finetune.report.text import as_number
 from finetune.run.launch import Launch
+
+# What a recipe.yaml leads to that no run has written.
+BROKEN = ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, OSError
 
 
 def plan_of_run(run: RunFolder) -> Plan | None:
@@ -26,15 +29,7 @@ def plan_of_run(run: RunFolder) -> Plan | None:
         return plan(_as_it_was(run, job), machine)
     except FinetuneError as error:
         run.notes.append(f"Nothing is planned beside it: {first_line(error)}")
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-        ArithmeticError,
-        OSError,
-    ) as error:  # a recipe.yaml that no run has written
+    except BROKEN as error:
         run.notes.append(f"Nothing is planned beside it: recipe.yaml gives {first_line(error)}")
     return None
 

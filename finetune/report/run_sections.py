@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
 
-from finetune.drawing.html import NARROW, WIDE
-from finetune.drawing.table import Table
-from finetune.drawing.words import GIB, gib
-from finetune.plan.pages.memory_pictures import memory_bars
 from finetune.plan.plan import Plan
-from finetune.report.axes import as_number
-from finetune.report.blocks import Block, Code, Drawn, Facts, Folded, Heading, Image, Section, Tiles, Words
-from finetune.report.confusion import confusion_picture
-from finetune.report.profile import profile_blocks
-from finetune.report.rank_memory import rank_bars
+from finetune.report.charts import confusion_picture
+from finetune.report.page import Block, Section, drawn
+from finetune.report.plan_pictures import memory_bars
 from finetune.report.run_curves import curves_of
 from finetune.report.run_folder import RunFolder
+from finetune.report.run_pictures import profile_blocks, rank_bars, schedule_blocks
 from finetune.report.run_plan import has_one_length, plan_of_run
-from finetune.report.schedule import schedule_pictures
-from finetune.report.words import duration, figure, ratio, said
+from finetune.report.table import Table
+from finetune.report.text import GIB, as_number, duration, gib, number, ratio, said, spelled
 
 TILES = {
     "eval_f1": "entity F1", "eval_accuracy": "accuracy", "eval_f1_macro": "macro F1", "eval_pearson": "Pearson",
@@ -30,10 +24,10 @@ TILES = {
 }  # fmt: skip
 MOST_TILES = 6
 SAMPLE = re.compile(r"^## Step (\d+)\n\n(`{3,})\n(.*?)\n\2$", re.MULTILINE | re.DOTALL)
-SHORT = {"eval_loss": "eval loss", "real_tokens_per_second": "tokens/s", "samples_per_second": "samples/s",
-         "step_seconds_median": "step s", "peak_memory_gib": "peak GiB"}  # fmt: skip
 SPEED = ("real_tokens_per_second", "samples_per_second", "step_seconds_median", "step_seconds_p95", "mfu",
          "padding_share", "peak_memory_gib", "train_runtime")  # fmt: skip
+MEASURED_ON_GPU = "Measured on a GPU: the allocator's peak."
+MEASURED_ON_CPU = "Measured on a CPU: the largest resident set of the process, Python and its libraries included."
 SHOWN_BY_SVG = {"confusion_matrix.png", "schedule.png", "training_curve.png"}
 
 
@@ -42,7 +36,7 @@ def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
     curves = curves_of(runs)
     sections = [
         Section("Runs" if len(runs) > 1 else "The run", tuple(_overview(runs))),
-        Section("Curves", (curves,) if curves else (Words("Nothing has been logged yet.", "muted"),)),
+        Section("Curves", (Block("curves", curves),) if curves else (Block("muted", "Nothing has been logged yet."),)),
         Section("Speed and memory", tuple(_cost(runs, plans))),
         Section("Confusion matrix", _of_each(runs, _confusion)),
         Section("Pipeline schedule", _of_each(runs, _schedule)),
@@ -60,7 +54,7 @@ def _of_each(runs: Sequence[RunFolder], blocks: Callable[[RunFolder], list[Block
     found: list[Block] = []
     for run in runs:
         if made := blocks(run):
-            found += [Heading(run.name), *made] if len(runs) > 1 else made
+            found += [Block("heading", run.name), *made] if len(runs) > 1 else made
     return tuple(found)
 
 
@@ -73,45 +67,38 @@ def verdict(run: RunFolder) -> str:
     return words + (f" on {run.ranks} ranks." if run.ranks > 1 else ".")
 
 
-def _tiles(run: RunFolder) -> tuple[tuple[str, str], ...]:
-    found = [(words, said(run.results[name])) for name, words in TILES.items()
-             if as_number(run.results.get(name)) is not None]  # fmt: skip
-    return tuple(found[:MOST_TILES])
-
-
 def _overview(runs: Sequence[RunFolder]) -> list[Block]:
     blocks: list[Block] = []
     if len(runs) == 1:
         (run,) = runs
         if heading := card_heading(run):
-            blocks.append(Words(heading))
-        blocks.append(Words(verdict(run), "verdict" if run.finished else "bad"))
-        if tiles := _tiles(run):
-            blocks.append(Tiles(tiles))
-    blocks += [Words(f"{run.name}: {note}" if len(runs) > 1 else note, "muted") for run in runs for note in run.notes]
+            blocks.append(Block("words", heading))
+        blocks.append(Block("verdict" if run.finished else "bad", verdict(run)))
+        if shown := [name for name in TILES if as_number(run.results.get(name)) is not None]:
+            blocks.append(Block("tiles", [(TILES[name], said(run.results[name])) for name in shown[:MOST_TILES]]))
+    blocks += [Block("muted", f"{run.name}: {note}" if len(runs) > 1 else note) for run in runs for note in run.notes]
     names = sorted({key for run in runs for key, value in run.results.items() if as_number(value) is not None})
     names = sorted(names, key=lambda name: (not name.startswith("eval_"), name in SPEED, name))
     if len(runs) > 1:
-        blocks.append(_beside(runs))
+        blocks.append(Block("table", _beside(runs)))
     if names:
         rows = tuple((name, *(said(run.results.get(name)) for run in runs)) for name in names)
         table = Table("Results", ("metric", *_columns(runs, "value")), rows)
-        blocks.append(Folded("All results", (table,)))
+        blocks.append(Block("folded", [Block("table", table)], "All results"))
     return blocks
 
 
 def _beside(runs: Sequence[RunFolder]) -> Table:
     """A row each, with what one looks for first."""
-    metric = next((name for name in ("eval_f1", "eval_accuracy", "eval_f1_macro", "eval_pearson", "eval_bits_per_byte")
-                   if any(name in run.results for run in runs)), "eval_loss")  # fmt: skip
-    keys = list(dict.fromkeys(("eval_loss", metric, "train_loss", "real_tokens_per_second", "samples_per_second",
-                               "step_seconds_median", "peak_memory_gib")))  # fmt: skip
+    metric = next(name for name in TILES if name == "eval_loss" or any(name in run.results for run in runs))
+    speed = ("real_tokens_per_second", "samples_per_second", "step_seconds_median", "peak_memory_gib")
+    keys = list(dict.fromkeys(("eval_loss", metric, "train_loss", *speed)))
     keys = [key for key in keys if any(as_number(run.results.get(key)) is not None for run in runs)]
     rows = tuple(
         (run.name, "done" if run.finished else "not ended", f"{run.steps:,}",
          *(said(run.results.get(key)) for key in keys)) for run in runs
     )  # fmt: skip
-    columns = ("run", "state", "steps", *(SHORT.get(key, key.removeprefix("eval_").replace("_", " ")) for key in keys))
+    columns = ("run", "state", "steps", *(TILES.get(key, spelled(key)) for key in keys))
     return Table("Beside each other", columns, rows, texts=("state",))
 
 
@@ -129,15 +116,14 @@ def _cost(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> list[Block
     blocks: list[Block] = []
     pairs = [(run, made) for run, made in zip(runs, plans, strict=True) if made is not None]
     if pairs:
-        blocks += [_planned_table(pairs), Words(_planned_words(pairs), "muted")]
+        blocks += [Block("table", _planned_table(pairs)), Block("muted", _planned_words(pairs))]
     measured = [(run.name, peaks) for run in runs if (peaks := _peaks(run))]
     if measured:
-        wide, narrow = (rank_bars(measured, width) for width in (WIDE, NARROW))
-        blocks.append(Drawn(wide, narrow, _measured_words(runs)))
+        on_gpu = any(run.environment.get("gpus") for run in runs)
+        blocks += drawn(rank_bars, measured, caption=MEASURED_ON_GPU if on_gpu else MEASURED_ON_CPU)
     for run, made in pairs:
         title = "Planned memory, by kind" + (f": {run.name}" if len(runs) > 1 else "")
-        wide, narrow = (dataclasses.replace(memory_bars(made, width), title=title) for width in (WIDE, NARROW))
-        blocks.append(Drawn(wide, narrow, wide.alt))
+        blocks += drawn(memory_bars, made, title, caption=True)
     return blocks
 
 
@@ -154,8 +140,8 @@ def _planned_table(pairs: Sequence[tuple[RunFolder, Plan]]) -> Table:
         step, peak = as_number(run.results.get("step_seconds_median")), max(_peaks(run), default=None)
         rate = as_number(run.results.get("samples_per_second"))
         rows += [
-            (run.name, "step, s", figure(made.seconds.total), figure(step), ratio(made.seconds.total, step)),
-            (run.name, "samples/s", figure(made.seconds.samples_per_second), figure(rate),
+            (run.name, "step, s", number(made.seconds.total), number(step), ratio(made.seconds.total, step)),
+            (run.name, "samples/s", number(made.seconds.samples_per_second), number(rate),
              ratio(made.seconds.samples_per_second, rate)),
             (run.name, "peak of a rank, GiB", gib(made.peak_bytes), gib(peak) if peak else "",
              ratio(made.peak_bytes, peak) if run.environment.get("gpus") and has_one_length(run) else ""),
@@ -174,60 +160,48 @@ def _planned_words(pairs: Sequence[tuple[RunFolder, Plan]]) -> str:
     )
 
 
-def _measured_words(runs: Sequence[RunFolder]) -> str:
-    if any(run.environment.get("gpus") for run in runs):
-        return "Measured on a GPU: the allocator's peak."
-    return "Measured on a CPU: the largest resident set of the process, Python and its libraries included."
-
-
 def _confusion(run: RunFolder) -> list[Block]:
-    wide, narrow = confusion_picture(run.confusion, WIDE), confusion_picture(run.confusion, NARROW)
-    if wide is not None and narrow is not None:
-        return [Drawn(wide, narrow, wide.alt)]
-    return _image(run, "confusion_matrix.png", "True against predicted labels")
+    matrix = drawn(confusion_picture, run.confusion, caption=True)
+    return matrix or _image(run, "confusion_matrix.png", "True against predicted labels")
 
 
 def _schedule(run: RunFolder) -> list[Block]:
-    drawn = schedule_pictures(run.schedule)
-    return drawn or _image(run, "schedule.png", "A step of the pipeline, planned and measured")
+    lanes = schedule_blocks(run.schedule)
+    return lanes or _image(run, "schedule.png", "A step of the pipeline, planned and measured")
 
 
 def _samples(run: RunFolder) -> list[Block]:
     """The last one, and the others folded; or the text as it is, if not of `finetune.training.samples`."""
-    found = [(step, text) for step, _, text in SAMPLE.findall(run.samples)]
-    if not found:
-        return [Code(run.samples)] if run.samples else []
-    blocks: list[Block] = [Words(f"At step {found[-1][0]}:", "muted"), Code(found[-1][1])]
-    earlier = tuple(one for step, text in found[:-1] for one in (Words(f"At step {step}:", "muted"), Code(text)))
-    return [*blocks, Folded("Earlier ones", earlier)] if earlier else blocks
+    blocks = [block for step, _, text in SAMPLE.findall(run.samples)
+              for block in (Block("muted", f"At step {step}:"), Block("code", text))]  # fmt: skip
+    if not blocks:
+        return [Block("code", run.samples)] if run.samples else []
+    return [*blocks[-2:], *([Block("folded", blocks[:-2], "Earlier ones")] if blocks[2:] else [])]
 
 
 def _pictures(run: RunFolder) -> list[Block]:
     names = [name for name in run.pictures if name not in SHOWN_BY_SVG]
-    return [block for name in names for block in _image(run, name, name.removesuffix(".png").replace("_", " "))]
+    return [block for name in names for block in _image(run, name, spelled(name.removesuffix(".png")))]
 
 
 def _image(run: RunFolder, name: str, alt: str) -> list[Block]:
-    return [Image(name, run.pictures[name], f"{alt}, {run.name}")] if name in run.pictures else []
+    return [Block("image", run.pictures[name], f"{alt}, {run.name}")] if name in run.pictures else []
 
 
 def _settings(runs: Sequence[RunFolder]) -> list[Block]:
     flags = sorted({key for run in runs for key in run.recipe})
-    blocks: list[Block] = []
-    if flags:
-        rows = [(flag, *(said(run.recipe.get(flag)) for run in runs)) for flag in flags]
-        texts = _columns(runs, "value")
-        if len(runs) > 1:
-            other = tuple(row for row in rows if len(set(row[1:])) > 1)
-            if other:
-                blocks.append(Table("Flags that differ", ("flag", *texts), other, texts=texts))
-            blocks.append(Folded("All flags", (Table("Flags", ("flag", *texts), tuple(rows), texts=texts),)))
-        else:
-            blocks.append(Table("Flags", ("flag", *texts), tuple(rows), texts=texts))
+    rows = tuple((flag, *(said(run.recipe.get(flag)) for run in runs)) for flag in flags)
+    other, texts = tuple(row for row in rows if len(set(row[1:])) > 1), _columns(runs, "value")
+    blocks = [Block("table", Table("Flags", ("flag", *texts), rows, texts=texts))] if flags else []
+    if flags and len(runs) > 1:
+        blocks = [Block("folded", blocks, "All flags")]
+        if other:
+            blocks.insert(0, Block("table", Table("Flags that differ", ("flag", *texts), other, texts=texts)))
     for run in runs:
         if run.ds_config:
             title = "DeepSpeed's configuration, as it ran" + (f": {run.name}" if len(runs) > 1 else "")
-            blocks.append(Folded(title, (Code(json.dumps(run.ds_config, indent=1, ensure_ascii=False)),)))
+            text = json.dumps(run.ds_config, indent=1, ensure_ascii=False)
+            blocks.append(Block("folded", [Block("code", text)], title))
     return blocks
 
 
@@ -239,9 +213,9 @@ def _environment(run: RunFolder) -> list[Block]:
         facts.append(("GPUs", ", ".join(map(str, gpus)) if isinstance(gpus, list) else said(gpus)))
     if isinstance(packages, dict):
         facts.append(("versions", ", ".join(f"{name} {version}" for name, version in packages.items())))
-    blocks: list[Block] = [Facts(tuple(facts))] if facts else []
+    blocks = [Block("facts", facts)] if facts else []
     if command := known.get("command"):
-        blocks.append(Code(str(command)))
+        blocks.append(Block("code", str(command)))
     if run.card:
-        blocks.append(Folded("Its model card", (Code(run.card),)))
+        blocks.append(Block("folded", [Block("code", run.card)], "Its model card"))
     return blocks

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.drawing.html import write as write_text
 from finetune.errors import RequestError
-from finetune.report.as_html import as_html
-from finetune.report.as_markdown import write_markdown
 from finetune.report.bench import Bench, is_bench, read_bench
 from finetune.report.bench_sections import bench_sections
-from finetune.report.blocks import Report, Section
+from finetune.report.page import Report, as_html, write_markdown
+from finetune.report.page import write as write_text
 from finetune.report.run_folder import RunFolder, is_run, read_run
 from finetune.report.run_sections import card_heading, run_sections
 
@@ -25,7 +23,8 @@ def write(
     """Write what is asked for, of run folders and bench folders in any mixture, and give what could not be read, to be
     said. Raises RequestError for a path that is neither, and where a file cannot be written."""
     runs, benches = read(paths)
-    report = Report(_title(runs, benches), tuple(_sections(runs, benches)), command)
+    sections = [section for bench in benches for section in bench_sections(bench, named=len(benches) > 1)]
+    report = Report(_title(runs, benches), (*sections, *(run_sections(runs) if runs else ())), command)
     if html is not None:
         write_text(html, as_html(report))
     if markdown is not None:
@@ -60,12 +59,9 @@ def read(paths: Sequence[Path]) -> tuple[list[RunFolder], list[Bench]]:
 def _names(folders: Sequence[Path]) -> list[str]:
     """As short as tells them apart: the folder's name, with those above it where two have the same."""
     parts = [folder.absolute().parts[1:] or ("/",) for folder in folders]
-    longest = max(map(len, parts), default=1)
-    for depth in range(1, longest + 1):
-        names = ["/".join(one[-depth:]) for one in parts]
-        if len(set(names)) == len(names):
-            return names
-    return names
+    depths = range(1, max(map(len, parts), default=1) + 1)
+    named = [["/".join(one[-depth:]) for one in parts] for depth in depths]
+    return next((names for names in named if len(set(names)) == len(names)), named[-1])
 
 
 def _title(runs: Sequence[RunFolder], benches: Sequence[Bench]) -> str:
@@ -76,8 +72,3 @@ def _title(runs: Sequence[RunFolder], benches: Sequence[Bench]) -> str:
     words = f"{len(names)} runs" if not benches else "Bench" if len(names) == 1 else f"{len(names)} folders"
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return f"{words}: {shown}"
-
-
-def _sections(runs: Sequence[RunFolder], benches: Sequence[Bench]) -> list[Section]:
-    sections = [section for bench in benches for section in bench_sections(bench, named=len(benches) > 1)]
-    return sections + (run_sections(runs) if runs else [])

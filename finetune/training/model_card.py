@@ -8,74 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
-from finetune.drawing.markdown import cell, fenced
 from finetune.privacy import without_home
+from finetune.report.page import markdown
 from finetune.training.run_folder import write_text
-
-# Autoescape is for HTML; Markdown cells are made safe by `cell`, and front matter by JSON, which YAML contains.
-TEMPLATE = """---
-library_name: transformers
-pipeline_tag: {{ card.pipeline_tag }}
-{%- if card.base_model %}
-base_model: {{ card.base_model | json }}
-{%- endif %}
-tags: [finetune, deepspeed]
----
-# {{ (card.task ~ " on " ~ card.source) | cell }}
-
-{{ card.task }} with {{ card.model | cell }}, trained by `{{ card.recipe }}` of the finetune toolkit.
-
-## Results
-
-| metric | value |
-|---|---|
-{% for name, value in metrics -%}
-| {{ name }} | {{ value }} |
-{% endfor %}
-{%- for picture, alt in card.pictures %}
-![{{ alt }}]({{ picture }})
-{% endfor %}
-{%- for title, rows in card.tables %}
-{{ title | cell }}
-
-| {{ rows[0] | join(" | ") }} |
-|{{ "---|" * rows[0] | length }}
-{% for row in rows[1:] -%}
-| {{ row | map("cell") | join(" | ") }} |
-{% endfor %}
-{%- endfor %}
-## Data
-
-{{ card.source | cell }}
-
-| {{ card.table[0] | join(" | ") }} |
-|{{ "---|" * card.table[0] | length }}
-{% for row in card.table[1:] -%}
-| {{ row | map("cell") | join(" | ") }} |
-{% endfor %}
-{% for fact in card.facts %}{{ fact | cell }} {% endfor %}
-{% if card.sample %}
-## Sample
-
-{{ card.sample | fenced }}
-{% endif %}
-## Use
-
-```python
-{{ card.use }}
-```
-
-## Make it again
-
-```
-{{ command }}
-```
-
-`recipe.yaml` holds the flags (`--config recipe.yaml`), `ds_config.json` the DeepSpeed configuration as it ran,
-`environment.json` the machine and versions: {{ versions }}.
-"""
 
 
 @dataclass(frozen=True)
@@ -99,9 +34,7 @@ class Card:
 
 def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any]) -> str:
     """Markdown with the hub's front matter. Names and paths from data are escaped."""
-    engine = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
-    engine.filters |= {"cell": cell, "json": json.dumps, "fenced": fenced}
-    return engine.from_string(TEMPLATE).render(
+    return markdown("model_card.md").render(
         card=card,
         metrics=[(name, _number(value)) for name, value in metrics.items() if isinstance(value, int | float)],
         command=environment["command"].replace("`", "'"),

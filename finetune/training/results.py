@@ -14,11 +14,15 @@ import numpy as np
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.errors import RunError
 from finetune.models.adapters import write_merged
+from finetune.report.charts import confusion_picture
+from finetune.report.run_curves import training_curves
+from finetune.report.run_pictures import share_bars
+from finetune.report.shapes import WIDE
+from finetune.report.svg import write_png
 from finetune.run.flags.language import CausalModelArguments
 from finetune.safe_read import read_json_object
 from finetune.training.metrics import TaskMetrics, confusion, first_output, log_softmax
 from finetune.training.model_card import Card, results_of, write_card
-from finetune.training.plots import plot_confusion, plot_shares, plot_training
 from finetune.training.run_folder import read_metrics, write_json
 from finetune.training.samples import Samples
 from finetune.training.start import Session
@@ -227,8 +231,10 @@ def rows_table(what: str, account: Any) -> list[Sequence[Any]]:
 
 
 def write_confusion(folder: Path, counts: Any, labels: Labels) -> list[tuple[str, str]]:
-    plot_confusion(counts, labels.names, folder / "confusion_matrix.png")
-    write_json(folder / "confusion_matrix.json", {"labels": list(labels.names), "counts": counts.tolist()})
+    found = {"labels": list(labels.names), "counts": counts.tolist()}
+    write_json(folder / "confusion_matrix.json", found)
+    picture = confusion_picture(found, WIDE, len(labels.names))
+    write_png(folder / "confusion_matrix.png", [picture] if picture else [])
     return [("confusion_matrix.png", "True against predicted labels of the validation split")]
 
 
@@ -238,7 +244,7 @@ def label_counts(counts: Mapping[str, int]) -> list[str]:
 
 
 def write_per_label(folder: Path, rows: Sequence[dict[str, Any]], name: str) -> list[tuple[str, str]]:
-    plot_shares(rows, [row["label"] for row in rows], folder / f"{name}.png")
+    write_png(folder / f"{name}.png", [share_bars(rows, WIDE)])
     write_json(folder / f"{name}.json", list(rows))
     return [(f"{name}.png", "Precision, recall and F1, and in brackets how often each occurs in the validation split")]
 
@@ -257,8 +263,8 @@ def _call(is_pair: bool, task: str) -> str:
 
 def pictures_of(folder: Path, metric: str) -> list[tuple[str, str]]:
     pictures = []
-    if (folder / "metrics.jsonl").is_file():
-        plot_training(read_metrics(folder), folder / "training_curve.png", metric)
+    if curves := training_curves(read_metrics(folder) if (folder / "metrics.jsonl").is_file() else [], metric):
+        write_png(folder / "training_curve.png", curves)
         pictures.append(("training_curve.png", "Loss and metric over steps"))
     if (folder / "profile" / "parts.png").is_file():
         pictures.append(("profile/parts.png", "Where a step's time went, by part and rank"))

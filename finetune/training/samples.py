@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from finetune.data.encoding import refuse_unknown_characters
 from finetune.data.tokenizer import letters_of
-from finetune.drawing.markdown import fenced
 from finetune.errors import RequestError
 from finetune.models.source import positions_of
+from finetune.report.text import fenced
 from finetune.run.flags.language import SampleArguments
 
 SAMPLES_FILE = "samples.md"

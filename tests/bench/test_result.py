@@ -14,12 +14,12 @@ from rows import row
 
 from finetune.bench import table
 from finetune.bench.compare import compare, ratio
-from finetune.bench.published import AVERAGE_MEMORY, THROUGHPUT, published, ratios, study
-from finetune.bench.result import Row, append, middle, read_rows
-from finetune.drawing.table import Table
+from finetune.bench.result import Row, append, read_rows
 from finetune.errors import RequestError
 from finetune.report.bench import read_bench
 from finetune.report.bench_sections import bench_sections
+from finetune.report.published import AVERAGE_MEMORY, THROUGHPUT, published, ratios, study
+from finetune.report.table import Table
 
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
@@ -107,11 +107,14 @@ def test_what_ran_and_no_longer_does_is_a_regression() -> None:
     assert (new.why, gone.why) == ("new", "not run this time")
 
 
-def test_the_repeat_in_the_middle_stands_for_its_cell() -> None:
-    assert middle(repeats(0.3, 0.1, 0.2)).median_seconds == 0.2
-    failed = row(status="timeout", reason="late")
-    assert middle([failed, row(repeat=1)]).repeat == 1
-    assert middle([failed]) == failed
+def test_the_median_of_the_repeats_that_were_done_stands_for_a_cell() -> None:
+    late = row(repeat=3, status="timeout", reason="late")
+    ((_, _, milliseconds, *_),) = table.results([*repeats(0.3, 0.1, 0.2), late])
+    assert milliseconds == "200.0"
+    ((_, why, *_),) = table.results([late])
+    assert why == "timeout: late"
+    ((*_, loss),) = table.results([row(losses=[2.0, math.nan])])
+    assert loss == ""  # and not that of a step before
 
 
 def test_ratios_are_to_ddp_of_the_same_model_and_global_batch() -> None:
@@ -140,7 +143,7 @@ def test_pipelines_stand_beside_the_published_ones(tmp_path: Path) -> None:
         changes = {"pipeline_parallel_size": stages, "accumulation": stages, "samples_per_second": rate}
         append(tmp_path, row(f"gptlite-pipeline{stages}-8x8", layout="pipeline", world_size=8, **changes))
     (section,) = [one for one in bench_sections(read_bench(tmp_path, "bench")) if one.title.startswith("Published")]
-    (found,) = [block for block in section.blocks if isinstance(block, Table)]
+    (found,) = [block.value for block in section.blocks if isinstance(block.value, Table)]
     assert ("gptlite", "pipeline, 8 stages", "throughput, by that of 4 stages", "0.74", "0.80", "1.08x") in found.rows
     assert {cells[4] for cells in found.rows} == {"", "0.80"}
 

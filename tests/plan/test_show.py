@@ -11,20 +11,20 @@ from dataclasses import fields, replace
 import pytest
 from rich.console import Console
 
-from finetune.drawing.words import gib, number, seconds_words
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import RankMemory
 from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
-from finetune.plan.pages.kinds import rank_kinds
-from finetune.plan.pages.show import show
-from finetune.plan.pages.tables import layout_table, memory_table, step_table
 from finetune.plan.plan import Plan, plan
 from finetune.plan.search import Candidate, Found, slower_by
 from finetune.plan.seconds import StepSeconds
 from finetune.plan.step import Moment
 from finetune.plan.zero import Zero
+from finetune.report.plan_show import show
+from finetune.report.plan_tables import layout_table, memory_table, step_table
+from finetune.report.plan_words import rank_kinds
+from finetune.report.text import gib, number, seconds_words
 
 GIB = 2**30
 MODEL = model_of(find_model_config("gptlite-post"), "gptlite-post")
@@ -183,7 +183,7 @@ def test_names_cannot_write_to_the_terminal() -> None:
 
 def test_it_is_there_without_torch_numpy_or_matplotlib() -> None:
     look = (
-        "import sys, finetune.plan.pages.show, finetune.plan.pages.page\n"
+        "import sys, finetune.report.plan_show, finetune.report.plan_page\n"
         "print([name for name in ('torch', 'transformers', 'numpy', 'matplotlib', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)

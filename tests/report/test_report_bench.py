@@ -11,10 +11,10 @@ import pytest
 from page_reader import PageReader
 from report_folders import GIB, HOSTILE, LAYOUTS, MODELS, bench_folder, run_folder
 
-from finetune.drawing.shapes import Word
 from finetune.report import bench as bench_module
 from finetune.report.bench import Bench, Cell, read_bench
 from finetune.report.bench_pictures import throughput_bars
+from finetune.report.shapes import Word, letters
 from finetune.report.write import write
 
 
@@ -95,7 +95,7 @@ def test_the_caption_is_not_cut_off_on_a_telephone(folder: Path) -> None:
     picture = throughput_bars(read_bench(folder, "bench"), "gptlite", 340.0)
     (caption,) = (one for one in picture.shapes if isinstance(one, Word) and "samples a second" in one.text)
     assert caption.x >= 0
-    assert caption.x + caption.width <= 340
+    assert caption.x + letters(caption.text, caption.size) <= 340
 
 
 def test_small_models_are_in_mib(folder: Path) -> None:

@@ -19,12 +19,12 @@ from page_reader import PageReader
 from report_folders import HOSTILE, run_folder
 
 from finetune.cli import main
-from finetune.drawing.markdown import cell
 from finetune.errors import RequestError
-from finetune.report.axes import SECONDS, STEP, TOKENS, as_number, envelope, places, smoothed
+from finetune.report.axes import SECONDS, STEP, TOKENS, envelope, places, smoothed
 from finetune.report.run_curves import curves_of
 from finetune.report.run_folder import read_run
 from finetune.report.run_plan import has_one_length, plan_of_run
+from finetune.report.text import as_number, cell
 from finetune.report.write import write
 
 

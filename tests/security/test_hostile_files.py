@@ -22,7 +22,6 @@ from finetune.bench.grid import read_grid
 from finetune.cli import main
 from finetune.data.cifar import read_cifar
 from finetune.data.files import open_file
-from finetune.drawing.markdown import cell
 from finetune.errors import FinetuneError, RequestError
 from finetune.hostfile import read_hostfile
 from finetune.models.source import from_pretrained
@@ -30,6 +29,7 @@ from finetune.plan.machine import read_machine
 from finetune.plan.model import model_of, read_config
 from finetune.plan.weights import weights_of
 from finetune.report.run_folder import read_run
+from finetune.report.text import cell
 from finetune.run.flat_yaml import read_flat_yaml
 from finetune.safe_read import parse_json, read_json_object, read_yaml
 from finetune.training.checkpoints.manifest import problems

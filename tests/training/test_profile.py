@@ -21,7 +21,7 @@ from finetune.training.profiling.callback import StepProfile
 from finetune.training.profiling.deepspeed import with_profilers
 from finetune.training.profiling.intervals import intersect, length, subtract, union
 from finetune.training.profiling.parts import FORWARD_RANGE, NEW_START, PARTS, Step, spans_of, steps_of
-from finetune.training.profiling.summary import RankProfile, page, plain, record, rows
+from finetune.training.profiling.summary import RankProfile, by_part, page, record
 
 MAIN, GLOO, DEVICE = 1, 2, 7  # threads of the host, a stream of the device
 STEP = ("user_annotation", "ProfilerStep#5", MAIN, 0, 100)
@@ -315,8 +315,8 @@ def test_the_table_has_mean_and_largest_over_ranks() -> None:
     assert found["mean_seconds"]["communication"] == pytest.approx(30e-6)
     assert found["max_seconds"]["communication"] == pytest.approx(40e-6)
     assert found["step_seconds"] == pytest.approx(sum(found["mean_seconds"].values()))
-    table = rows(ranks)
-    assert table[0] == ["part", "mean ms", "share", "max ms", "rank 0", "rank 1"]
-    assert [row[2] for row in table if row[0] in ("communication", "step")] == ["30.0%", "100.0%"]
-    assert len({len(line) for line in plain(table).splitlines()}) == 1
+    table = by_part(ranks)
+    assert table.columns == ("part", "mean ms", "share", "most ms", "rank 0", "rank 1")
+    assert [row[2] for row in table.rows if row[0] in ("communication", "step")] == ["30.0%", "100.0%"]
+    assert len({len(line) for line in table.plain.splitlines()}) == 1
     assert "2.00x the median of the 1 untraced steps before" in page(ranks)

@@ -13,12 +13,15 @@ import yaml
 
 from finetune.data.columns import Labels
 from finetune.errors import RunError
+from finetune.report.charts import confusion_picture
+from finetune.report.run_curves import training_curves
+from finetune.report.shapes import WIDE, Box, Picture
+from finetune.report.svg import write_png
 from finetune.run.launch import Launch
 from finetune.run.parse import Setting
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.run import Run
 from finetune.training.model_card import Card, model_card
-from finetune.training.plots import plot_confusion, plot_training
 from finetune.training.results import write_predictions
 from finetune.training.run_folder import command_line, explained_disk_errors, read_metrics, write_records
 from finetune.training.runtime import choose_precision
@@ -99,17 +102,32 @@ def test_the_model_card_survives_hostile_names() -> None:
     assert "| eval_accuracy | 0.5 |" in body
 
 
+def confusion_of(names: list[str]) -> Picture:
+    counts = np.eye(len(names), dtype=int).tolist()
+    picture = confusion_picture({"labels": names, "counts": counts}, WIDE, len(names))
+    assert picture is not None
+    return picture
+
+
 def test_pictures_are_drawn_for_one_class_and_for_many(tmp_path: Path) -> None:
-    plot_confusion(np.array([[3]]), ["only"], tmp_path / "a.png")
-    plot_confusion(np.eye(40, dtype=int), [f"a long label number {i}" for i in range(40)], tmp_path / "b.png")
-    plot_confusion(np.eye(1500, dtype=int), [f"class {i}" for i in range(1500)], tmp_path / "e.png")
-    plot_training([], tmp_path / "c.png", "eval_accuracy")
-    plot_training(
-        [{"step": 1, "loss": 1.0}, {"step": 2, "eval_loss": 2.0, "eval_accuracy": 0.1}],
-        tmp_path / "d.png",
-        "eval_accuracy",
-    )
-    assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in "abcde")
+    many = [f"a long label number {i}" for i in range(40)], [str(i) for i in range(1500)]
+    for number, names in enumerate((["only"], *many)):
+        picture = confusion_of(names)
+        boxes = [shape for shape in picture.shapes if isinstance(shape, Box)]
+        assert len(boxes) == 1 + len(names)  # the ground, and what is right
+        assert all(box.x + box.width <= WIDE and box.y + box.height <= picture.height for box in boxes)
+        write_png(tmp_path / f"{number}.png", [picture])
+        assert (tmp_path / f"{number}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_training_curve_has_the_loss_and_what_was_evaluated_more_than_once(tmp_path: Path) -> None:
+    assert training_curves([], "eval_accuracy") == []
+    rows = [{"step": step, "loss": 1.0 / step, "eval_accuracy": 0.1 * step} for step in (1, 2)]
+    assert [picture.title for picture in training_curves(rows, "eval_accuracy")] == [
+        "Loss", "Accuracy of the evaluation"
+    ]  # fmt: skip
+    write_png(tmp_path / "curve.png", training_curves(rows[:1], "eval_accuracy"))
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from transformers import TrainerCallback
 from finetune.run.flags.profiling import ProfileArguments, check_length
 from finetune.training.profiling.deepspeed import CommsSummary
 from finetune.training.profiling.parts import FORWARD_RANGE, NEW_START, spans_of, steps_of
-from finetune.training.profiling.picture import plot_parts
-from finetune.training.profiling.summary import RankProfile, page, plain, record, rows, shares_line, trace_name
+from finetune.training.profiling.summary import RankProfile, by_part, page, plot_parts, record, shares_line, trace_name
 from finetune.training.run_folder import write_json, write_text
 
 FOLDER = "profile"
@@ -126,7 +125,7 @@ class StepProfile(TrainerCallback):
         write_json(self._folder / "summary.json", record(ranks))
         write_text(self._folder / "README.md", page(ranks))
         plot_parts(ranks, self._folder / "parts.png")
-        print(f"{shares_line(ranks)}\n{plain(rows(ranks))}\ntrace: {self._folder / trace_name(0)}", flush=True)
+        print(f"{shares_line(ranks)}\n{by_part(ranks).plain}\ntrace: {self._folder / trace_name(0)}", flush=True)
 
     def _keep(self, profiler: Any) -> None:
         """The trace of this rank to its file, and its steps."""

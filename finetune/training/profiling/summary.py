@@ -1,16 +1,23 @@
-"""The parts of a step over ranks: as a record, as a table, as a page."""
+"""The parts of a step over ranks: as a record, as a table, as a page, as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from finetune.report.charts import Piece, timeline
+from finetune.report.colours import colour_of
+from finetune.report.page import markdown
+from finetune.report.run_pictures import part_bars, part_table
+from finetune.report.shapes import WIDE, Picture
+from finetune.report.svg import write_png
+from finetune.report.table import Table
 from finetune.training.profiling.parts import PARTS, Step
 
-SHOWN_RANKS = 8  # of more ranks the page shows mean and largest alone
-SECONDS = 1e-9
+SECONDS, SHOWN_LANES = 1e-9, 16
 
 
 @dataclass(frozen=True)
@@ -71,41 +78,34 @@ def trace_name(rank: int) -> str:
     return f"rank-{rank}.json.gz"
 
 
-def rows(ranks: Sequence[RankProfile]) -> list[list[str]]:
-    """The table by part in milliseconds a step, its header first and the whole step last."""
-    shown = ranks if len(ranks) <= SHOWN_RANKS else ()
-    header = ["part", "mean ms", "share", "max ms", *(f"rank {rank.rank}" for rank in shown)]
-    whole = mean(rank.step_seconds for rank in ranks)
-    table = [header]
-    for part in PARTS:
-        found = [rank.mean_seconds(part) for rank in ranks]
-        own = [_ms(rank.mean_seconds(part)) for rank in shown]
-        table.append([part, _ms(mean(found)), f"{mean(found) / whole:.1%}", _ms(max(found)), *own])
-    longest = max(rank.step_seconds for rank in ranks)
-    return [*table, ["step", _ms(whole), "100.0%", _ms(longest), *(_ms(rank.step_seconds) for rank in shown)]]
+def by_part(ranks: Sequence[RankProfile]) -> Table:
+    """Milliseconds a step, the whole step last."""
+    return part_table(_means(ranks))
 
 
-def plain(table: Sequence[Sequence[str]]) -> str:
-    """For a terminal."""
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in table]
-    return "\n".join(map("  ".join, lines))
+def _means(ranks: Sequence[RankProfile]) -> list[tuple[str, dict[str, float]]]:
+    return [(f"rank {rank.rank}", {part: rank.mean_seconds(part) for part in PARTS}) for rank in ranks]
+
+
+def plot_parts(ranks: Sequence[RankProfile], path: Path) -> None:
+    """The middle one of the traced steps in time, and the mean of all of them."""
+    shown, number = ranks[:SHOWN_LANES], len(ranks[0].steps) // 2
+    colours = {part: colour_of(place) for place, part in enumerate(PARTS)}
+    rows = {
+        f"rank {rank.rank}": [Piece(start / 1e6, end / 1e6, colours[part]) for part in PARTS
+                              for start, end in rank.steps[number].pieces[part]] for rank in shown
+    }  # fmt: skip
+    until = max(rank.steps[number].nanoseconds for rank in shown) / 1e6
+    title = f"Step {shown[0].numbers[number]} in time; each rank from its own beginning"
+    words = "milliseconds since the step began"
+    in_time = timeline(Picture(title, "", WIDE), rows, until, words, list(colours.items()))
+    write_png(path, [in_time, part_bars(_means(shown), WIDE, f"Mean of {len(shown[0].steps)} step(s)")])
 
 
 def page(ranks: Sequence[RankProfile]) -> str:
     """README.md of the folder."""
-    table = rows(ranks)
-    lines = ["# Where a step's time goes", "", f"{shares_line(ranks)}", ""]
-    lines += [f"| {' | '.join(table[0])} |", "|---|" + "---:|" * (len(table[0]) - 1)]
-    lines += [f"| {' | '.join(row)} |" for row in table[1:]]
-    lines += ["", "![One step by part and rank](parts.png)", ""]
-    lines += _transfers(ranks)
-    lines += [
-        "Each part is exclusive, and they add up to the step. Communication is what no computation hid, with the wait "
-        "for other ranks. `rank-N.json.gz` opens in https://ui.perfetto.dev (the file stays on your machine) and in "
-        "chrome://tracing; docs/profiling.md of the toolkit reads one.",
-    ]
-    return "\n".join(lines) + "\n"
+    transfers = _transfers(ranks)
+    return markdown("profile.md").render(told=shares_line(ranks), table=by_part(ranks), transfers=transfers)
 
 
 def shares_line(ranks: Sequence[RankProfile]) -> str:
@@ -124,22 +124,16 @@ def shares_line(ranks: Sequence[RankProfile]) -> str:
     )
 
 
-def _transfers(ranks: Sequence[RankProfile]) -> list[str]:
-    names = sorted({name for rank in ranks for step in rank.steps for name in step.calls})
-    if not names:
-        return []
-    lines = ["| transfer | calls a step, mean | under way, ms a step, mean | max |", "|---|---:|---:|---:|"]
-    for name in names:
+def _transfers(ranks: Sequence[RankProfile]) -> Table | None:
+    rows = []
+    for name in sorted({name for rank in ranks for step in rank.steps for name in step.calls}):
         calls = mean(mean(step.calls.get(name, 0) for step in rank.steps) for rank in ranks)
         took = [mean(step.nanoseconds_of_operation.get(name, 0) for step in rank.steps) * SECONDS for rank in ranks]
-        lines.append(f"| {name} | {calls:.1f} | {_ms(mean(took))} | {_ms(max(took))} |")
-    return [*lines, "", "Under way, whether or not something was computed beside it.", ""]
+        rows.append((name, f"{calls:.1f}", f"{mean(took) * 1e3:.1f}", f"{max(took) * 1e3:.1f}"))
+    columns = ("transfer", "calls a step, mean", "under way, ms a step, mean", "max")
+    return Table("", columns, tuple(rows)) if rows else None
 
 
 def _untraced(ranks: Sequence[RankProfile]) -> float | None:
     every = [seconds for rank in ranks for seconds in rank.untraced_step_seconds]
     return median(every) if every else None
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"

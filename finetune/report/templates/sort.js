@@ -1,6 +1,3 @@
-"""The script of a page whose tables sort. It makes a button of each head, so that the keyboard reaches it."""
-
-SORTING = r"""
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
   const free = [...body.rows].filter(row => !row.classList.contains("total"));
@@ -27,4 +24,3 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
-"""

@@ -1,17 +1,59 @@
-"""Sentences about a plan, for the terminal, the page and the pictures."""
+"""Sentences about a plan; its kinds of memory and of ranks, in the order in which tables and pictures show them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from finetune.drawing.words import count_words, gib, number, plain, seconds_words
+from finetune.errors import plain
+from finetune.plan.engines.pipeline import PIPE
+from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, STATES
 from finetune.plan.job import NO_TEXT, PIPELINE, TRAINER
-from finetune.plan.pages.kinds import fills_host, rank_kinds
+from finetune.plan.memory import BATCH, BUFFERS, SAVED, WORKSPACE
+from finetune.plan.program import ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY
+from finetune.report.text import count_words, gib, number, seconds_words
 
 if TYPE_CHECKING:
+    from finetune.plan.memory import RankMemory
     from finetune.plan.plan import Plan
     from finetune.plan.search import Candidate
     from finetune.plan.step import Moment
+
+# As they are stacked, from what stays to what comes and goes. Any two are at least 18 apart in CIELAB, also as people
+# see them who lack one kind of cone (Machado et al., "A Physiologically-based Model for Simulation of Color Vision
+# Deficiency", 2009); a test computes it.
+COLOURS = {
+    PARAMETERS: "#0a4dd4", GATHERED: "#22abf4", MASTERS: "#b376a8", STATES: "#00844a", GRADIENTS: "#db941e",
+    BUCKETS: "#882255", PIPE: "#60ea9c", WORKSPACE: "#83ad91", BUFFERS: "#734a9a", BATCH: "#d1cefc",
+    ACTIVATIONS: "#b51500", GRADIENTS_FLOW: "#f0e442", TEMPORARY: "#abaa59", SAVED: "#fc36d8",
+}  # fmt: skip
+
+
+def in_order(kinds: Iterable[str]) -> list[str]:
+    known = list(COLOURS)
+    return sorted(kinds, key=lambda kind: (known.index(kind) if kind in COLOURS else len(known), kind))
+
+
+def rank_kinds(plan: Plan) -> list[tuple[str, RankMemory]]:
+    """By name; neighbours that hold the same are one, though but one of them saves weights."""
+    groups: list[list[RankMemory]] = []
+    for rank in plan.ranks:
+        if groups and _held(groups[-1][0]) == _held(rank):
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    word = "stage" if plan.job.stages > 1 else "rank"
+    names = [f"{word} {one[0].rank}" if len(one) == 1 else f"{word}s {one[0].rank}-{one[-1].rank}" for one in groups]
+    return [(name, max(one, key=lambda rank: rank.host_bytes)) for name, one in zip(names, groups, strict=True)]
+
+
+def _held(rank: RankMemory) -> tuple[object, ...]:
+    return rank.resident, rank.peak, rank.host
+
+
+def fills_host(plan: Plan) -> bool:
+    """Whether a table of it is worth its lines: with offload, or where it is a tenth of what there is."""
+    return any(any(rank.host.values()) for rank in plan.ranks) or plan.host_bytes > plan.host_limit_bytes / 10
 
 
 def headline(plan: Plan) -> str:

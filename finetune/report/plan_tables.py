@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from finetune.drawing.table import Table
-from finetune.drawing.words import GIB, gib, number, seconds_words, spelled
-from finetune.plan.pages.kinds import fills_host, in_order, rank_kinds
-from finetune.plan.pages.words import moment_words
 from finetune.plan.search import slower_by
+from finetune.report.plan_words import in_order, moment_words, rank_kinds
+from finetune.report.table import Table
+from finetune.report.text import GIB, gib, number, seconds_words, spelled
 
 if TYPE_CHECKING:
     from finetune.plan.memory import RankMemory
@@ -24,19 +23,19 @@ WHY = "why slower, a sample"
 
 def memory_table(plan: Plan, kinds: Sequence[tuple[str, RankMemory]]) -> Table:
     """Two columns for each kind of rank: at rest, that is between two steps, and at the peak."""
-    columns = ["GiB"]
-    held: list[dict[str, int]] = []
-    for name, rank in kinds:
-        columns += [f"{name}\nat rest", f"{name}\nat peak"]
-        held += [rank.resident, rank.peak.by_kind]
-    kept = in_order({kind for one in held for kind, size in one.items() if size})
-    form = _form(max(sum(one.values()) for one in held))
+    columns = tuple(f"{name}\n{when}" for name, _ in kinds for when in ("at rest", "at peak"))
+    held = [moment for _, rank in kinds for moment in (rank.resident, rank.peak.by_kind)]
+    return _held_table("Memory of each kind of rank, in GiB (2**30 bytes)", columns, held, plan.limit_bytes)
+
+
+def _held_table(title: str, columns: tuple[str, ...], held: Sequence[dict[str, int]], limit: int) -> Table:
+    """A row for each kind of memory, and what they come to."""
+    kept, sums = in_order({kind for one in held for kind, size in one.items() if size}), [sum(o.values()) for o in held]
+    form = _form(max(sums))
     rows = [(spelled(kind), *(form(one.get(kind, 0)) for one in held)) for kind in kept]
-    total = len(rows)
-    rows.append(("total", *(form(sum(one.values())) for one in held)))
-    rows.append(("limit", *([form(plan.limit_bytes)] * len(held))))
-    rows.append(("headroom", *(form(plan.limit_bytes - sum(one.values())) for one in held)))
-    return Table("Memory of each kind of rank, in GiB (2**30 bytes)", tuple(columns), tuple(rows), total=total)
+    ends = {"total": sums, "limit": [limit] * len(held), "headroom": [limit - size for size in sums]}
+    rows += [(name, *map(form, sizes)) for name, sizes in ends.items()]
+    return Table(title, ("GiB", *columns), tuple(rows), total=len(kept))
 
 
 def memory_table_that_fits(plan: Plan, width: int) -> tuple[Table, bool]:
@@ -67,16 +66,10 @@ def _shortly(moment: str) -> str:
     return what + of + ".".join(module.split(".")[-2:])
 
 
-def host_table(plan: Plan) -> Table | None:
-    """Of the node that has most there; None where that is too little for a table."""
-    held, most, limit = plan.host, plan.host_bytes, plan.host_limit_bytes
-    if not fills_host(plan):
-        return None
-    form = _form(most)
-    rows = [(spelled(kind), form(held[kind])) for kind in in_order(kind for kind, size in held.items() if size)]
-    total = len(rows)
-    rows += [("total", form(most)), ("limit", form(limit)), ("headroom", form(limit - most))]
-    return Table("Memory of a node's host, in GiB", ("GiB", "a node"), tuple(rows), total=total)
+def host_table(plan: Plan) -> Table:
+    """Of the node that has most there."""
+    title = "Memory of a node's host, or of its disks for NVMe, in GiB"
+    return _held_table(title, ("a node",), [plan.host], plan.host_limit_bytes)
 
 
 def _form(most: float) -> Callable[[float], str]:

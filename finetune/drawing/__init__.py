@@ -1,1 +1,0 @@
-"""What reports are made of: pictures, tables, HTML that loads nothing, Markdown. It knows of no report."""

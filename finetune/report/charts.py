@@ -1,0 +1,159 @@
+"""Charts that several pages draw: bars, lanes over time, a confusion matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from finetune.report.colours import ACCENT, GRID, INK, LIMIT, MUTED
+from finetune.report.scales import Scale, ticks_below
+from finetune.report.shapes import NORMAL, SMALL, Box, Line, Picture, Shape, Word, letters
+from finetune.report.text import as_number, shortened
+
+OFF_SCALE = 5.0  # times the longest bar, from where on the limit would make the bars too small to be read
+BOLD = 1.12  # times as wide
+MOST_CLASSES = 40  # of a confusion matrix on a page; beyond, cells are too small to be seen
+CELL, LONG_LABEL = 34.0, 20  # pixels, letters
+Legend = Sequence[tuple[str, str]]  # names and their colours
+
+
+class Bar(NamedTuple):
+    """Its parts, one behind the other, are (length, colour, what they say). `ends`: the range of what it stands for."""
+
+    name: str
+    parts: Sequence[tuple[float, str, str]]
+    says: str
+    group: str = ""  # the heading above those that share it
+    ends: Sequence[float] = ()
+
+    @property
+    def length(self) -> float:
+        return sum(length for length, _, _ in self.parts)
+
+
+def bars(picture: Picture, rows: Sequence[Bar], words: str, legend: Legend = (),
+         limit: tuple[float, str] | None = None) -> Picture:  # fmt: skip
+    """Fill `picture`. `words` say what lengths are; `limit` is a length and its words, and what has no parts is said in
+    its colour."""
+    y = picture.legend(legend, 0) + 6 if legend else 2.0
+    most = max((value for row in rows for value in (row.length, *row.ends)), default=0.0)
+    off_scale = limit is not None and limit[0] > OFF_SCALE * most
+    labels = max(letters(row.name, SMALL) for row in rows) + 10
+    above = labels > 0.38 * picture.width  # there names stand above their bars
+    right = picture.width - max(letters(row.says, SMALL) for row in rows) * BOLD - 10
+    end = max(most, limit[0]) if limit and not off_scale else most
+    scale = Scale(0, end or 1.0, 4.0 if above else labels, right)
+    at = scale(limit[0]) if limit and not off_scale else picture.width
+    if limit:
+        told = limit[1] + (f": off the scale, {limit[0] / most:,.0f}x" if off_scale and most else "")
+        picture.add(Word(at, y + 10, told, "end" if at > picture.width / 2 else "start", LIMIT, bold=True))
+        y += 16
+    shapes, top = list[Shape](), y
+    for group, some in groupby(rows, key=lambda row: row.group):
+        if group:
+            kept = shortened(group, int(picture.width / BOLD / letters("x", NORMAL)))
+            shapes.append(Word(0, y + 13, kept, size=NORMAL, bold=True))
+            y += 19
+        for row in some:
+            name = shortened(row.name, int(picture.width / letters("x", SMALL)) - 1)
+            shapes.append(Word(4, y + 12, name) if above else Word(labels - 6, y + 13, name, "end", MUTED))
+            y += 17 * above
+            shapes += _bar(scale, y, row)
+            y += 23
+        y += 4 * bool(group)
+    ticks_below(picture, scale, top, y, words)
+    picture.add(*shapes)
+    if limit and not off_scale:
+        picture.add(Line(((at, top), (at, y)), LIMIT, 2, dashed=True))
+    picture.height = y + 34
+    return picture
+
+
+def _bar(scale: Scale, y: float, row: Bar) -> list[Shape]:
+    shapes, below = list[Shape](), 0.0
+    for length, colour, says in row.parts:
+        x, end = scale(below), scale(below + length)
+        gap = 1.0 if end - x > 3 and len(row.parts) > 1 else 0.0  # the ground between two colours
+        shapes.append(Box(x, y, max(end - x - gap, 0.4), 17, colour, says))
+        below += length
+    if len(row.ends) > 1:
+        low, high, middle = scale(min(row.ends)), scale(max(row.ends)), y + 8.5
+        shapes.append(Line(((low, middle), (high, middle)), INK, 1.2))
+        shapes += [Line(((x, middle - 4), (x, middle + 4)), INK, 1.2) for x in (low, high)]
+    beyond = scale(max((row.length, *row.ends))) + 5
+    return [*shapes, Word(beyond, y + 13, row.says, colour=INK if row.parts else LIMIT, bold=True)]
+
+
+class Piece(NamedTuple):
+    """Of a lane: from, to, its colour, what it says, and what is written on it."""
+
+    start: float
+    end: float
+    colour: str
+    says: str = ""
+    text: str = ""
+
+
+def timeline(picture: Picture, rows: Mapping[str, Sequence[Piece]], until: float, words: str,
+             legend: Legend) -> Picture:  # fmt: skip
+    """Fill `picture` with a lane a row: what is under way when, as far as `until`."""
+    y = top = picture.legend(legend, 0) + 6
+    across, shapes = Scale(0, until or 1.0, 52, picture.width - 6), list[Shape]()
+    for name, pieces in rows.items():
+        shapes += [Word(0, y + 15, shortened(name, 8)), Box(across.start, y, across.end - across.start, 21, GRID)]
+        for start, end, colour, says, text in pieces:
+            x, size = across(start), across(min(end, until)) - across(start)
+            shapes.append(Box(x, y, max(size - (0.6 if size > 3 else 0.0), 0.4), 21, colour, says))
+            if text and size > letters(text, SMALL) + 3:
+                shapes.append(Word(x + size / 2, y + 15, text, "middle", "#ffffff"))
+        y += 26
+    ticks_below(picture, across, top, y, words)
+    picture.add(*shapes)
+    picture.height = y + 34
+    return picture
+
+
+def confusion_picture(found: dict[str, Any], width: float, most: int = MOST_CLASSES) -> Picture | None:
+    """`found` has `labels` and `counts` (rows: true labels). None where it is no such thing, or of too many."""
+    labels, counts = found.get("labels"), _counts(found.get("counts"))
+    if not isinstance(labels, list) or counts is None or len(labels) != len(counts) or len(labels) > most:
+        return None
+    names = [shortened(str(label), LONG_LABEL) for label in labels]
+    right, whole = sum(row[index] for index, row in enumerate(counts)), sum(map(sum, counts))
+    alt = f"{right:,} of {whole:,} are right; rows are true labels, columns predicted ones."
+    numbered = [f"{place} {name}" for place, name in enumerate(names, 1)]
+    left, top = min(max(letters(name, SMALL) for name in numbered) + 10, width * 0.38), 34.0
+    cell = min(CELL, (width - left - 2) / len(names))
+    gap, side, every = 1.0 if cell > 6 else 0.0, cell * len(names), 1 if cell >= 14 else max(5, round(30 / cell))
+    picture = Picture("True labels against predicted ones", alt, width, top + side + 6)
+    words = [Word(left, 12, "predicted, numbered as the rows", colour=MUTED)]
+    picture.add(Box(left, top, side, side, GRID, opacity=0.5))
+    for row, name in enumerate(numbered):
+        y, total = top + cell * row, sum(counts[row]) or 1
+        if cell >= 9 or row % every == every - 1:
+            kept = shortened(name, max(int((left - 8) / letters("x", SMALL)), 6))
+            words.append(Word(left - 6, y + cell / 2 + 4, kept, "end"))
+        if row % every == every - 1:
+            size = min(SMALL, max(cell * 0.7, 7.0))
+            words.append(Word(left + cell * (row + 0.5), top - 6, str(row + 1), "middle", MUTED, size))
+        for column, count in enumerate(counts[row]):
+            if count:
+                x, share = left + cell * column, count / total
+                says = f"{names[row]} taken for {names[column]}: {count:,}, {share:.0%}"
+                picture.add(Box(x, y, cell - gap, cell - gap, ACCENT, says, 0.15 + 0.55 * share))
+                size = min(SMALL, cell * 0.8 / letters("x" * max(len(str(count)), 2), 1.0))
+                if size >= 6:
+                    words.append(Word(x + cell / 2 - 0.5, y + cell / 2 + size * 0.35, str(count), "middle", INK, size))
+    picture.add(*words)
+    return picture
+
+
+def _counts(found: Any) -> list[list[int]] | None:
+    """Where it is a square of counts."""
+    rows = found if isinstance(found, list) else []
+    if not rows or not all(isinstance(row, list) and len(row) == len(rows) for row in rows):
+        return None
+    each = [as_number(count) for row in rows for count in row]
+    is_whole = all(count is not None and count >= 0 for count in each)
+    return [[int(count) for count in row] for row in rows] if is_whole else None

@@ -1,0 +1,97 @@
+"""A plan as one HTML page, and its pictures as one PNG.
+
+write_page(Path("plan.html"), plan(job, machine, with_timeline=True), found, scaling=curve, command="finetune plan ...")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.plan.seconds import pipeline_schedule
+from finetune.report.colours import INK, LIMIT
+from finetune.report.page import Block, Report, Section, as_html, drawn, write
+from finetune.report.plan_pictures import host_bars, lanes, memory_bars, memory_over_time, scaling_curve, throughput
+from finetune.report.plan_tables import host_table, layout_table, memory_table, step_table
+from finetune.report.plan_words import fills_host, headline, more_words, rank_kinds, verdict
+from finetune.report.shapes import WIDE, Word, folded
+from finetune.report.svg import write_png as write_pictures
+from finetune.report.table import Table
+from finetune.report.text import gib, number, seconds_words
+
+if TYPE_CHECKING:
+    from finetune.plan.plan import Plan
+    from finetune.plan.search import Found
+
+Scaling = Sequence[tuple[int, float, float]]  # ranks, samples a second, the same if nothing were lost
+
+
+def write_page(path: Path, plan: Plan, found: Found | None = None, *, scaling: Scaling = (), notes: Sequence[str] = (),
+               command: str = "") -> None:  # fmt: skip
+    """Raises RequestError where the file cannot be written."""
+    summary = [
+        Block("verdict" if plan.fits else "bad", verdict(plan)),
+        Block("words", f"{seconds_words(plan.seconds.total)} a step. {' '.join(more_words(plan))}"),
+    ]
+    failing = []
+    if found is not None and found.failing:
+        rows = tuple((one.words, one.why_not or "") for one in found.failing)
+        title, columns = "At the smallest batch that was looked at", ("layout", "why not")
+        failing.append(Block("table", Table(title, columns, rows, texts=columns, folding=columns[1:])))
+    sections = [
+        Section("The plan", tuple(summary)),
+        Section("To be noted", tuple(Block("words", note) for note in notes)),
+        *pictured(plan, found, scaling),
+        Section("Layouts that do not fit", tuple(failing)),
+        Section("Time of a step", (Block("table", step_table(plan)),)),
+        Section("What it is computed from", (Block("formulas", None),)),
+        Section(f"The machine's profile: {plan.machine.name}", (Block("facts", _profile(plan)),)),
+    ]
+    write(path, as_html(Report(headline(plan), tuple(one for one in sections if one.blocks), command)))
+
+
+def write_png(path: Path, plan: Plan, found: Found | None = None, *, scaling: Scaling = ()) -> None:
+    """The page's pictures, one below the other. Raises RequestError where the file cannot be written."""
+    said = folded(headline(plan), WIDE, 13, indent="")
+    words = [Word(0, 26 + 18 * index, line, size=13) for index, line in enumerate(said)]
+    words.append(Word(0, 32 + 18 * len(said), verdict(plan), size=13, colour=INK if plan.fits else LIMIT, bold=True))
+    drawings = [block.value[0] for section in pictured(plan, found, scaling) for block in section.blocks
+                if block.kind == "drawn"]  # fmt: skip
+    write_pictures(path, drawings, words)
+
+
+def pictured(plan: Plan, found: Found | None, scaling: Scaling) -> list[Section]:
+    """All that there is something to draw for, with its numbers below it."""
+    peaks = tuple((name, phase, gib(moment.bytes), moment.where)
+                  for name, rank in rank_kinds(plan) for phase, moment in rank.peaks.items())  # fmt: skip
+    highest = Table("The peak of each phase, in GiB", ("ranks", "phase", "GiB", "at"), peaks, texts=("phase", "at"))
+    tables = [Block("table", memory_table(plan, rank_kinds(plan))), Block("table", highest)]
+    shown = [[*drawn(memory_bars, plan, "Memory of the device, by kind", caption=True), *tables]]
+    if fills_host(plan):
+        shown.append([*drawn(host_bars, plan, caption=True), Block("table", host_table(plan))])
+    if plan.fullest.timeline:
+        shown.append(drawn(memory_over_time, plan, caption=True))
+    schedule = pipeline_schedule(plan.job, plan.machine) if plan.job.stages > 1 else None
+    if schedule is not None and schedule.events:
+        shown.append(drawn(lanes, schedule, "The pipeline's schedule", caption=True))
+    if found is not None and found.fitting:
+        seen = Block("muted", f"{found.seen:,} layouts were looked at.")
+        shown.append([*drawn(throughput, found, plan), Block("table", layout_table(plan, found)), seen])
+    if len(scaling) > 1:
+        rows = tuple((f"{n:,}", number(rate), number(ideal), f"{rate / ideal:.1%}") for n, rate, ideal in scaling)
+        table = Table("Samples a second over all ranks", ("ranks", "planned", "ideal", "share"), rows)
+        shown.append([*drawn(scaling_curve, scaling, caption=True), Block("table", table)])
+    return [Section(blocks[0].value[0].title, tuple(blocks)) for blocks in shown]
+
+
+def _profile(plan: Plan) -> list[tuple[str, str]]:
+    """Where the machine's numbers come from, as its file says."""
+    machine = plan.machine
+    values = {
+        "memory_bytes": f"{gib(machine.memory_bytes)} GiB; ",
+        "context_bytes": f"{gib(machine.context_bytes)} GiB; ",
+        "fragmentation": f"{machine.fragmentation:.1%}; ",
+        "memory_bandwidth": f"{machine.memory_bandwidth / 1e9:,.0f} GB/s; ",
+    }
+    return [(name.replace("_", " "), values.get(name, "") + source) for name, source in machine.sources.items()]

@@ -1,0 +1,135 @@
+"""Pictures of a run: the memory that its ranks took, where a profiled step's time went, a pipeline's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from finetune.plan.schedule import BACKWARD, FORWARD, IDLE, RECEIVE, SEND, Event, Schedule
+from finetune.report.charts import Bar, bars
+from finetune.report.colours import ACCENT, colour_of
+from finetune.report.page import Block, drawn
+from finetune.report.plan_pictures import lanes
+from finetune.report.shapes import Picture
+from finetune.report.table import Table
+from finetune.report.text import GIB, as_number, gib, number, seconds_words, shortened, spelled
+
+MOST_RANKS, MOST_LABELS, MOST_STAGES = 8, 60, 1024  # of a run
+KINDS = [FORWARD, BACKWARD, SEND, RECEIVE, IDLE]
+Ranks = Sequence[tuple[str, dict[str, float]]]  # of each rank the mean seconds a step, by part
+
+
+def rank_bars(measured: Sequence[tuple[str, Sequence[float]]], width: float) -> Picture:
+    """`measured`: a run's name and the peak of each of its ranks in bytes."""
+    alt = "; ".join(f"{name}: {', '.join(map(gib, sizes[:MOST_RANKS]))} GiB" for name, sizes in measured)
+    rows = [Bar(f"rank {rank}", [(sizes[rank] / GIB, ACCENT, f"rank {rank}: {gib.said(sizes[rank])}")],
+                gib(sizes[rank]), name if len(measured) > 1 else "")
+            for name, sizes in measured for rank in shown_ranks(sizes, MOST_RANKS)]  # fmt: skip
+    return bars(Picture("Measured memory, the peak of each rank", alt, width), rows, gib.words)
+
+
+def shown_ranks(sizes: Sequence[float], most: int) -> list[int]:
+    """Of more than `most`, the first and the fullest."""
+    if len(sizes) <= most:
+        return list(range(len(sizes)))
+    fullest = max(range(len(sizes)), key=lambda rank: sizes[rank])
+    return sorted({*range(most - 1), fullest})
+
+
+def share_bars(rows: Sequence[dict[str, Any]], width: float) -> Picture:
+    """Precision, recall and F1 of each label, and how often it occurs."""
+    names = ("precision", "recall", "f1")
+    each = [Bar(name, [(row[name], colour_of(place), "")], f"{row[name]:.2f}", f"{row['label']} ({row['support']:,})")
+            for row in rows[:MOST_LABELS] for place, name in enumerate(names)]  # fmt: skip
+    return bars(Picture("Precision, recall and F1", "", width), each, "share")
+
+
+def profile_blocks(found: dict[str, Any]) -> list[Block]:
+    """What `--profile` found, from profile/summary.json. Nothing for what is no profile."""
+    ranks = _ranks(found.get("ranks"))
+    if not ranks:
+        return []
+    steps = found.get("steps")
+    words = f"Means over {len(steps)} traced steps." if isinstance(steps, list) else "Means over the traced steps."
+    untraced = as_number(found.get("untraced_step_seconds"))
+    if untraced is not None:
+        words += f" A step that is not traced takes {seconds_words(untraced)}."
+    return [*drawn(part_bars, ranks), Block("table", part_table(ranks)), Block("muted", words)]
+
+
+def _ranks(found: Any) -> Ranks:
+    ranks = []
+    for place, rank in enumerate(found if isinstance(found, list) else []):
+        steps = rank.get("steps") if isinstance(rank, dict) else None
+        traced = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+        each = [parts for step in traced if isinstance(parts := step.get("parts_nanoseconds"), dict) and parts]
+        if each:
+            names = dict.fromkeys(str(name) for parts in each for name in parts)
+            seconds = {
+                name: mean(max(as_number(parts.get(name)) or 0.0, 0.0) for parts in each) * 1e-9 for name in names
+            }
+            ranks.append((f"rank {rank.get('rank', place)}", seconds))
+    return ranks
+
+
+def _parts(ranks: Ranks) -> list[str]:
+    return list(dict.fromkeys(part for _, seconds in ranks for part in seconds))
+
+
+def part_table(ranks: Ranks) -> Table:
+    whole = mean(sum(seconds.values()) for _, seconds in ranks) or 1.0
+    shown = ranks if len(ranks) <= MOST_RANKS else []
+    rows = []
+    for part in _parts(ranks):
+        times = [seconds.get(part, 0.0) for _, seconds in ranks]
+        own = (_ms(seconds.get(part, 0.0)) for _, seconds in shown)
+        rows.append((spelled(part), _ms(mean(times)), f"{mean(times) / whole:.1%}", _ms(max(times)), *own))
+    longest = max(sum(seconds.values()) for _, seconds in ranks)
+    total = ("step", _ms(whole), "100.0%", _ms(longest), *(_ms(sum(seconds.values())) for _, seconds in shown))
+    columns = ("part", "mean ms", "share", "most ms", *(name for name, _ in shown))
+    return Table("Where a step's time goes", columns, (*rows, total), total=len(rows))
+
+
+def part_bars(ranks: Ranks, width: float, title: str = "One step, by part and rank") -> Picture:
+    names, (first, mine) = _parts(ranks), ranks[0]
+    alt = "; ".join(f"{spelled(part)} {_ms(mine.get(part, 0.0))} ms" for part in names)
+    rows = [
+        Bar(shortened(name, 8), [(took * 1e3, colour_of(names.index(part)), f"{name}, {spelled(part)}: {_ms(took)} ms")
+                                 for part, took in seconds.items() if took], _ms(sum(seconds.values())))
+        for name, seconds in ranks[:MOST_RANKS]
+    ]  # fmt: skip
+    legend = [(shortened(spelled(part)), colour_of(index)) for index, part in enumerate(names)]
+    return bars(Picture(title, f"{first}: {alt}.", width), rows, "milliseconds a step", legend)
+
+
+def _ms(seconds: float) -> str:
+    return number(seconds * 1e3)
+
+
+def schedule_blocks(found: dict[str, Any]) -> list[Block]:
+    """A pipeline's step, planned and measured, from schedule.json. Nothing for what is no schedule."""
+    blocks = []
+    for name in ("planned", "measured"):
+        if schedule := _schedule(found.get(name)):
+            blocks += drawn(lanes, schedule, f"A step of the pipeline, {name}", caption=True)
+    return blocks
+
+
+def _schedule(found: Any) -> Schedule | None:
+    events = found.get("events") if isinstance(found, dict) else None
+    read = [event for one in events if (event := _event(one)) is not None] if isinstance(events, list) else []
+    if not read or max(event.end for event in read) <= min(event.start for event in read):
+        return None
+    stages = max(event.stage for event in read) + 1
+    return Schedule(stages, len({event.micro_batch for event in read if event.kind == FORWARD}), tuple(read))
+
+
+def _event(found: Any) -> Event | None:
+    try:
+        stage, kind, micro = found["stage"], found["kind"], found["micro_batch"]
+        start, end = as_number(found["start"]) or 0.0, as_number(found["end"]) or 0.0
+        fits = 0 <= stage < MOST_STAGES and 0 <= start <= end and kind in KINDS
+        return Event(int(stage), kind, int(micro), start, end) if fits else None
+    except (TypeError, LookupError, ValueError):
+        return None

@@ -1,0 +1,141 @@
+"""A picture's shapes as SVG, and as PNG by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RequestError, plain
+from finetune.report.colours import DAY, NIGHT, variables
+from finetune.report.shapes import Box, Dot, Line, Picture, Shape, Word
+
+PIXELS_PER_INCH, POINTS_PER_INCH, PNG_DOTS_PER_INCH = 96, 72, 180
+MARGIN, HEAD, GAP = 20.0, 38.0, 18.0  # of a PNG: around it, a picture's title, between two pictures
+# Fonts with the letters that matplotlib's own lacks, in the order in which they are tried, where they are installed.
+MORE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Micro Hei", "Noto Sans Arabic", "Noto Sans Devanagari")
+
+LOOK = "text{white-space:pre;font-size:11px;fill:var(--ink)}polyline{fill:none;stroke-width:1px;stroke:var(--grid)}"
+
+
+def svg(picture: Picture, kind: str, name: str) -> str:
+    """`kind` is the class: the page shows the "wide" one or the "narrow" one. `name` is no other picture's."""
+    size = f"{picture.width:.0f} {picture.height:.0f}"
+    sides = 'width="{}" height="{}"'.format(*size.split())
+    return (
+        f'<svg class="{kind}" viewBox="0 0 {size}" {sides} role="img" aria-labelledby="{name}-title {name}-alt">'
+        f'<title id="{name}-title">{escaped(picture.title)}</title><desc id="{name}-alt">{escaped(picture.alt)}</desc>'
+        f"{''.join(map(_shape, picture.shapes))}</svg>"
+    )
+
+
+def svg_file(picture: Picture) -> str:
+    """A file of its own, which follows the reader's day and night where it is shown."""
+    style = (
+        f":root{{{variables(DAY)}font-family:system-ui,sans-serif}}"
+        f"@media(prefers-color-scheme:dark){{:root{{{variables(NIGHT)}}}}}svg{{background:var(--ground)}}{LOOK}"
+    )
+    start, _, rest = svg(picture, "file", "picture").partition(">")
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {start[5:]}><style>{style}</style>{rest}\n'
+
+
+def _shape(shape: Shape) -> str:
+    """What `LOOK` says anyway is left out."""
+    colour = shape.colour if shape.colour.startswith("#") else f"var(--{shape.colour})"
+    if isinstance(shape, Box):
+        more = f' opacity="{shape.opacity:g}"' if shape.opacity < 1 else ""
+        place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" width="{shape.width:.1f}" height="{shape.height:.1f}"'
+        return f'<rect {place} style="fill:{colour}"{more}{_titled("rect", shape.title)}'
+    if isinstance(shape, Line):
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
+        if shape.filled:
+            return f'<polygon points="{points}" style="fill:{colour};opacity:{shape.opacity:g}"/>'
+        look = "" if shape.colour == "grid" else f"stroke:{colour}"
+        look += f";stroke-width:{shape.width:g}" * (shape.width != 1) + ";stroke-dasharray:5 4" * shape.dashed
+        look += f";opacity:{shape.opacity:g}" * (shape.opacity < 1)
+        return f'<polyline points="{points}"{_style(look)}/>'
+    if isinstance(shape, Dot):
+        place = f'cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}"'
+        look = f"fill:{'none' if shape.hollow else colour};stroke:{colour};stroke-width:1.5"
+        return f'<circle {place} style="{look}"{_titled("circle", shape.title)}'
+    anchor = f' text-anchor="{shape.anchor}"' if shape.anchor != "start" else ""
+    look = f"fill:{colour}" if shape.colour != "ink" else ""
+    look += f";font-size:{shape.size:g}px" * (shape.size != 11) + ";font-weight:700" * shape.bold
+    return f'<text x="{shape.x:.1f}" y="{shape.y:.1f}"{anchor}{_style(look)}>{escaped(shape.text)}</text>'
+
+
+def _style(look: str) -> str:
+    return f' style="{look.lstrip(";")}"' if look else ""
+
+
+def _titled(tag: str, title: str) -> str:
+    """The end of a shape, with what is shown where the pointer rests on it."""
+    return f"><title>{escaped(title)}</title></{tag}>" if title else "/>"
+
+
+def escaped(text: str) -> str:
+    return escape(plain(text))
+
+
+def write_png(path: Path, pictures: Sequence[Picture], words: Sequence[Word] = ()) -> None:
+    """One below the other, in the colours of the day, below `words`. Raises RequestError where it cannot be written."""
+    from matplotlib import font_manager, rc_context
+    from matplotlib.figure import Figure
+
+    wide, y = max(picture.width for picture in pictures), max((word.y for word in words), default=0.0)
+    height = y + sum(HEAD + picture.height + GAP for picture in pictures) + MARGIN
+    size = (wide + 2 * MARGIN) / PIXELS_PER_INCH, height / PIXELS_PER_INCH
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    with rc_context({"font.family": ["DejaVu Sans", *(name for name in MORE_FONTS if name in installed)]}):
+        figure = Figure(figsize=size, facecolor=DAY["ground"])
+        axes: Any = figure.add_axes((0, 0, 1, 1))
+        axes.set(xlim=(-MARGIN, wide + MARGIN), ylim=(height, 0))
+        axes.set_axis_off()
+        _paint(axes, words, 0)
+        for picture in pictures:
+            _paint(axes, [Word(0, y + 24, picture.title, size=14, bold=True)], 0)
+            _paint(axes, picture.shapes, y + HEAD)
+            y += HEAD + picture.height + GAP
+        try:
+            figure.savefig(path, dpi=PNG_DOTS_PER_INCH, format="png")
+        except OSError as error:
+            raise RequestError(f"{path}: cannot be written ({error}). Give another path.") from error
+
+
+def _paint(axes: Any, shapes: Sequence[Shape], down: float) -> None:
+    """On axes whose unit is a pixel, `down` pixels below, and over what is there. Boxes in one go: they may be many."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba
+    from matplotlib.patches import Ellipse
+
+    points = POINTS_PER_INCH / PIXELS_PER_INCH
+    level: dict[str, Any] = {"zorder": 1}  # one for all: then they are drawn in the order in which they come
+    for _, some in groupby(shapes, type):
+        run = list(some)
+        if boxes := [one for one in run if isinstance(one, Box)]:
+            corners = [[(b.x, b.y + down), (b.x + b.width, b.y + down), (b.x + b.width, b.y + b.height + down),
+                        (b.x, b.y + b.height + down)] for b in boxes]  # fmt: skip
+            colours = [to_rgba(DAY.get(b.colour, b.colour), b.opacity) for b in boxes]
+            axes.add_collection(PolyCollection(corners, facecolors=colours, linewidths=0, **level), autolim=False)
+            continue
+        for shape in run:
+            colour = DAY.get(shape.colour, shape.colour)
+            if isinstance(shape, Line):
+                x, y = [x for x, _ in shape.points], [y + down for _, y in shape.points]
+                look: dict[str, Any] = {"color": colour, "alpha": shape.opacity, **level}
+                if shape.filled:
+                    axes.fill(x, y, linewidth=0, **look)
+                else:
+                    dashes: Any = (0, (4, 3)) if shape.dashed else "-"
+                    axes.plot(x, y, linewidth=shape.width * points, linestyle=dashes, **look)
+            elif isinstance(shape, Dot):
+                fill, place = "none" if shape.hollow else colour, (shape.x, shape.y + down)
+                look = {"facecolor": fill, "edgecolor": colour, "linewidth": 1.5 * points}
+                axes.add_patch(Ellipse(place, 2 * shape.radius, 2 * shape.radius, **look, **level))
+            elif isinstance(shape, Word):
+                align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
+                look = {"fontsize": shape.size * points, "weight": "bold" if shape.bold else "normal"}
+                axes.text(shape.x, shape.y + down, shape.text, color=colour, ha=align, va="baseline", parse_math=False,
+                          **look, **level)  # fmt: skip

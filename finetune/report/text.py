@@ -1,0 +1,116 @@
+"""Text from anywhere, numbers and units: as they stand on terminals, pages and pictures, and in Markdown."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import Any
+
+MIB, GIB = 2**20, 2**30
+LONGEST = 160  # letters of a table's cell
+LONG_NAME = 34
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Of bytes, the same for all of a table's column or of a picture."""
+
+    name: str
+    size: int
+
+    def __call__(self, size: float) -> str:
+        """The number alone."""
+        value = size / self.size
+        return f"{value:,.2f}" if abs(value) >= 0.1 or not size else f"{value:,.4f}"
+
+    def said(self, size: float) -> str:
+        return f"{self(size)} {self.name}"
+
+    @property
+    def words(self) -> str:
+        """For an axis."""
+        return f"{self.name} (2**{self.size.bit_length() - 1} bytes)"
+
+
+gib = Unit("GiB", GIB)  # to a few MiB, or where all is small to a few KiB
+
+
+def unit_for(most: float | None) -> Unit:
+    """GiB, or MiB where the most is below a tenth of one GiB."""
+    return Unit("MiB", MIB) if most and most < GIB / 10 else gib
+
+
+def spelled(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def ratio(value: float | None, of: float | None) -> str:
+    return f"{value / of:.2f}x" if value is not None and of else ""
+
+
+def count_words(value: int) -> str:
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if value >= size:
+            return f"{value / size:.4g} {word}"
+    return f"{value:,}"
+
+
+def seconds_words(seconds: float) -> str:
+    """In the unit that leaves one to three figures before the point."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:,.4g} {unit}"
+    return f"{seconds * 1e6:.3g} us" if seconds else "0 s"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def as_number(value: Any) -> float | None:
+    """A number that can be drawn; None for anything else, also one that is not finite or too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def said(value: Any) -> str:
+    """A value of any file, for a cell: short; "" for what is not there."""
+    if value is None:
+        return ""
+    found = as_number(value)
+    if found is not None:
+        return f"{value:,}" if isinstance(value, int) else number(found)
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def shortened(name: str, most: int = LONG_NAME) -> str:
+    """With its end, which is what tells runs apart."""
+    return name if len(name) <= most else f"{name[: most // 3]}…{name[len(name) - (most - most // 3 - 1) :]}"
+
+
+def fenced(text: str) -> str:
+    """A block of Markdown that shows `text` as it is, whatever fences it has itself."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}\n{text}\n{fence}"
+
+
+def cell(text: Any) -> str:
+    """One line that neither ends a table cell nor starts markup, nor moves the cursor of who reads it by `cat`."""
+    line = "".join(letter for letter in " ".join(str(text).split()) if unicodedata.category(letter) != "Cc")
+    return re.sub(r"([\\|<>`*_\[\]#!])", r"\\\1", line)
