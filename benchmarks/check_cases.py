@@ -263,6 +263,17 @@ BATCH = [
     ),
 ]
 
+BATCH += [
+    Fault(
+        "accumulation missing against the flag",
+        "DS208",
+        "after each micro-batch, but the run asks for 2",
+        {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 0}, **CLIP},
+        TRAINER,
+        shows="engine.gradient_accumulation_steps()",
+    ),
+]
+
 OPTIMIZER = [
     Fault(
         "optimizer that nobody has",
@@ -438,7 +449,7 @@ ZERO = [
     Fault(
         "gathering left to accelerate",
         "DS501",
-        "which accelerate fills with false",
+        "which the Trainer leaves off",
         {**BASE, "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": "auto"}},
         TRAINER,
         shows="engine.zero_gather_16bit_weights_on_model_save()",
@@ -469,7 +480,7 @@ ZERO = [
     Fault(
         "overlap with large buckets",
         "DS504",
-        "on each GPU. Set the buckets to 5e7",
+        "takes 3.7 GiB on each GPU for its 2 buckets",
         zero(2, overlap_comm=True, reduce_bucket_size=5e8, allgather_bucket_size=5e8),
         GPU,
         severity="warning",
@@ -603,6 +614,37 @@ PIPELINES = [
     ),
 ]
 
+PURPOSE = [
+    Fault(
+        "a template",
+        "DS009",
+        "a template: 3 value",
+        '{"train_batch_size": GLOBAL_BATCH, "zero_optimization": {"stage": ${STAGE}}, "aio": "{{ aio }}"}',
+    ),
+    Fault("a config of inference", "DS010", "init_inference", {"replace_with_kernel_inject": True, "dtype": "fp16"}),
+    Fault(
+        "a template of the autotuner",
+        "DS010",
+        "DeepSpeed's autotuner",
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": [5e7, 5e8], "overlap_comm": [True, False]}},
+    ),
+]
+
+REFUSED = [
+    Fault("tensor parallelism", "DS905", "tensor_parallel is on", {**zero(1), "tensor_parallel": {"autotp_size": 2}}),
+    Fault("curricula", "DS905", "data_efficiency is on", {**zero(1), "data_efficiency": {"enabled": True}}),
+    Fault("sequence parallelism", "DS905", "sequence_parallel_size is on", {**zero(1), "sequence_parallel_size": 2}),
+    Fault("ZenFlow", "DS905", "zenflow is on", zero(2, zenflow={"topk_ratio": 0.1})),
+    Fault(
+        "the autotuner's section in a script of its own",
+        "DS905",
+        "deepspeed --autotuning",
+        {**zero(1), "autotuning": {"enabled": True}},
+        TRAINER,
+        severity="warning",
+    ),
+]
+
 LEFTOVERS = [
     Fault(
         "checkpointing section under the Trainer",
@@ -655,6 +697,8 @@ FAULTS = [
     *QUANTIZED,
     *PIPELINES,
     *LEFTOVERS,
+    *PURPOSE,
+    *REFUSED,
 ]
 
 

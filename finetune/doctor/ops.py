@@ -63,7 +63,7 @@ def ops(asked: Asked) -> Iterator[Result]:
 
 
 def locks(asked: Asked) -> Iterator[Result]:
-    from finetune.training.runtime import STALE_BUILD_SECONDS, stale_builds
+    from finetune.training.builds import STALE_BUILD_SECONDS, stale_builds
 
     stale = [str(lock) for lock, _ in stale_builds()]
     found = (

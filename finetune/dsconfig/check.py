@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from finetune.dsconfig.context import Context
 from finetune.dsconfig.document import Document, Edit, Slip
 from finetune.dsconfig.finding import Drop, Finding, Mend, Put, Rename
 from finetune.dsconfig.parse import NotJsonError, parse
+from finetune.dsconfig.purpose import other_program, template
 from finetune.dsconfig.rules import rules_for
 from finetune.dsconfig.shape import shape_findings
 from finetune.errors import RequestError
@@ -73,6 +74,8 @@ def read(path: Path) -> str:
 
 def check(text: str, run: Context, disabled: Collection[str] = ()) -> Report:
     """Every finding about `text` in the order of its lines, less those whose code is in `disabled`."""
+    if (is_template := template(text)) and is_template.code not in disabled:
+        return Report(None, (Placed(1, 1, is_template, False),))
     try:
         document = parse(text)
     except NotJsonError as error:
@@ -87,9 +90,15 @@ def check(text: str, run: Context, disabled: Collection[str] = ()) -> Report:
             "DS001", "error", (), f"the file holds a {kind}, but a DeepSpeed config is an object, {{...}}."
         )
         return Report(None, (Placed(1, 1, unreadable, False),))
-    found = [Placed(*document.line_and_column(slip.at), _of_slip(slip), bool(slip.mend)) for slip in document.slips]
-    about = [*shape_findings(document.value, run.version("deepspeed"))]
-    wrong = {finding.path for finding in about}  # of which the rules know no more, but that it is a secret
+    if (other := other_program(document.value)) and other.code not in disabled:
+        return Report(document.value, (Placed(*document.place_of(other.path), other, False),))
+    found = [
+        Placed(*document.line_and_column(slip.at), _of_slip(slip, run), bool(slip.mend)) for slip in document.slips
+    ]
+    about = [*shape_findings(document.value, run.version("deepspeed"), alone=run.engine == "deepspeed")]
+    wrong = {
+        finding.path for finding in about if finding.severity == "error"
+    }  # of which the rules know no more, but that it is a secret
     config = Config(document.value)
     ruled = [finding for rule in rules_for(config) for finding in rule(config, run)]
     about += [finding for finding in ruled if finding.path not in wrong or finding.code == "DS904"]
@@ -100,13 +109,18 @@ def check(text: str, run: Context, disabled: Collection[str] = ()) -> Report:
 
 def mended(text: str, run: Context, disabled: Collection[str] = ()) -> str:
     """The text with everything mended that has one mend, one finding after another; nothing else is touched."""
-    seen = {text}
-    while True:
-        new = next((new for new in _next_texts(text, run, disabled) if new not in seen and _can_be_read(new)), None)
-        if new is None:
-            return text
+    return list(mendings(text, run, disabled))[-1]
+
+
+def mendings(text: str, run: Context, disabled: Collection[str] = ()) -> Iterator[str]:
+    """The text as it is, and after each mend."""
+    seen = set()
+    new: str | None = text
+    while new is not None:
+        yield new
         seen.add(new)
-        text = new
+        texts = _next_texts(new, run, disabled)
+        new = next((one for one in texts if one not in seen and _can_be_read(one)), None)
 
 
 def _can_be_read(text: str) -> bool:
@@ -171,7 +185,7 @@ def _edit(document: Document, mend: Mend) -> Edit | None:
     return None if (*mend.path[:-1], mend.key) in document.spans else document.renaming(mend.path, mend.key)
 
 
-def _of_slip(slip: Slip) -> Finding:
+def _of_slip(slip: Slip, run: Context) -> Finding:
     takers = {
         (True, True): "",
         (True, False): " DeepSpeed alone would take it, the Trainer and accelerate do not.",
@@ -186,9 +200,10 @@ def _of_slip(slip: Slip) -> Finding:
         "comma": " Add it.",
         "number": "" if slip.mend else " Write a finite number.",
     }
+    is_taken = run.engine == "deepspeed" and slip.by_hjson and slip.kind != "number"
     return Finding(
         SLIP_CODES[slip.kind],
-        "error",
+        "warning" if is_taken else "error",
         (),
         f"{slip.message}.{takers[slip.by_hjson, slip.by_json]}{mends.get(slip.kind, '')}",
     )

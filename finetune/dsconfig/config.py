@@ -28,8 +28,7 @@ class Config:
     def has(self, place: str) -> bool:
         """True where the key is there, whatever its value."""
         *above, key = place.split(".")
-        node = self.section(".".join(above)) if above else self.value
-        return key in node
+        return key in (self.section(".".join(above)) if above else self.value)
 
     def section(self, place: str) -> dict[str, Any]:
         """The object at `place`, or an empty one."""
@@ -37,10 +36,9 @@ class Config:
         return found if isinstance(found, dict) else {}
 
     def number(self, place: str) -> float | None:
-        """The number at `place`. "auto", true and text are none."""
+        """The number at `place`, and 1 for true, as for DeepSpeed. "auto" and text are none."""
         found = self.get(place)
-        is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        return found if is_number and abs(found) < FAR_TOO_LARGE else None
+        return found + 0 if isinstance(found, int | float) and abs(found) < FAR_TOO_LARGE else None
 
     def count(self, place: str) -> int | None:
         """The whole number at `place`; 5e8 is one."""
@@ -48,8 +46,14 @@ class Config:
         return int(found) if found is not None and found == int(found) else None
 
     def is_on(self, place: str) -> bool:
-        """True for true alone."""
-        return self.get(place) is True
+        """True for true, and for 1 and "true", which DeepSpeed takes for it."""
+        found = self.get(place)
+        return found is True or found in ("true", "True") or (type(found) is int and found == 1)
+
+    def is_off(self, place: str) -> bool:
+        """True for false and for 0. What is absent is neither on nor off."""
+        found = self.get(place)
+        return found is False or (type(found) is int and found == 0)
 
     def is_auto(self, place: str) -> bool:
         return bool(self.get(place) == "auto")

@@ -68,11 +68,14 @@ def resolve(config: dict[str, Any], run: Context) -> dict[str, Any]:
     """
     config = copy.deepcopy(config)
     for name in ("fp16", "bf16"):
-        if config.get(name, {}).get("enabled") == "auto" and name in run.arguments:
+        if Config(config).is_auto(f"{name}.enabled") and name in run.arguments:
             config[name]["enabled"] = run.arguments[name]
     for name in ("optimizer", "scheduler"):
         if name in config and is_left_to_the_trainer(config[name]):
             del config[name]
+    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if config.get(name) is None:
+            config[name] = "auto"
     zero = config.get("zero_optimization", {})
     if zero.get("zero_hpz_partition_size") == "auto":
         zero["zero_hpz_partition_size"] = run.ranks_per_node
@@ -117,7 +120,7 @@ def wants_trainer_clipping(config: dict[str, Any]) -> bool:
     DeepSpeed clips there, but throws the norm away (deepspeed 0.19.8, runtime/engine.py, clip_fp32_gradients), so that
     the log would lack it; the Trainer's side clips and keeps it instead.
     """
-    halves = any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
+    halves = any(Config(config).get(f"{name}.enabled") for name in ("fp16", "bf16"))
     return config.get("zero_optimization", {}).get("stage", 0) == 0 and not halves and "optimizer" not in config
 
 

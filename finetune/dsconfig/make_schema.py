@@ -8,13 +8,14 @@ may be "auto" as well: who fills it depends on the run, and is a matter of the r
 from __future__ import annotations
 
 import enum
-import inspect
 import json
 import types
 import typing
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from finetune.dsconfig.schedules import schedule_parameters
 
 SCHEMA = Path(__file__).with_name("schema.json")
 Schema = dict[str, Any]
@@ -66,8 +67,23 @@ def make_schema() -> Schema:
         "title": "DeepSpeed configuration",
         "$comment": "made by python -m finetune.dsconfig.make_schema; do not edit",
         "x-deepspeed": metadata.version("deepspeed"),
-        **_section({name: properties[name] for name in sorted(properties)}),
+        **_section({name: _or_null(name, properties[name]) for name in sorted(properties)}),
     }
+
+
+def _or_null(name: str, schema: Schema) -> Schema:
+    """With null, where DeepSpeed takes it for what is not given. Clipping compares it at the first step."""
+    from deepspeed import DeepSpeedConfig
+
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not kinds or "null" in kinds or name == "gradient_clipping":
+        return schema
+    try:
+        DeepSpeedConfig({"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, name: None})
+    except Exception:
+        return schema
+    return schema | {"type": [*kinds, "null"]}
 
 
 def of_model(model: type) -> Schema:
@@ -172,10 +188,6 @@ def _optimization() -> Schema:
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DtypeEnum
 
-    schedules = {
-        name: list(inspect.signature(getattr(lr_schedules, name)).parameters)[1:]
-        for name in lr_schedules.VALID_LR_SCHEDULES
-    }
     any_dtype = {"enum": [word for dtype in DtypeEnum for word in dtype._all_values[1:]] + [None]}
     adam = dict.fromkeys(("lr", "eps", "weight_decay", "momentum", "max_coeff", "min_coeff", "max_grad_norm"), NUMBER)
     switches = ("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fp32_optimizer_states")
@@ -190,7 +202,11 @@ def _optimization() -> Schema:
         ),
         "scheduler": _section(
             {
-                "type": TEXT | {"examples": list(schedules)},  # any class of torch.optim.lr_scheduler may be named
+                "type": TEXT
+                | {
+                    "examples": list(lr_schedules.VALID_LR_SCHEDULES)
+                    # Any class of torch.optim.lr_scheduler may be named.
+                },
                 "params": _section(
                     dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), RATES)
                     | dict.fromkeys(("warmup_num_steps", "total_num_steps"), INTEGER)
@@ -199,7 +215,7 @@ def _optimization() -> Schema:
                 | OPEN,
             }
         )
-        | {"x-params": schedules},
+        | schedule_parameters(),
         "torch_autocast": _section(
             {"enabled": BOOLEAN, "dtype": any_dtype, "lower_precision_safe_modules": {"type": "array"}}
         ),
@@ -250,7 +266,10 @@ def _memory_and_profiles() -> Schema:
     return {
         # runtime/activation_checkpointing/config.py, runtime/swap_tensor/aio_config.py
         "activation_checkpointing": _section(
-            {name: BOOLEAN if isinstance(default, bool) else INTEGER for name, default in ACT_CHKPT_DEFAULT.items()}
+            {
+                name: BOOLEAN if isinstance(default, bool) else {"type": ["integer", "null"]}
+                for name, default in ACT_CHKPT_DEFAULT.items()
+            }
         ),
         "aio": _section(
             {name: BOOLEAN if isinstance(default, bool) else COUNT for name, default in AIO_DEFAULT_DICT.items()}

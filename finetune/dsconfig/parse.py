@@ -20,6 +20,7 @@ COMMENT = re.compile(r"#[^\r\n]*|//[^\r\n]*|/\*.*?\*/", re.DOTALL)
 WORD = re.compile(r"[^\s,:\[\]{}\"'#]+")
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 LITERALS = {"true": True, "false": False, "null": None}
+TO_LINE_END = re.compile(r"[ \t]*(?:\r?\n|\Z)")
 PYTHON = {"True": "true", "False": "false", "None": "null"}
 DECODER, LENIENT = json.JSONDecoder(), json.JSONDecoder(strict=False)
 
@@ -217,7 +218,9 @@ class _Reader:
         number = _number_of_another_language(word)
         if number is None:
             mend = Edit(start, self.at, json.dumps(word))
-            self.slip("quotes", start, "a text has no quotes", mend, by_hjson=True)
+            # hjson reads a text without quotes to the end of its line, a comma or a bracket with it.
+            ends = TO_LINE_END.match(self.text, self.at) is not None
+            self.slip("quotes", start, "a text has no quotes", mend, by_hjson=ends)
             return word
         mend = Edit(start, self.at, json.dumps(number))
         self.slip("number", start, f"{word} is not how JSON writes the number {json.dumps(number)}", mend)

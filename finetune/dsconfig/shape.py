@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,11 @@ REMOVED = {
     "zero_optimization.mics_shard_size": ("0.19.7", "Use zero_hpz_partition_size."),
     "zero_optimization.zeropp_loco_param": ("0.19.8", "Delete it: zero_quantized_gradients works without."),
 }
+# Keys of typed sections that transformers 5.23 and accelerate 1.15 read from the file as they stand.
+READ_BY_OTHERS = ("stage", "enabled", "device", "stage3_gather_16bit_weights_on_model_save")
+PLAIN = re.compile(r"-?\d+|true|false", re.IGNORECASE)  # what pydantic takes for a number or a switch
 COMMENTS = ("_", "//", "#")
+PERHAPS = 0.75  # likeness from which a key may be a slip for another
 SURELY = 0.9  # likeness from which a key is a slip for another, and no key of its own
 # Old names that DeepSpeed no longer reads.
 RENAMED = {"aio.thread_count": "intra_op_parallelism"}
@@ -43,9 +48,10 @@ def schema() -> dict[str, Any]:
     return dict(json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
-def shape_findings(value: Any, deepspeed: tuple[int, ...] | None = None) -> Iterator[Finding]:
+def shape_findings(value: Any, deepspeed: tuple[int, ...] | None = None, alone: bool = False) -> Iterator[Finding]:
     """Keys that DeepSpeed does not know, values of another kind, values out of range, and keys it has renamed or
-    removed. `deepspeed` is its release, where it is not the one that the schema was made from."""
+    removed. `deepspeed` is its release, where it is not the one that the schema was made from; `alone` says that nobody
+    else reads the config."""
     from jsonschema import Draft202012Validator
 
     for fault in Draft202012Validator(schema()).iter_errors(value):
@@ -60,9 +66,9 @@ def shape_findings(value: Any, deepspeed: tuple[int, ...] | None = None) -> Iter
                 f"zero_optimization is {_shown(fault.instance)}, an older form that the Trainer and accelerate cannot "
                 f"read. Write what DeepSpeed takes it for, {json.dumps(stage)}."
             )
-            yield Finding("DS105", "error", path, said, (Put(path, stage),))
+            yield Finding("DS105", "warning" if alone else "error", path, said, (Put(path, stage),))
         else:
-            yield _wrong(path, fault.instance, fault.schema)
+            yield _wrong(path, fault.instance, fault.schema, alone)
     yield from _deprecated(value, schema(), ())
     yield from _twice(value)
 
@@ -93,16 +99,20 @@ def _unknown(
     surely = where in RENAMED or (likeness >= SURELY and near[0] not in given and _fits(given[key], section, near[0]))
     elsewhere = [named(place) for place in _places_of(key, schema(), ()) if place[:-1] != path[:-1]]
     mends: tuple[Mend, ...] = ()
-    if elsewhere and not surely:
+    if path[0] == "bf16" and key in schema()["properties"]["fp16"]["properties"]:
+        mend = "It is fp16's, and bf16 has no loss scale. Delete it."  # so does the stock config of several projects
+        mends = (Drop(path),)
+    elif elsewhere and not surely:
         mend = f"Its place is {elsewhere[0]}."
-    elif near:
+    elif near and (where in RENAMED or likeness >= PERHAPS):
         mend = f'Did you mean "{near[0]}"?'
         mends = (Rename(path, near[0]),) if surely else ()
     else:
         mend = "Delete it."
-    yield Finding(
-        "DS101", "error", path, f"{where or repr(key)} is no key that DeepSpeed knows: it {what}. {mend}", mends
-    )
+    # What nobody reads does no harm, unless something else was meant.
+    is_idle = what.startswith("ignores") and mend == "Delete it."
+    said = f"{where or repr(key)} is no key that DeepSpeed knows: it {what}. {mend}"
+    yield Finding("DS101", "warning" if is_idle else "error", path, said, mends)
 
 
 def _fits(value: Any, section: dict[str, Any], key: str) -> bool:
@@ -120,17 +130,39 @@ def _places_of(key: str, part: dict[str, Any], path: KeyPath) -> Iterator[KeyPat
         yield from _places_of(key, inner, (*path, name))
 
 
-def _wrong(path: KeyPath, found: Any, wanted: dict[str, Any]) -> Finding:
+def _wrong(path: KeyPath, found: Any, wanted: dict[str, Any], alone: bool) -> Finding:
     rule = _words(wanted)
     said = f"{named(path) or 'the file'} is {_shown(found)}, but it must be {rule}."
     number = _number_in(found, wanted)
     if number is not None:
         mend = f"Drop the quotes: {json.dumps(number)}."
-        return Finding("DS104", "error", path, f"{said} {mend}", (Put(path, number),))
+        # pydantic converts these, and the Trainer and accelerate, who do not, read few of its keys.
+        is_read = _is_typed(path[:-1]) and PLAIN.fullmatch(found.strip()) and (alone or path[-1] not in READ_BY_OTHERS)
+        return Finding("DS104", "warning" if is_read else "error", path, f"{said} {mend}", (Put(path, number),))
+    if (kindred := _kindred(found, wanted)) is not None:
+        said = f"{said} It is taken for {json.dumps(kindred)}: write that."
+        return Finding("DS104", "warning", path, said, (Put(path, kindred),))
     kinds = wanted.get("type", [])
     a_number = isinstance(found, int | float) and not isinstance(found, bool)
     same_kind = "enum" in wanted or (a_number and bool({"integer", "number"} & {*_listed(kinds)}))
     return Finding("DS103" if same_kind else "DS102", "error", path, said)
+
+
+def _is_typed(path: KeyPath) -> bool:
+    part = schema()
+    for key in path:
+        part = part.get("properties", {}).get(key, {})
+    return bool(part.get("x-typed"))
+
+
+def _kindred(found: Any, wanted: dict[str, Any]) -> Any:
+    """True for 1 and 1 for true, which Python and pydantic take for each other; None where neither is wanted."""
+    from jsonschema import Draft202012Validator
+
+    if type(found) not in (bool, int) or found not in (0, 1):
+        return None
+    other = int(found) if isinstance(found, bool) else bool(found)
+    return other if Draft202012Validator(wanted).is_valid(other) else None
 
 
 def _number_in(found: Any, wanted: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from finetune.dsconfig.rules.zero import reduce_buckets
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import Zero
@@ -51,7 +52,7 @@ def _buckets(job: Job) -> Iterator[str]:
 def _bucket_count(zero: Zero, engine: str) -> int:
     if engine == PIPELINE:
         return 2  # one of them by mistake, see engines/pipeline.py
-    return 2 if zero.overlap_comm and zero.stage < 3 else 1
+    return reduce_buckets(zero.stage, zero.overlap_comm)
 
 
 def _pipeline(job: Job) -> Iterator[str]:

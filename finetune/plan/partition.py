@@ -57,9 +57,9 @@ def balanced_bounds(
             "or a smaller --per_device_train_batch_size, or --activation_checkpoint_interval 1 if it is not on."
         )
     quick_enough = slowest * (1 + 1e-9)  # sums of floats taken in another order
-    return _least_worst(
-        layers, stages, lambda *cut: memory(*cut) if pace(*cut) <= quick_enough else inf, is_monotone
-    )[1]
+    return _least_worst(layers, stages, lambda *cut: memory(*cut) if pace(*cut) <= quick_enough else inf, is_monotone)[
+        1
+    ]
 
 
 def _least_worst(

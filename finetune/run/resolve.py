@@ -7,8 +7,15 @@ from dataclasses import fields
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.run.accelerate_plugin import check_fields
 from finetune.run.checks import check, check_here
-from finetune.run.engine import context_of, deepspeed_config_of, load_deepspeed, settle_engine
+from finetune.run.engine import (
+    context_of,
+    deepspeed_by_accelerate,
+    deepspeed_config_of,
+    load_deepspeed,
+    settle_engine,
+)
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.launch import Launch
 from finetune.run.output_folder import check_output_dir
@@ -42,6 +49,8 @@ def resolve_here(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
     if asked:  # which is checked once more when the GPUs are known
         precision: dict[str, bool] = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given}
         load_deepspeed(run, asked, context_of(run, precision, has_cuda=None))
+    elif deepspeed_by_accelerate(run) and run.value("do_train"):
+        check_fields(context_of(run, {}, has_cuda=None, engine="trainer"), tuple(run.value("disable_check") or ()))
     if launch.speaks:
         check_output_dir(run)  # the last: another folder mends no flag
     return run

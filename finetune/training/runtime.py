@@ -5,22 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from finetune.errors import RequestError, RunError, first_line
+from finetune.errors import RunError, first_line
 from finetune.run.launch import Launch, join_as_single_process
 
 # The widths at which bf16 beats fp32 on a CPU. Without either it is about four times slower (docs/results/seq_cls.md);
 # torch.backends.cpu.get_cpu_capability() says AVX512 for both kinds, so the flags are read instead.
 BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
-STALE_BUILD_SECONDS = 900.0  # the slowest op, async_io, took three minutes to compile on two busy cores
 
 
 def choose_precision(has_cuda: bool, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -119,29 +117,6 @@ def prepare_fsdp(launch: Launch, timeout_seconds: float) -> None:
     state = PartialState(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
     if launch.world_size > 1:
         state.distributed_type = DistributedType.MULTI_GPU
-
-
-def stale_builds() -> list[tuple[Path, float]]:
-    """Locks that a process left which was killed while it compiled an op of DeepSpeed, and their ages in seconds.
-
-    DeepSpeed compiles ops once: on a CPU for any run, on a GPU for offload. torch waits for such a lock without end and
-    without a word (torch/utils/file_baton.py).
-    """
-    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    found = []
-    for lock in home.glob("**/lock"):
-        with suppress(OSError):  # a build that has just ended
-            found.append((lock, time.time() - lock.stat().st_mtime))
-    return [(lock, age) for lock, age in found if age > STALE_BUILD_SECONDS]
-
-
-def refuse_stale_builds() -> None:
-    """Raises RequestError where DeepSpeed would wait for a build that nobody does."""
-    for lock, age in stale_builds():
-        raise RequestError(
-            f"{lock}: a build of DeepSpeed's ops was cut off {age / 60:.0f} minutes ago, and DeepSpeed would wait "
-            "for it without end. Delete that file, unless another run is compiling right now."
-        )
 
 
 def quiet_libraries(launch: Launch) -> None:

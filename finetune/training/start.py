@@ -13,15 +13,23 @@ from torch import distributed
 from transformers import TrainingArguments, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from finetune.dsconfig.load import Loaded
 from finetune.errors import RequestError
 from finetune.privacy import without_home
-from finetune.run.engine import context_of, deepspeed_config_of, load_deepspeed, stated_precision
+from finetune.run.accelerate_plugin import config_of_fields
+from finetune.run.engine import (
+    context_of,
+    deepspeed_by_accelerate,
+    deepspeed_config_of,
+    load_deepspeed,
+    stated_precision,
+)
 from finetune.run.facts import checkpointing_kwargs, object_of, precision_flags
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.profiling import check_profile
 from finetune.run.launch import Launch, accelerate_uses_deepspeed, accelerate_uses_fsdp
 from finetune.run.run import Run
-from finetune.training import runtime
+from finetune.training import builds, runtime
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.hub import check_hub
 from finetune.training.output_dir import lock_output_dir
@@ -86,12 +94,13 @@ def start(run: Run) -> Session:
     check_comm_hook(run, asked or ("by accelerate" if accelerate_uses_deepspeed() else None), precision)
     capability = torch.cuda.get_device_capability() if has_cuda else None
     deepspeed = load_deepspeed(run, asked, context_of(run, precision, has_cuda, capability)) if asked else None
+    ops = _ops_of(run, deepspeed, has_cuda)
     if launch.speaks:
         if Path(run.value("output_dir")).expanduser().is_dir():
             said.append(lock_output_dir(run))
         check_hub(run)
-        if deepspeed:
-            runtime.refuse_stale_builds()
+        builds.refuse_stale_builds(ops)
+        builds.tell_of_builds(ops)
     threads = runtime.set_threads(launch, has_cuda)
     uses_deepspeed = deepspeed is not None or accelerate_uses_deepspeed()
     fsdp_on_cpu = not has_cuda and bool(run.value("fsdp") or accelerate_uses_fsdp())
@@ -123,6 +132,13 @@ def start(run: Run) -> Session:
     opening = _opening_line(session, deepspeed.name if deepspeed else None)
     session.say(*filter(None, said), *chosen.notes, opening, *(deepspeed.notes if deepspeed else ()))
     return session
+
+
+def _ops_of(run: Run, deepspeed: Loaded | None, has_cuda: bool) -> set[str]:
+    """What DeepSpeed may have to compile for this run; none without DeepSpeed."""
+    if deepspeed:
+        return builds.ops_of(deepspeed.config, has_cuda)
+    return builds.ops_of(config_of_fields(), has_cuda) if deepspeed_by_accelerate(run) else set()
 
 
 def training_arguments(run: Run, **settled: Any) -> TrainingArguments:

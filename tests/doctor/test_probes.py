@@ -16,7 +16,7 @@ from finetune.doctor.probes import look
 from finetune.doctor.releases import KNOWN, known_faults
 from finetune.host import network
 from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result
-from finetune.training import runtime
+from finetune.training import builds
 from finetune.upstream.row import TESTED
 
 
@@ -74,7 +74,7 @@ def test_a_lock_that_nobody_holds_is_named_with_the_command_that_deletes_it(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (result,) = ops.locks(asked(tmp_path))
     assert result.status == OK, "a build that goes on is nobody's fault"
-    long_ago = time.time() - runtime.STALE_BUILD_SECONDS - 1
+    long_ago = time.time() - builds.STALE_BUILD_SECONDS - 1
     os.utime(lock, (long_ago, long_ago))
     (result,) = ops.locks(asked(tmp_path))
     assert (result.status, result.needed) == (FAILED, True)

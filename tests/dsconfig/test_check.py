@@ -15,8 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.dsconfig.check import check, difference, mended
+from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import ENGINES, Context
 from finetune.dsconfig.formats import FORMATS, written
+from finetune.dsconfig.purpose import OF_INFERENCE
+from finetune.dsconfig.rules.refused import KNOWN
 from finetune.dsconfig.shape import schema
 
 
@@ -79,6 +82,95 @@ def test_all_disagreements_are_named_at_once() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     assert [placed.finding.code for placed in check(json.dumps(config), a_run()).errors] == ["DS203"] * 3
+
+
+def test_files_of_another_purpose_get_one_message() -> None:
+    lines = "".join(f'  "key_{line}": CONFIG_{line},\n' for line in range(30))
+    said = [placed.finding for placed in check(f"{{\n{lines}}}", a_run()).found]
+    assert [(finding.code, "30 value" in finding.message) for finding in said] == [("DS009", True)]
+    inference = {"replace_with_kernel_inject": True, "tensor_parallel": {"tp_size": 2}, "typo": 1, "max_out_tokens": 5}
+    assert [placed.finding.code for placed in check(json.dumps(inference), a_run()).found] == ["DS010"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "wandb": {"group": "$USER", "team": "<us>"}}',
+        '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "communication_data_type": "FP32"}',
+    ],
+    ids=["texts of a monitor", "capitals"],
+)
+def test_what_only_looks_like_a_placeholder_is_none(text: str) -> None:
+    assert check(text, a_run()).found == ()
+
+
+def test_fields_of_inference_are_those_of_deepspeed_and_of_no_training() -> None:
+    from deepspeed.inference.config import DeepSpeedInferenceConfig
+
+    fields = DeepSpeedInferenceConfig.model_fields
+    known = {*fields, *(field.alias for field in fields.values())}
+    assert {*OF_INFERENCE} <= known
+    assert not {*OF_INFERENCE} & {*schema()["properties"]}
+
+
+def test_a_section_that_no_rule_knows_is_refused_by_name() -> None:
+    on = {"enabled": True, "autotp_size": 2, "deepcompile": True}
+    sections = [name for name, part in schema()["properties"].items() if "properties" in part or not part]
+    refused = [name for name in sections if name not in KNOWN]
+    assert {"tensor_parallel", "data_efficiency", "autotuning", "hybrid_engine", "compile"} <= {*refused}
+    for name in refused:
+        config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, name: on}
+        found = [placed.finding for placed in check(json.dumps(config), a_run()).errors]
+        assert ("DS905", (name,)) in [(finding.code, finding.path) for finding in found]
+        config[name] = {"enabled": False}
+        assert "DS905" not in [placed.finding.code for placed in check(json.dumps(config), a_run()).found]
+
+
+def test_what_nobody_reads_is_a_warning_and_a_slip_an_error() -> None:
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "comms_config": {}, "monitor_config": {}}
+    assert [placed.is_error for placed in check(json.dumps(config), a_run()).found] == [False, False]
+    assert check(json.dumps({**config, "train_micro_batch_size": 1}), a_run()).errors != []
+
+
+def test_clipping_goes_where_deepspeed_reads_it() -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 5e-5, "max_grad_norm": 0.5}}
+    config = {"zero_optimization": {"stage": 2}, "optimizer": optimizer}
+    for clipping, after in (({}, 0.5), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0.1}, 0.1)):
+        new = json.loads(mended(json.dumps(config | clipping), a_run(arguments={})))
+        assert new["gradient_clipping"] == after
+        assert ("max_grad_norm" in new["optimizer"]["params"]) == (after == 0.1), "two numbers: nobody knows which"
+
+
+def test_a_share_of_the_steps_is_no_number_of_steps() -> None:
+    """The Trainer compares them (transformers 5.23, trainer_config_finalize)."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-5, "warmup_num_steps": 10}}
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "scheduler": schedule}
+    for steps, wrong in ((100, False), (1000, True), (-1, True)):
+        run = a_run(arguments={**ARGUMENTS, "warmup_steps": 0.1, "max_steps": steps})
+        codes = [placed.finding.code for placed in check(json.dumps(config), run).errors]
+        assert ("DS203" in codes) == wrong, steps
+
+
+def test_check_and_plan_count_the_same_buckets() -> None:
+    from finetune.plan.job import DEEPSPEED
+    from finetune.plan.notes import _bucket_count
+    from finetune.plan.zero import read_zero
+
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
+    config = {"zero_optimization": zero, "bf16": {"enabled": True}, "gradient_clipping": 1.0}
+    found = [placed.finding for placed in check(json.dumps(config), a_run(arguments={})).found]
+    (said,) = [finding.message for finding in found if finding.code == "DS504"]
+    planned = read_zero(Config(config), 64)
+    taken = _bucket_count(planned, DEEPSPEED) * planned.reduce_bucket_size * 2 / 2**30
+    assert f"takes {taken:.1f} GiB" in said
+    assert taken == pytest.approx(1.86, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"])
+def test_a_size_of_nothing_is_told(name: str) -> None:
+    config = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, name: 0}}
+    found = check(json.dumps({**config, "gradient_clipping": 1.0}), a_run(arguments={})).found
+    assert [(placed.finding.code, placed.is_error) for placed in found] == [("DS503", False)]
 
 
 def test_a_code_can_be_switched_off() -> None:
@@ -263,7 +355,7 @@ def test_a_key_that_only_looks_like_another_is_left(member: str) -> None:
 def test_a_stage_that_is_none_costs_no_section() -> None:
     for stage in ("4", '"auto"'):
         section = f'"zero_optimization": {{"stage": {stage}, "offload_param": {{"device": "cpu"}}}}'
-        text = f'{{{section}, "gradient_clipping": 1}}'
+        text = f'{{{section}, "gradient_clipping": 1, "train_batch_size": 16, "gradient_accumulation_steps": 2}}'
         assert mended(text, a_run(engine="accelerate")) == text
         codes = [placed.finding.code for placed in check(text, a_run(engine="trainer")).errors]
         assert codes in (["DS103"], []), codes

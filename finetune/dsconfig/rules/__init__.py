@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterator
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Finding
-from finetune.dsconfig.rules import batch, leftovers, offload, optimizer, pipeline, precision, quantized, zero
+from finetune.dsconfig.rules import (
+    batch,
+    leftovers,
+    offload,
+    optimizer,
+    pipeline,
+    precision,
+    quantized,
+    refused,
+    schedule,
+    zero,
+)
 
 Rule = Callable[[Config, Context], Iterator[Finding]]
 
@@ -24,10 +35,12 @@ def rules_for(config: Config) -> tuple[Rule, ...]:
 RULES: tuple[Rule, ...] = (
     *batch.RULES,  # DS2xx: batch sizes, "auto", and agreement with the Trainer's arguments
     *optimizer.RULES,  # DS3xx: optimizer and schedule
+    *schedule.RULES,
     *precision.RULES,  # DS4xx
     *zero.RULES,  # DS5xx
     *offload.RULES,  # DS6xx
     *quantized.RULES,  # DS7xx: ZeRO++
     *pipeline.RULES,  # DS8xx
     *leftovers.RULES,  # DS9xx: what was forgotten in the file
+    *refused.RULES,
 )

@@ -73,6 +73,8 @@ def sizes_multiply(config: Config, run: Context) -> Iterator[Finding]:
     total = config.count("train_batch_size")
     micro = _size(config, run, "train_micro_batch_size_per_gpu", "per_device_train_batch_size")
     steps = _size(config, run, "gradient_accumulation_steps", "gradient_accumulation_steps")
+    if run.engine in ("trainer", "accelerate") and not config.has(SIZES[2]):
+        steps = 1  # accelerate puts it there
     if total is None or config.count("sequence_parallel_size") or config.count("tensor_parallel.autotp_size"):
         return  # ranks that share their samples are not counted, and by how much is the script's matter
     ranks = run.data_parallel_size
@@ -104,14 +106,31 @@ def sizes_multiply(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def a_size_is_given(config: Config, run: Context) -> Iterator[Finding]:
-    """DS202. DeepSpeed alone must find a batch size in the file."""
-    if run.engine == "deepspeed" and not any(config.has(name) for name in SIZES[:2]):
+    """DS202. DeepSpeed must find one in the file (runtime/config.py, _set_batch_related_parameters). The Trainer and
+    accelerate fill an "auto" that is there, and add none, as our recipes do."""
+    missing = (None, "auto") if run.engine == "accelerate" else (None,)  # it makes the product from the micro-batch
+    if run.engine != "recipe" and config.get(SIZES[1]) is None and config.get(SIZES[0]) in missing:
+        place, auto = SIZES[1], run.engine != "deepspeed"
         yield error(
             "DS202",
-            "",
+            place if config.has(place) else "",
             "neither train_batch_size nor train_micro_batch_size_per_gpu is given, and DeepSpeed needs one. Add "
-            '"train_micro_batch_size_per_gpu".',
+            + (f'"{place}": "auto".' if auto else f'"{place}".'),
+            *([Put(at(place), "auto")] if auto else []),
         )
+
+
+def accumulation_is_stated(config: Config, run: Context) -> Iterator[Finding]:
+    """DS208. accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin: it takes 1 without the key, and null as it is."""
+    place, asked = SIZES[2], run.arguments.get(SIZES[2])
+    mend = Put(at(place), "auto")
+    if run.engine in ("trainer", "accelerate") and config.has(place) and config.get(place) is None:
+        yield error("DS208", place, f'{place} is null, with which accelerate cannot count. Write "auto".', mend)
+    elif run.engine == "trainer" and not config.has(place) and isinstance(asked, int) and asked > 1:
+        said = (
+            f"{place} is missing, so DeepSpeed updates after each micro-batch, but the run asks for {asked} (--{place})"
+        )
+        yield error("DS208", place, f'{said}. Add "{place}": "auto".', mend)
 
 
 def values_agree_with_the_trainer(config: Config, run: Context) -> Iterator[Finding]:
@@ -167,8 +186,8 @@ def clipping_is_stated(config: Config, run: Context) -> Iterator[Finding]:
     deepspeed 0.19.8, runtime/constants.py, GRADIENT_CLIPPING_DEFAULT; it was 0, no clipping, before, under which
     axolotl#1381 lost its clipping.
     """
-    if config.has("gradient_clipping") or not run.has_trainer:
-        return
+    if config.has("gradient_clipping") or config.has("optimizer.params.max_grad_norm") or not run.has_trainer:
+        return  # DS306 speaks of the second
     wanted = run.arguments.get("max_grad_norm", 1.0)
     clips_at = 1.0 if (run.version("deepspeed") or CLIPS_SINCE) >= CLIPS_SINCE else 0.0
     mend = Put(at("gradient_clipping"), "auto")
@@ -223,8 +242,16 @@ def _of_trainer(run: Context, name: str) -> object:
     if name == "max_steps":
         return value if isinstance(value, int) and value > 0 else None
     if name == "warmup_steps" and isinstance(value, int | float):
-        return None if 0 < value < 1 else max(1, value)
+        return _warmup_steps(value, _of_trainer(run, "max_steps"))
     return value
+
+
+def _warmup_steps(asked: float, steps: object) -> int | str:
+    """The Trainer's, with which it compares the config: at least 1, and below 1 it asks for a share of all steps
+    (transformers 5.23, training_args.py, get_warmup_steps); how many these are may not be known yet."""
+    if 0 < asked < 1:
+        return max(1, math.ceil(steps * asked)) if isinstance(steps, int) else f"{asked:g} of its steps"
+    return max(1, int(asked))
 
 
 def _is_filled_by_recipe(place: str, config: Config) -> bool:
@@ -236,6 +263,7 @@ def _is_filled_by_recipe(place: str, config: Config) -> bool:
 RULES = (
     sizes_multiply,
     a_size_is_given,
+    accumulation_is_stated,
     values_agree_with_the_trainer,
     auto_is_filled,
     clipping_is_stated,

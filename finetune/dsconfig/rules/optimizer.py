@@ -1,4 +1,4 @@
-"""DS3xx: the optimizer and the schedule."""
+"""DS301 to 306, and the parameters of Adam: the optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
-from finetune.dsconfig.shape import schema
 
 # deepspeed 0.19.8, runtime/config.py, DEEPSPEED_OPTIMIZERS; any other name must be a class of torch.optim.
 OWN = ("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon")
@@ -40,12 +39,6 @@ OF_SOME_ADAM = (
     *("maximize", "foreach", "capturable", "differentiable", "fused"),
 )
 
-SCHEDULES_OF_TORCH = (
-    "LambdaLR MultiplicativeLR StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR "
-    "CosineAnnealingWarmRestarts CyclicLR OneCycleLR ReduceLROnPlateau"
-).split()
-SCHEDULES = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
-
 
 def is_left_to_the_trainer(section: dict[str, Any]) -> bool:
     """True for an optimizer or scheduler section that fixes no number: every value is "auto" or a mere switch."""
@@ -55,7 +48,7 @@ def is_left_to_the_trainer(section: dict[str, Any]) -> bool:
     return known and isinstance(params, dict) and all(v == "auto" for k, v in params.items() if k not in switches)
 
 
-def _left(config: Config, run: Context, name: str) -> bool:
+def is_left(config: Config, run: Context, name: str) -> bool:
     """True where a recipe of ours takes the section out; anybody else's Trainer keeps it."""
     return run.engine == "recipe" and is_left_to_the_trainer(config.section(name))
 
@@ -142,7 +135,7 @@ def offload_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]
             "these.",
         )
     asked = str(run.arguments.get("optim") or "adamw")
-    left = name is None or _left(config, run, "optimizer")
+    left = name is None or is_left(config, run, "optimizer")
     if left and run.has_trainer and forced and not asked.startswith("adamw"):
         yield error(
             "DS304",
@@ -156,7 +149,7 @@ def section_matches_the_flag(config: Config, run: Context) -> Iterator[Finding]:
     """DS305. An optimizer section wins over --optim without a word."""
     asked = run.arguments.get("optim")
     name = _name(config)
-    if name is None or asked is None or _left(config, run, "optimizer"):
+    if name is None or asked is None or is_left(config, run, "optimizer"):
         return
     if name.lower() not in OWN and name not in OF_TORCH:
         return  # DS301 and DS302 say more
@@ -172,74 +165,18 @@ def section_matches_the_flag(config: Config, run: Context) -> Iterator[Finding]:
 
 def clipping_is_not_in_the_optimizer(config: Config, run: Context) -> Iterator[Finding]:
     """DS306. DeepSpeed refuses it there when the optimizer is built (runtime/engine.py)."""
-    if config.has("optimizer.params.max_grad_norm"):
+    place = "optimizer.params.max_grad_norm"
+    if config.has(place):
+        here, there = config.get(place), config.get("gradient_clipping")
+        says_one = there is None or there == here
+        moves = (Put(at("gradient_clipping"), here), Drop(at(place))) if says_one and here is not None else ()
         yield error(
             "DS306",
-            "optimizer.params.max_grad_norm",
-            'optimizer.params.max_grad_norm is not taken by DeepSpeed. Use the key "gradient_clipping" at the top '
-            "level.",
-            Drop(at("optimizer.params.max_grad_norm")),
+            place,
+            f'{place} is not taken by DeepSpeed. Use the key "gradient_clipping" at the top level'
+            + ("." if says_one else f", which is {there}."),
+            *moves,
         )
-
-
-def schedule_is_the_one_asked_for(config: Config, run: Context) -> Iterator[Finding]:
-    """DS307. A scheduler section wins over --lr_scheduler_type without a word."""
-    found = config.get("scheduler.type")
-    asked = run.arguments.get("lr_scheduler_type")
-    if not isinstance(found, str) or asked is None or _left(config, run, "scheduler"):
-        return
-    if found != SCHEDULES.get(str(asked)):
-        yield error(
-            "DS307",
-            "scheduler.type",
-            f"scheduler.type is {found}, but the run asks for --lr_scheduler_type {asked}, which DeepSpeed would "
-            "ignore. Delete the section, and the Trainer's own schedule is used.",
-            Drop(at("scheduler")),
-        )
-
-
-def schedule_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]:
-    """DS308. Which of the two may come from the file alone depends on who reads it."""
-    has = {name: bool(config.section(name)) for name in ("optimizer", "scheduler")}
-    if run.engine == "accelerate" and has["optimizer"] and not has["scheduler"]:
-        yield warning(
-            "DS308",
-            "optimizer",
-            "optimizer is in the file and scheduler is not: accelerate then takes DummyOptim in the script, with a "
-            "DummyScheduler that has an lr_scheduler_callable, or none. Give both sections, or neither.",
-        )
-    if run.engine == "trainer" and has["scheduler"] and not has["optimizer"]:
-        yield warning(
-            "DS308",
-            "scheduler",
-            "scheduler is in the file and optimizer is not: DeepSpeed's schedule then drives the Trainer's "
-            "optimizer. Its steps and rates are not those of --lr_scheduler_type. Give both sections, or neither.",
-        )
-
-
-def schedule_takes_its_parameters(config: Config, run: Context) -> Iterator[Finding]:
-    """DS311. DeepSpeed hands the parameters on as they are: an unknown one ends the run (runtime/engine.py)."""
-    known = schema()["properties"]["scheduler"]["x-params"]
-    kind = config.get("scheduler.type")
-    if not isinstance(kind, str) or kind == "auto":
-        return
-    if kind not in known and kind not in SCHEDULES_OF_TORCH:
-        near = difflib.get_close_matches(kind, known, 1, 0.5)
-        yield error(
-            "DS311",
-            "scheduler.type",
-            f"scheduler.type is {kind}, which is neither a schedule of DeepSpeed ({', '.join(known)}) nor a class of "
-            f"torch.optim.lr_scheduler.{f' Did you mean {near[0]}?' if near else ''}",
-        )
-    for name in config.section("scheduler.params"):
-        if kind in known and name not in known[kind]:
-            near = difflib.get_close_matches(name, known[kind], 1)
-            yield error(
-                "DS311",
-                f"scheduler.params.{name}",
-                f"scheduler.params.{name} is no parameter of {kind}, which takes {', '.join(known[kind])}."
-                f"{f' Did you mean {near[0]}?' if near else ''}",
-            )
 
 
 def adam_takes_its_parameters(config: Config, run: Context) -> Iterator[Finding]:
@@ -258,53 +195,6 @@ def adam_takes_its_parameters(config: Config, run: Context) -> Iterator[Finding]
             )
 
 
-def warmup_fits_the_run(config: Config, run: Context) -> Iterator[Finding]:
-    """DS309. deepspeed#771: a warm-up of 0 broke, was raised to 2, and is refused since 0.19.3."""
-    steps = config.number("scheduler.params.warmup_num_steps")
-    total = config.count("scheduler.params.total_num_steps")
-    place = "scheduler.params.warmup_num_steps"
-    deepspeed = run.version("deepspeed")
-    does = "refuses" if deepspeed is None or deepspeed >= (0, 19, 3) else "takes for 2"
-    if steps is not None and steps <= 0:
-        yield error(
-            "DS309",
-            place,
-            f"{place} is {steps:g}, which DeepSpeed {does}. Delete the scheduler section for a run without warm-up, or "
-            "write at least 1.",
-        )
-    if isinstance(steps, float) and steps > 0:
-        yield error(
-            "DS309",
-            place,
-            f"{place} is {steps!r}, but DeepSpeed takes no number with a point or an exponent there. Write "
-            f"{steps:.0f}.",
-            *([Put(at(place), int(steps))] if steps == int(steps) else []),
-        )
-    known = total or (run.arguments.get("max_steps", 0) if run.has_trainer else 0)
-    asked = run.arguments.get("warmup_steps") if config.is_auto(place) or steps is None else steps
-    if isinstance(asked, int | float) and isinstance(known, int) and 0 < known < asked:
-        contradicts_itself = total and steps is not None  # otherwise a short trial run may mean it
-        yield (error if contradicts_itself else warning)(
-            "DS309",
-            place if steps is not None else "scheduler",
-            f"the warm-up takes {asked:g} steps, but the run ends after {known}: the full rate is never reached. "
-            f"Lower {place if steps is not None else '--warmup_steps'}.",
-        )
-
-
-def schedule_knows_its_end(config: Config, run: Context) -> Iterator[Finding]:
-    """DS310. Two schedules cannot be built without the number of steps, which the Trainer alone knows."""
-    kind = config.get("scheduler.type")
-    if kind in ("WarmupDecayLR", "WarmupCosineLR") and not config.has("scheduler.params.total_num_steps"):
-        yield error(
-            "DS310",
-            "scheduler",
-            f"scheduler.type is {kind}, which needs total_num_steps in its params. Add it"
-            + (': "auto" is the number of steps of the run.' if run.engine != "deepspeed" else "."),
-            *([Put(at("scheduler.params.total_num_steps"), "auto")] if run.engine != "deepspeed" else []),
-        )
-
-
 def _name(config: Config) -> str | None:
     found = config.get("optimizer.type")
     return found if isinstance(found, str) and found != "auto" else None
@@ -316,10 +206,5 @@ RULES = (
     offload_has_its_optimizer,
     section_matches_the_flag,
     clipping_is_not_in_the_optimizer,
-    schedule_is_the_one_asked_for,
-    schedule_has_its_optimizer,
-    schedule_takes_its_parameters,
     adam_takes_its_parameters,
-    warmup_fits_the_run,
-    schedule_knows_its_end,
 )

@@ -54,19 +54,20 @@ def loss_scale_does_something(config: Config, run: Context) -> Iterator[Finding]
     """DS404. Fields of dynamic loss scaling under a fixed scale, or with fp16 off, are not read."""
     fields = [name for name in DYNAMIC if config.has(f"fp16.{name}")]
     scale = config.number("fp16.loss_scale")
-    if scale and fields and config.get("fp16.enabled") is not False:
+    if scale and fields and not config.is_off("fp16.enabled"):
         yield warning(
             "DS404",
             f"fp16.{fields[0]}",
             f"fp16.loss_scale is {scale:g}, a fixed scale, so {', '.join(fields)} {_do(fields)} nothing. Set it to 0 "
             "for dynamic scaling, or delete them.",
         )
-    elif (fields or scale) and config.get("fp16.enabled") is False:
+    elif (fields or scale) and config.is_off("fp16.enabled"):
         names = [*fields, *(["loss_scale"] if scale else [])]
         yield warning(
             "DS404",
             f"fp16.{names[0]}",
-            f'fp16.enabled is false, so {", ".join(names)} {_do(names)} nothing. Write "auto", or delete them.',
+            f"fp16.enabled is false, so {', '.join(names)} {_do(names)} nothing. "
+            + ("Delete them." if run.engine == "deepspeed" else 'Write "auto", or delete them.'),
         )
 
 

@@ -9,6 +9,7 @@ from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
 
 GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+GATHERS = ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")  # other names of it
 THRESHOLD = "zero_optimization.stage3_param_persistence_threshold"
 BUCKETS = (
     "zero_optimization.reduce_bucket_size",
@@ -16,12 +17,16 @@ BUCKETS = (
     "zero_optimization.stage3_prefetch_bucket_size",
 )
 BYTES_PER_ELEMENT = 2  # a gradient in bf16 or fp16
-# Hugging Face's DeepSpeed guide: overlap_comm takes 4.5 times reduce_bucket_size and allgather_bucket_size.
-OVERLAP_BUFFERS = 4.5
+HALVES = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled")
 DEFAULT_THRESHOLD = 100_000
-DEFAULT_BUCKET = 500_000_000  # of both, in elements (deepspeed 0.19.8, runtime/zero/config.py)
-MUCH_MEMORY_BYTES = 4 * 2**30
+DEFAULT_BUCKET = 500_000_000  # elements (deepspeed 0.19.8, runtime/zero/config.py)
+MUCH_MEMORY_BYTES = 1.5 * 2**30
 FEW_ELEMENTS = 100_000  # 200 kB in bf16: a collective of that size is all latency
+OF_NOTHING = {
+    "sub_group_size": "every weight is a group with an update of its own",
+    "stage3_max_live_parameters": "no weight is fetched before it is needed",
+    "stage3_max_reuse_distance": "every weight is released after each use, and gathered again",
+}
 OF_STAGE_3 = ("stage3_", "sub_group_size")
 
 
@@ -30,10 +35,18 @@ def saved_model_is_whole(config: Config, run: Context) -> Iterator[Finding]:
     the log (transformers 5.23, trainer.py, save_model)."""
     if config.stage != 3 or config.is_on(GATHER):
         return
-    if config.is_on("zero_optimization.gather_16bit_weights_on_model_save"):
+    if any(config.is_on(f"zero_optimization.{name}") for name in GATHERS) or run.engine == "deepspeed":
         return
-    state = '"auto", which accelerate fills with false' if config.is_auto(GATHER) else "off"
-    if run.engine != "deepspeed":
+    if config.is_auto(GATHER) and not run.has_trainer:
+        yield warning(
+            "DS501",
+            GATHER,
+            f'{GATHER} is "auto", which accelerate fills with its zero3_save_16bit_model, false by default: the model '
+            "saved at the end has no weights that from_pretrained opens then. Set it to true.",
+            Put(at(GATHER), True),
+        )
+    else:
+        state = '"auto", which the Trainer leaves off' if config.is_auto(GATHER) else "off"
         yield error(
             "DS501",
             GATHER,
@@ -87,17 +100,36 @@ def buckets_fit_the_model(config: Config, run: Context) -> Iterator[Finding]:
             )
 
 
+def sizes_are_not_zero(config: Config, run: Context) -> Iterator[Finding]:
+    """DS503. deepspeed 0.19.8, runtime/zero/stage3.py, _create_fp16_sub_groups; partitioned_param_coordinator.py."""
+    for name, cost in OF_NOTHING.items():
+        place = f"zero_optimization.{name}"
+        if config.stage == 3 and config.count(place) == 0:
+            yield warning("DS503", place, f"{place} is 0: {cost}. Delete it, and DeepSpeed takes 1e9.")
+
+
 def overlap_fits_in_memory(config: Config, run: Context) -> Iterator[Finding]:
-    """DS504. The buffers of overlap_comm grow with the buckets, not with the model."""
-    sizes = [0 if config.is_auto(place) else config.count(place) or DEFAULT_BUCKET for place in BUCKETS[:2]]
-    needed = OVERLAP_BUFFERS * sum(sizes) * BYTES_PER_ELEMENT
-    if config.is_on("zero_optimization.overlap_comm") and config.stage in (1, 2) and needed > MUCH_MEMORY_BYTES:
-        yield warning(
-            "DS504",
-            "zero_optimization.overlap_comm",
-            f"zero_optimization.overlap_comm with buckets of {sizes[0]:,} and {sizes[1]:,} elements takes about "
-            f"{_bytes(OVERLAP_BUFFERS * sum(sizes))} on each GPU. Set the buckets to 5e7, or overlap_comm to false.",
-        )
+    """DS504. The buffers of overlap_comm are as large as the file says, however small the model is."""
+    place = "zero_optimization.overlap_comm"
+    size = 0 if config.is_auto(BUCKETS[0]) else config.count(BUCKETS[0]) or DEFAULT_BUCKET
+    many = reduce_buckets(config.stage, config.is_on(place))
+    if many > 1 and config.stage and not config.is_off("zero_optimization.contiguous_gradients"):
+        half = any(config.is_on(name) or config.is_auto(name) for name in HALVES)
+        needed = many * size * (1 if half else 2)
+        if needed * BYTES_PER_ELEMENT > MUCH_MEMORY_BYTES:
+            yield warning(
+                "DS504",
+                place,
+                f"{place} with a reduce_bucket_size of {size:,} elements takes {_bytes(needed)} on each GPU for its "
+                f"{many} buckets. Set reduce_bucket_size to 5e7, or overlap_comm to false.",
+            )
+
+
+def reduce_buckets(stage: int, overlaps: bool) -> int:
+    """Buffers of `reduce_bucket_size` in an engine; `allgather_bucket_size` allocates none (deepspeed 0.19.8,
+    runtime/zero/stage_1_and_2.py, setup_buckets; runtime/utils.py, all_gather_dp_groups). `finetune plan` counts by
+    it, too."""
+    return 2 if overlaps and stage < 3 else 1
 
 
 def stage_reads_the_key(config: Config, run: Context) -> Iterator[Finding]:
@@ -134,6 +166,16 @@ def stage_takes_the_key(config: Config, run: Context) -> Iterator[Finding]:
             "gradient_allreduce_op",
             'gradient_allreduce_op is "sum", which DeepSpeed refuses under ZeRO-3. Delete it, or use ZeRO-2.',
         )
+    # runtime/zero/stage3.py, __init__, where gradients are reduced and scattered at once.
+    scatters = stage == 3 and not config.is_off("zero_optimization.reduce_scatter")
+    factor = config.number("gradient_predivide_factor")
+    for place, wrong in (
+        ("prescale_gradients", config.is_on("prescale_gradients")),
+        ("gradient_predivide_factor", factor not in (None, 1)),
+    ):
+        if scatters and wrong:
+            said = f"{place} is {config.get(place)}, which ZeRO-3 refuses with reduce_scatter"
+            yield error("DS507", place, f"{said}. Delete it, or use ZeRO-2.")
     place = "zero_optimization.compute_grad_norm"
     if config.get(place) is False and stage not in (1, 2):
         yield error(
@@ -187,6 +229,7 @@ RULES = (
     saved_model_is_whole,
     something_is_sharded,
     buckets_fit_the_model,
+    sizes_are_not_zero,
     overlap_fits_in_memory,
     stage_reads_the_key,
     best_model_can_be_loaded,

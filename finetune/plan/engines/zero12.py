@@ -5,6 +5,7 @@ Followed step by step: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py, whose fu
 
 from __future__ import annotations
 
+from finetune.dsconfig.rules.zero import reduce_buckets
 from finetune.plan.engines.resident import BUCKETS, GRADIENTS, MASTERS, PARAMETERS, Resident
 from finetune.plan.step import TEMPORARY, Ledger
 from finetune.plan.values import FP32_BYTES
@@ -52,7 +53,7 @@ class Zero12(Resident):
         size, elements = self.gradient_bytes(name), self.elements[name]
         if self.contiguous and not self.has_buckets:  # setup_buckets
             self.has_buckets = True
-            many = 2 if self.zero.overlap_comm else 1
+            many = reduce_buckets(self.zero.stage, self.zero.overlap_comm)
             ledger.take(BUCKETS, many * self.zero.reduce_bucket_size * self.size, "reduce buckets")
         ledger.give(TEMPORARY, size)
         if name not in self.kept:
@@ -107,7 +108,7 @@ class Zero12(Resident):
             ledger.give(GRADIENTS, self.part_bytes)
         self.has_part = False
         if self.has_buckets:  # _release_ipg_buffers
-            many = 2 if self.zero.overlap_comm else 1
+            many = reduce_buckets(self.zero.stage, self.zero.overlap_comm)
             ledger.give(BUCKETS, many * self.zero.reduce_bucket_size * self.size)
             self.has_buckets = False
 

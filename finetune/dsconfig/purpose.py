@@ -1,0 +1,80 @@
+"""Files that are no config of a training run, though they look like one: they get one message, and not one a line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from finetune.dsconfig.config import Config
+from finetune.dsconfig.finding import Finding
+from finetune.dsconfig.shape import schema
+
+# ${NAME}, $NAME, {{ name }}, <name>, __NAME__, @NAME@, %(name)s; without quotes also a name in capitals.
+MARK = r"\$\{[^}\n]*\}|\$[A-Za-z_]\w*|\{\{[^}\n]*\}\}|\{%[^\n]*?%\}|<[A-Za-z][\w .-]*>|__[A-Za-z]\w*__|@\w+@|%\(\w+\)s"
+QUOTED = rf'"(?P<key>\w+)"\s*:\s*"(?P<quoted>{MARK})"'
+BARE = rf"[:,\[]\s*(?P<bare>{MARK}|[A-Z][A-Z\d_]+)(?=\s*[,\]}}\n])"
+MARKED = re.compile(f"{QUOTED}|{BARE}")
+LITERALS = {"TRUE", "FALSE", "NULL", "NONE", "NAN", "INF"}
+# Fields of deepspeed.init_inference alone (deepspeed 0.19.8, inference/config.py). A test holds them against it.
+OF_INFERENCE = (
+    "replace_with_kernel_inject kernel_inject replace_method injection_policy injection_dict injection_policy_tuple "
+    "max_out_tokens max_tokens min_out_tokens min_tokens mp_size enable_cuda_graph use_triton triton_autotune "
+    "triangular_masking tm keep_module_on_host set_empty_params save_mp_checkpoint_path return_tuple training_mp_size "
+    "transposed_mode ep_size moe quant zero dtype"
+).split()
+OF_TRAINING = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer")
+
+
+def template(text: str) -> Finding | None:
+    """DS009 for a text with placeholders, which stand where no text can."""
+    marks = [mark for mark in MARKED.finditer(text) if _counts(mark)]
+    if not marks:
+        return None
+    names = list(dict.fromkeys(mark["quoted"] or mark["bare"] for mark in marks))
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    said = f"this is a template: {len(marks)} value(s) are still to be filled in ({shown}). Check what is made from it."
+    return Finding("DS009", "error", (), said)
+
+
+def other_program(config: dict[str, Any]) -> Finding | None:
+    """DS010 for a file of DeepSpeed's inference or of its autotuner."""
+    trains = any(key in config for key in OF_TRAINING)
+    of_inference = [key for key in OF_INFERENCE if key in config]
+    if of_inference and not trains and "zero_optimization" not in config:
+        said = (
+            f"{of_inference[0]} is for deepspeed.init_inference: this is a config of inference, and none of training."
+        )
+        return Finding("DS010", "error", (of_inference[0],), said)
+    zero = schema()["properties"]["zero_optimization"]["properties"]
+    lists = [
+        key
+        for key, value in Config(config).section("zero_optimization").items()
+        if isinstance(value, list) and {"integer", "boolean", "number"} & {*zero.get(key, {}).get("type", [])}
+    ]
+    if len(lists) > 1 or (lists and "autotuning" in config):
+        said = (
+            f"zero_optimization.{lists[0]} is a list of values to try: this is a template of DeepSpeed's autotuner, "
+            "which no engine reads. Check the configs that it writes."
+        )
+        return Finding("DS010", "error", ("zero_optimization", lists[0]), said)
+    return None
+
+
+def _counts(mark: re.Match[str]) -> bool:
+    if mark["bare"]:
+        return mark["bare"] not in LITERALS
+    return mark["key"] not in _texts(schema())
+
+
+def _texts(part: dict[str, Any]) -> set[str]:
+    """The keys whose values are texts that somebody makes up: a job's name may well have a dollar sign."""
+    return {*_text_keys(part)}
+
+
+def _text_keys(part: dict[str, Any]) -> Iterator[str]:
+    for key, inner in part.get("properties", {}).items():
+        kinds = inner.get("type", [])
+        if kinds in ("string", ["string", "null"]) and key != "type":
+            yield key
+        yield from _text_keys(inner)

@@ -1,0 +1,96 @@
+"""DeepSpeed compiles its ops when they are first used: which of them a run needs, and whether somebody is at it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from finetune.dsconfig.config import Config
+from finetune.errors import RequestError
+
+# A lock that no process here has open may be that of another host or container that shares the folder; the slowest op,
+# async_io, took five minutes to compile on two busy cores.
+STALE_BUILD_SECONDS = 900.0
+SAID_AFTER_SECONDS = 5.0  # what is built already is loaded in less
+LOOKS_EVERY_SECONDS = 1.0
+
+
+def ops_of(config: dict[str, Any], has_cuda: bool) -> set[str]:
+    """The folders of the ops that a run by this config compiles (deepspeed 0.19.8, op_builder/, NAME)."""
+    asked = Config(config)
+    devices = {asked.offload(what) for what in ("offload_optimizer", "offload_param")}
+    kind = str(asked.get("optimizer.type") or "adamw").lower()
+    ops = set() if has_cuda else {"deepspeed_shm_comm"}
+    if asked.offload("offload_optimizer") != "none":
+        ops.add({"adagrad": "cpu_adagrad", "lion": "cpu_lion"}.get(kind, "cpu_adam"))
+    elif "optimizer" in config and not asked.is_on("optimizer.params.torch_adam"):
+        ops |= {"adam": {"fused_adam"}, "adamw": {"fused_adam"}, "lion": {"fused_lion"}, "lamb": {"fused_lamb"}}.get(
+            kind, set()
+        )
+    return ops | ({"async_io"} if "nvme" in devices else set())
+
+
+def stale_builds(ops: Collection[str] | None = None) -> list[tuple[Path, float]]:
+    """Locks, of these ops or of any, that a process left which was killed while it compiled or loaded one, and their
+    ages in seconds. torch waits for such a lock without end and without a word (torch/utils/file_baton.py); the process
+    that made it has it open for as long as it builds."""
+    held = _open_files()
+    old = [(lock, age) for lock, age in _locks(ops) if age > STALE_BUILD_SECONDS]
+    return [(lock, age) for lock, age in old if str(lock.resolve()) not in held]
+
+
+def refuse_stale_builds(ops: Collection[str]) -> None:
+    """Raises RequestError where this run would wait for a build that nobody does."""
+    for lock, age in stale_builds(ops):
+        raise RequestError(
+            f"{lock}: a build of DeepSpeed's {lock.parent.name} was cut off {age / 60:.0f} minutes ago, and this run "
+            "would wait for it without end: no process here has the file open. Delete it, unless another machine is "
+            "compiling in this folder right now."
+        )
+
+
+def tell_of_builds(ops: Collection[str]) -> None:
+    """From now on say, on this rank, which of these ops is being compiled, and when it is done."""
+    if ops:
+        threading.Thread(target=_tell, args=(frozenset(ops),), name="builds", daemon=True).start()
+
+
+def _tell(ops: frozenset[str]) -> None:
+    seen: dict[str, float] = {}
+    told: set[str] = set()
+    while True:
+        now = time.monotonic()
+        locked = {lock.parent.name for lock, _ in _locks(ops)}
+        for op in locked:
+            if now - seen.setdefault(op, now) > SAID_AFTER_SECONDS and op not in told:
+                told.add(op)
+                print(f"compiling DeepSpeed's {op}, once on this machine; this takes minutes", flush=True)
+        for op in [op for op in seen if op not in locked]:
+            if op in told:
+                print(f"compiled {op} in {now - seen[op]:.0f} s", flush=True)
+                told.discard(op)
+            del seen[op]
+        time.sleep(LOOKS_EVERY_SECONDS)
+
+
+def _locks(ops: Collection[str] | None) -> Iterator[tuple[Path, float]]:
+    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    for name in ["*"] if ops is None else sorted(ops):
+        for depth in ("", "*/"):  # torch puts a folder of the Python and CUDA versions between, unless told where
+            for lock in home.glob(f"{depth}{name}/lock"):
+                with suppress(OSError):  # a build that has just ended
+                    yield lock, time.time() - lock.stat().st_mtime
+
+
+def _open_files() -> set[str]:
+    """What the processes that we may look at have open; empty where the system does not say."""
+    found = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            found.add(os.readlink(descriptor))
+    return found
