@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune import __version__
 from finetune.errors import FinetuneError, RequestError
-from finetune.privacy import without_home
+from finetune.privacy import shown
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except FinetuneError as error:
-        print(f"finetune: {without_home(str(error))}", file=sys.stderr)
+        print(f"finetune: {shown(str(error))}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print("\nfinetune: stopped.", file=sys.stderr)

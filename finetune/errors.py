@@ -2,6 +2,8 @@
 
 import errno
 
+JOINERS = "\u200c\u200d"  # within words of Persian and Hindi, and in emoji
+
 
 class FinetuneError(Exception):
     """Anything we can explain to the user. The message says where, what was found, the rule, and the mend."""
@@ -43,9 +45,11 @@ def first_line(error: BaseException, most_characters: int = 200) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most_characters]
 
 
-def plain(text: str) -> str:
-    """In one line, without what would move a terminal's cursor."""
-    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)
+def plain(text: str, instead: str = "?") -> str:
+    """In one line, without what would move a terminal's cursor or turn the direction of what follows."""
+    return "".join(
+        letter if letter.isprintable() or letter in JOINERS else " " if letter.isspace() else instead for letter in text
+    )
 
 
 def disk_is_full(error: BaseException) -> bool:

@@ -10,18 +10,18 @@ import re
 from pathlib import Path
 
 from finetune.errors import RequestError
+from finetune.safe_read import read_bounded
 
+MOST_BYTES = 2**20  # thirty thousand hosts
 LINE = re.compile(r"(\w[\w.@-]*)\s+slots=(\d+)(\s+max_slots=\d+)?")
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
     """Host name to number of slots, in the file's order, which is that of the ranks."""
     try:
-        lines = path.expanduser().read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(
-            f"--hostfile {path}: cannot be read ({error}). Give a file of lines: worker-1 slots=8."
-        ) from (error)
+        lines = read_bounded(path.expanduser(), MOST_BYTES, name=f"--hostfile {path}").splitlines()
+    except RequestError as error:
+        raise RequestError(f"{error} Give a file of lines: worker-1 slots=8.") from error
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         text = line.split("#")[0].strip()

@@ -6,6 +6,8 @@ import os
 import re
 from typing import Any
 
+from finetune.errors import plain
+
 KEY = re.compile(
     r"((api|access|secret|auth|private|hf|hub|wandb|comet)_?key|token|password|passwd|secret|credential)s?\Z", re.I
 )
@@ -37,10 +39,18 @@ def without_home(value: Any) -> Any:
         return {key: without_home(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(without_home(one) for one in value) if type(value) in (list, tuple) else value
-    home = os.path.expanduser("~").rstrip("/")
-    if not isinstance(value, str) or home.count("/") < 1 or home not in value:
-        return value
-    return re.sub(rf"(?<![\w.~/-]){re.escape(home)}(?![\w.-])", "~", value)
+    if isinstance(value, str):
+        home = os.path.expanduser("~").rstrip("/")
+        for one in dict.fromkeys((home, os.path.realpath(home) if home else "")):  # a link to a disk, on some clusters
+            if one.count("/") >= 1 and one in value:
+                value = re.sub(rf"(?<![\w.~/-]){re.escape(one)}(?![\w.-])", "~", value)
+    return value
+
+
+def shown(text: str) -> str:
+    """Lines as a terminal may show them: without the home folder, and without what strangers have put into names to
+    move the cursor, colour the screen or turn the direction of writing."""
+    return "\n".join(plain(line) for line in str(without_home(text)).split("\n"))
 
 
 def hidden(text: str) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,10 @@ REPO = Path(__file__).resolve().parents[1]
 SHARED = REPO.parent / "shared"
 RECIPE = "recipes/seq_cls.py"
 TIMEOUT_SECONDS = 300
+
+# A shell that starts pytest in the background has it ignore SIGINT, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Small enough for two cores, and without anything random beyond the order of the samples.
 TINY = {

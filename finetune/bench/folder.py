@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from finetune.bench.result import Row
 from finetune.bench.runner import RECORD
 from finetune.errors import RequestError
 from finetune.run.flat_yaml import read_flat_yaml
+from finetune.safe_read import read_json_object
 
 GRID = "grid.yaml"
 
@@ -44,7 +44,7 @@ def _record(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_object(path, inside=folder)
         return {"scale": content["scale"], "repeats": int(content.get("repeats", 1)), "cells": list(content["cells"])}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise RequestError(f"{path}: is no record of a bench ({error}). Delete the folder, or mend it.") from error

@@ -12,6 +12,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.measure.outcome import DONE
+from finetune.safe_read import read_json_lines
 
 RESULTS = "results.jsonl"
 
@@ -93,18 +94,9 @@ def read_results(place: Path) -> tuple[list[Row], int]:
     path = place / RESULTS if place.is_dir() else place
     if place.is_dir() and not path.exists():
         raise RequestError(f"{place}: it holds no bench (no {RESULTS}). Give the --output_dir of `finetune bench`.")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: cannot be read ({error}). Give the folder of a benchmark.") from error
-    rows, torn = [], 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            torn += bool(line.strip())
-            continue
-        known = set(Row.__dataclass_fields__)
+    contents, torn = read_json_lines(path, inside=path.parent if place.is_dir() else None)
+    rows, known = [], set(Row.__dataclass_fields__)
+    for number, content in contents:
         try:
             rows.append(checked(Row(**{name: value for name, value in content.items() if name in known})))
         except (TypeError, AttributeError, ValueError) as error:

@@ -26,6 +26,7 @@ from finetune.host.hardware import gpus_here
 from finetune.measure.outcome import CRASHED, DONE, UNSUPPORTED
 from finetune.measure.processes import run
 from finetune.plan.machine import Machine
+from finetune.safe_read import read_json_object
 from finetune.versions import versions
 
 RECORD, LOGS, WORK = "grid.json", "logs", "work"
@@ -64,7 +65,7 @@ class Bench:
                     f"{self.folder} holds a benchmark. --resume runs what is missing of it; for another, give another "
                     "--output_dir, or delete the folder."
                 )
-            if json.loads(record.read_text(encoding="utf-8"))["sha256"] != self.grid.sha256:
+            if read_json_object(record, inside=self.folder).get("sha256") != self.grid.sha256:
                 raise RequestError(
                     f"--resume: {self.folder} holds another grid: cells, sizes, steps or a DeepSpeed config have "
                     "changed since. Give another --output_dir, and --compare the two."

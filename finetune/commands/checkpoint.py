@@ -14,6 +14,7 @@ from rich.table import Table
 
 from finetune.errors import RequestError
 from finetune.run.files import DELETING, REPLACED, STATE_FILE, SUPERSEDED, UNFINISHED
+from finetune.safe_read import read_bounded
 from finetune.training.checkpoints.manifest import (
     MANIFEST,
     Manifest,
@@ -28,6 +29,7 @@ VERIFIED, UNVERIFIED, BROKEN = "verified", "unverified", "broken"
 COLOURS = {VERIFIED: "green", UNVERIFIED: "yellow", BROKEN: "red"}
 LEFTOVERS = tuple(f"{begin}*" for begin in (UNFINISHED, DELETING, REPLACED))
 PIPED_WIDTH = 160  # columns where no terminal says its own
+MOST_OF_NAME = 200  # bytes
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,10 @@ def _best(places: list[Path]) -> str | None:
 
 def _latest(run_folder: Path) -> str | None:
     path = run_folder / "latest"
-    return path.read_text(encoding="utf-8", errors="replace")[:100].strip() if path.is_file() else None
+    try:
+        return read_bounded(path, MOST_OF_NAME, inside=run_folder).strip()
+    except RequestError:
+        return None
 
 
 def _record(one: Seen, best: str | None, latest: str | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from finetune.doctor.probes import look
 from finetune.host.result import FAILED, OK, WARNING, Asked, Result
 from finetune.hostfile import check_port
+from finetune.privacy import shown, without_home
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -28,10 +29,11 @@ def run(asked: argparse.Namespace) -> int:
     for result in chain(look(machine), _deep() if asked.deep else ()):
         results.append(result)
         if not asked.json:
-            print(_line(result), flush=True)
+            print(shown(_line(result)), flush=True)
     failed = [result for result in results if result.status == FAILED and result.needed]
     if asked.json:
-        print(json.dumps({"system": platform.platform(), "results": [vars(result) for result in results]}, indent=2))
+        found = {"system": platform.platform(), "results": [vars(result) for result in results]}
+        print(json.dumps(without_home(found), indent=2))
     else:
         print(_verdict(results, failed, asked.deep))
     return 1 if failed else 0

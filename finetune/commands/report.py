@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from finetune.errors import RequestError
+from finetune.privacy import shown
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -23,8 +24,10 @@ def run(asked: argparse.Namespace) -> int:
     for path in (html, markdown):
         if path is not None and not path.absolute().parent.is_dir() and path.parent not in paths:
             raise RequestError(f"{path}: there is no folder {path.parent}. Make it, or give another path.")
+        if path is not None and path.is_symlink():
+            raise RequestError(f"{path}: is a link, and what it leads to is not written over. Delete it.")
     for note in write(paths, html, markdown, shlex.join(["finetune", *sys.argv[1:]])):
-        print(f"note: {note}", file=sys.stderr)
+        print(shown(f"note: {note}"), file=sys.stderr)
     for path in (html, markdown):
         if path is not None:
             print(f"wrote {path}")

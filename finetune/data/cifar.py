@@ -8,17 +8,21 @@ the pixels, the longest of all, and the class ids, the numbers behind the word "
 from __future__ import annotations
 
 import pickletools
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from finetune.errors import RequestError, first_line
+from finetune.safe_read import read_bytes
 
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE, CHANNELS = 32, 3
 PIXELS = CHANNELS * SIDE * SIDE
 TRAIN, TEST = tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",)
+LARGEST_BATCH_BYTES = 256 * 2**20  # they have 30 MB
+MOST_STEPS = 1_000_000  # of a pickle; theirs have some 30,000, and what follows is not looked at
 INTEGERS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4")  # of pickletools
 AGAIN = "Unpack the archive again."
 
@@ -49,7 +53,7 @@ def _joined(batches: list[Batch]) -> Batch:
 
 def _read_binary(path: Path) -> Batch:
     """Records of a byte for the class and 3,072 for the pixels: 1,024 red, 1,024 green, 1,024 blue, row by row."""
-    content = np.frombuffer(_bytes_of(path), dtype=np.uint8)
+    content = np.frombuffer(read_bytes(path, LARGEST_BATCH_BYTES), dtype=np.uint8)
     if not len(content) or len(content) % (PIXELS + 1):
         raise RequestError(
             f"{path}: is {len(content):,} bytes, but CIFAR-10's binary files are records of {PIXELS + 1:,}. Was it cut "
@@ -63,7 +67,7 @@ def read_pickle(path: Path) -> Batch:
     """One file of the python version. Nothing of it is called, whatever it asks for."""
     pixels, labels, follows, by_column, flag = b"", list[int](), False, False, False
     try:
-        for op, value, _ in pickletools.genops(_bytes_of(path)):
+        for op, value, _ in islice(pickletools.genops(read_bytes(path, LARGEST_BATCH_BYTES)), MOST_STEPS):
             if isinstance(value, str | bytes | bytearray) and op.name != "STRING":
                 follows = value in ("labels", b"labels")  # Python 2's text comes as str, Python 3's bytes may, too
                 if len(value) > len(pixels):
@@ -73,7 +77,8 @@ def read_pickle(path: Path) -> Batch:
                 flag = value is True or op.name == "NEWTRUE"
             elif follows and op.name in INTEGERS and value is not None:
                 labels.append(value)
-    except ValueError as error:
+        ids = np.asarray(labels, dtype=np.int64)
+    except (ValueError, OverflowError) as error:
         raise RequestError(
             f"{path}: is no batch of CIFAR-10 in python form, or was cut off; it cannot be read as a pickle "
             f"({first_line(error)}). {AGAIN}"
@@ -83,7 +88,7 @@ def read_pickle(path: Path) -> Batch:
             f"{path}: is no batch of CIFAR-10, which holds b'data' (bytes, pictures x {PIXELS:,}, row by row) and "
             f"b'labels' (a list of integers). Its longest value has {len(pixels):,} bytes. {AGAIN}"
         )
-    return _checked(path, np.frombuffer(pixels, np.uint8).reshape(-1, PIXELS), np.asarray(labels, dtype=np.int64))
+    return _checked(path, np.frombuffer(pixels, np.uint8).reshape(-1, PIXELS), ids)
 
 
 def _checked(path: Path, rows: npt.NDArray[np.uint8], labels: npt.NDArray[np.int64]) -> Batch:
@@ -93,10 +98,3 @@ def _checked(path: Path, rows: npt.NDArray[np.uint8], labels: npt.NDArray[np.int
         wrong = sorted(set(labels.tolist()) - set(range(len(NAMES))))[:5]
         raise RequestError(f"{path}: has the labels {wrong}, but CIFAR-10's are 0 to {len(NAMES) - 1}.")
     return np.ascontiguousarray(rows.reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1)), labels
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read ({error.strerror}). CIFAR-10 has all of its batches.") from error

@@ -17,6 +17,7 @@ from finetune.data.columns import TEXT_NAMES
 from finetune.data.files import open_file, open_hub
 from finetune.data.streaming import is_drawn
 from finetune.errors import RequestError
+from finetune.safe_read.files import open_plain
 
 PIECE_CHARACTERS = 1 << 14  # a text file is read and tokenized in pieces of about this size, cut at line ends
 HELD_OUT_DOCUMENTS = 1_000  # of a stream, where --max_eval_samples does not say
@@ -89,10 +90,13 @@ def _open(flag: str, name: str, streaming: bool = False) -> Any:
         return open_file(flag, name, streaming)
     if not path.is_file():
         raise RequestError(f"--{flag} {name}: there is no such file. Check the path.")
+    open_plain(path, name=f"--{flag} {name}").close()
     if path.stat().st_size == 0:
         raise RequestError(f"--{flag} {name}: the file is empty.")
     try:
         with path.open(encoding="utf-8-sig") as file:
+            if not file.read(1 << 20):
+                raise RequestError(f"--{flag} {name}: the file is empty.")
             while file.read(1 << 20):
                 pass
     except UnicodeDecodeError as error:

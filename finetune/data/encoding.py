@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Features, List, Value
 
-from finetune.data.chat import completion, conversation
+from finetune.data.chat import DEFAULT_TEMPLATE, completion, conversation
 from finetune.data.documents import CHAT, ENDS, TEXT
 from finetune.data.packing import TokenWriter, dtype_of
 from finetune.data.tokenizer import letters_of
 from finetune.errors import RequestError
+from finetune.safe_read.bounded import each_bounded
 
 MANY_ROWS, MANY_BYTES = 2_000, 8 << 20
 MOST_CHARACTERS = 1 << 20
 BATCH_ROWS = 64  # with rows of documents.PIECE_CHARACTERS about 1 MiB of text at a time
+CHAT_ROWS = 1024  # a process is forked for each batch of conversations
 
 
 class Encoder:
@@ -65,7 +68,7 @@ class Encoder:
 
     def _turns(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         if self.kind == CHAT:
-            made = [conversation(self.tokenizer, messages) for messages in rows["messages"]]
+            made = self._conversations(rows["messages"])
         else:
             made = [completion(self.tokenizer, p, c) for p, c in zip(rows["prompt"], rows["completion"], strict=True)]
         texts = [
@@ -79,6 +82,12 @@ class Encoder:
             "characters": [len(text) for text in texts],
             "bytes": [len(text.encode()) for text in texts],
         }
+
+    def _conversations(self, every: list[Any]) -> list[tuple[list[int], list[bool]]]:
+        encode = partial(conversation, self.tokenizer)
+        if self.tokenizer.chat_template in (None, DEFAULT_TEMPLATE):
+            return list(map(encode, every))
+        return each_bounded(encode, every, "the tokenizer's chat template")
 
 
 def _by_size(texts: list[str]) -> Iterator[list[str]]:
@@ -106,7 +115,7 @@ def write_tokens(folder: Path, table: Any, kind: str, tokenizer: Any, workers: i
     encoded = table.map(
         Encoder(tokenizer, kind),
         batched=True,
-        batch_size=BATCH_ROWS,
+        batch_size=CHAT_ROWS if kind == CHAT else BATCH_ROWS,
         writer_batch_size=BATCH_ROWS,
         num_proc=min(workers, len(table)) if workers > 1 and _is_large(table) else None,
         remove_columns=table.column_names,

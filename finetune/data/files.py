@@ -12,10 +12,13 @@ from typing import Any
 import datasets
 from datasets import Dataset, Features, IterableDataset, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from datasets.utils.extract import Extractor
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line
 from finetune.safe_read import DEEPEST, TOKEN
+from finetune.safe_read.data_folder import check_data_folder
+from finetune.safe_read.files import open_plain
 
 KINDS = {
     ".csv": "csv",
@@ -44,6 +47,9 @@ def open_file(
         near = sorted(p.name for p in path.parent.glob("*") if p.suffix in KINDS)[:8] if path.parent.is_dir() else []
         there = f" {path.parent}/ holds {', '.join(near)}." if near else f" {path.parent}/ holds no table either."
         raise RequestError(f"--{flag} {name}: there is no such file.{there} Check the path.")
+    open_plain(path, name=f"--{flag} {name}").close()
+    if packed := Extractor.infer_extractor_format(path):  # `datasets` would unpack it, whatever its name says
+        raise RequestError(f"--{flag} {name}: is packed ({packed}). Unpack it.")
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
         raise RequestError(f"--{flag} {name}: cannot tell what it is by its name. Give {', '.join(KINDS)}.")
@@ -69,19 +75,21 @@ def open_hub(
     """One split of a hub data set (or of a local folder in the hub's layout); None where it has no such split. `mend`
     says what to do without the hub."""
     cached = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
-    if not (Path(name).expanduser().is_dir() or hub_is_reachable() or (cached.is_dir() and not streaming)):
+    if is_local := Path(name).expanduser().is_dir():
+        check_data_folder(Path(name).expanduser(), f"--dataset_name {name}")
+    if not (is_local or hub_is_reachable() or (cached.is_dir() and not streaming)):
         away = ConnectionError("the hub cannot be reached, and no copy is cached here")
         raise RequestError(_not_found(name, away, mend))
     try:
         return load_dataset(name, config, split=split, streaming=streaming)
     except DatasetNotFoundError as error:
         raise RequestError(_not_found(name, error, mend)) from error
-    except (ConnectionError, OSError, RuntimeError) as error:
-        raise RequestError(_not_found(name, error, mend)) from error
     except ValueError as error:
         if "Unknown split" in str(error) or "Bad split" in str(error):
             return None
         raise RequestError(f"--dataset_name {name}: {error}") from error
+    except Exception as error:  # whatever files made to break it can raise
+        raise RequestError(_not_found(name, error, mend)) from error
 
 
 def _not_found(name: str, error: Exception, mend: str) -> str:

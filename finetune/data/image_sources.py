@@ -21,6 +21,7 @@ from finetune.data.files import open_hub
 from finetune.data.tables import SPLITS
 from finetune.errors import RequestError, first_line
 from finetune.run.flags.images import ImageArguments
+from finetune.safe_read import is_plain_file
 
 # Readers of Pillow that are asked. Others start programs (EPS: Ghostscript) or are seldom meant.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
@@ -81,6 +82,8 @@ def open_picture(source: Any) -> Image.Image:
     found: dict[str, Any] = {"path": source} if isinstance(source, str | Path) else source or {}
     if not found.get("bytes") and not found.get("path"):
         raise BadImageError("is empty")
+    if not found.get("bytes") and not is_plain_file(Path(found["path"])):
+        raise BadImageError("is no plain file")  # a pipe would wait for its writer
     try:
         with Image.open(
             io.BytesIO(found["bytes"]) if found.get("bytes") else found["path"], formats=FORMATS

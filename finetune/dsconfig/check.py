@@ -14,8 +14,8 @@ from finetune.dsconfig.parse import NotJsonError, parse
 from finetune.dsconfig.purpose import other_program, template
 from finetune.dsconfig.rules import rules_for
 from finetune.dsconfig.shape import shape_findings
-from finetune.errors import RequestError
 from finetune.privacy import hidden
+from finetune.safe_read import read_bounded
 
 MAX_BYTES = 1_000_000  # a DeepSpeed config is a few kilobytes; anything near this is some other file
 SLIP_CODES = {
@@ -62,14 +62,7 @@ class Report:
 
 def read(path: Path) -> str:
     """The file's text. Raises RequestError where it is none, or far too long for a config."""
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise RequestError(f"{path}: {path.stat().st_size:,} bytes is no DeepSpeed config. Is it the right file?")
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path}: is not UTF-8 text (byte {error.start}). Save it as UTF-8 JSON.") from error
+    return read_bounded(path, MAX_BYTES, keep_mark=True)
 
 
 def check(text: str, run: Context, disabled: Collection[str] = ()) -> Report:

@@ -12,7 +12,8 @@ import torch
 from finetune.errors import RequestError, first_line
 from finetune.export.source import ADAPTER_CONFIG
 from finetune.safe_read import read_json_object
-from finetune.training.checkpoints.pickles import refuse_unsafe_weights
+from finetune.safe_read.model_folder import check_model_folder
+from finetune.safe_read.pickles import refuse_unsafe
 
 CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -27,6 +28,9 @@ def write_merged(adapter: Path, out: Path, base: str | None, dtype: torch.dtype,
         raise RequestError("--merge_adapter needs peft, which is not installed. pip install peft.")
     from peft import PeftModel
 
+    check_model_folder(adapter, "--merge_adapter")
+    for path in adapter.glob("adapter_model*.bin"):
+        refuse_unsafe(path)
     config = read_json_object(adapter / ADAPTER_CONFIG)
     named = base or config.get("base_model_name_or_path")
     kind = CLASSES.get(str(config.get("task_type")))
@@ -39,7 +43,7 @@ def write_merged(adapter: Path, out: Path, base: str | None, dtype: torch.dtype,
     model = _base(named, kind)
     try:
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    except (ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # as below
         raise RequestError(
             f"--merge_adapter: the adapter does not fit {named} ({first_line(error)}). Give its base by --base_model."
         ) from error
@@ -52,13 +56,13 @@ def _base(named: str, kind: str) -> Any:
 
     folder = Path(named).expanduser()
     if folder.is_dir():
-        refuse_unsafe_weights(folder)
+        check_model_folder(folder, f"--merge_adapter: its base {named}")
         model_type = read_json_object(folder / "config.json").get("model_type")
         if model_type in OWN_MODELS:
             importlib.import_module(f"finetune.models.{model_type}")
     try:
-        return getattr(transformers, kind).from_pretrained(named, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+        return getattr(transformers, kind).from_pretrained(named, dtype=torch.float32, use_safetensors=True)
+    except Exception as error:  # whatever a folder made to break it can raise
         raise RequestError(
             f"--merge_adapter: the base model {named} cannot be opened ({first_line(error)}). Give --base_model FOLDER."
         ) from error

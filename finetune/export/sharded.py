@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from finetune.export.weight import Weight
-from finetune.training.checkpoints.pickles import refuse_unsafe
+from finetune.safe_read.pickles import refuse_unsafe
 
 PREFIX = "model."  # under which accelerate saves them (accelerate 1.15, utils/fsdp_utils.py, save_fsdp_model)
 

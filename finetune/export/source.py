@@ -15,6 +15,8 @@ from finetune.export.weight import Weight
 from finetune.export.zero_shards import SWAPPED, ZeroShards, has_zero_shards, of_tensor, read_zero_shards
 from finetune.run.files import PIPELINE_RECORD, RUN_RECORD, STATE_FILE
 from finetune.safe_read import read_json_object
+from finetune.safe_read.files import open_plain
+from finetune.safe_read.pickles import load_checked
 from finetune.training.checkpoints.manifest import (
     CHECKPOINT,
     MANIFEST,
@@ -23,7 +25,6 @@ from finetune.training.checkpoints.manifest import (
     problems,
     read_manifest,
 )
-from finetune.training.checkpoints.pickles import load_checked
 from finetune.training.checkpoints.tag import named_tag, newest_tag
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -145,6 +146,7 @@ def _safetensors(folder: Path, stem: str) -> dict[str, Weight]:
 
 def _of_file(path: Path) -> dict[str, Weight]:
     found = {}
+    open_plain(path, path.parent).close()
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (it is no dict)

@@ -66,6 +66,8 @@ def _read(folder: Path) -> ZeroShards:
         parts = [load_pickle(folder / name) for name in names] if stage == WEIGHTS_ARE_SHARDED else [model]
         for name, shape in frozen.items():
             pieces = [part["frozen_param_fragments"][name].flatten() for part in parts]
+            if min(shape, default=0) < 0 or sum(piece.numel() for piece in pieces) < torch.Size(shape).numel():
+                raise RequestError(f"{folder}: its shards end before {name}: they are not of one checkpoint.")
             weights[name] = Weight(tuple(shape), pieces[0].dtype, partial(_joined, pieces, torch.Size(shape)))
     for name, shape in portable.shapes.items():
         weights[name] = Weight(tuple(shape), torch.float32, partial(portable.read, name, WEIGHT))

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
-from finetune.models.source import from_pretrained, opening, positions_of, refuse_without_weights
+from finetune.models.source import from_pretrained, load_weights, positions_of, refuse_without_weights
 from finetune.run.facts import tokens_of
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.sizes import gptlite_shape
@@ -81,12 +81,8 @@ def build_causal_lm(
         chosen["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
         )
-    model = AutoModelForCausalLM.from_pretrained(
-        source.pretrained,
-        config=source.config,
-        **opening(arguments, source.hub_id),
-        **chosen,
-    )
+    is_local = source.hub_id is None
+    model = load_weights(AutoModelForCausalLM, source.pretrained, source.config, is_local, arguments, **chosen)
     if len(tokenizer) > embedded:
         model.resize_token_embeddings(len(tokenizer))
     if load_in_4bit:

@@ -18,7 +18,7 @@ from transformers import (
 
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
-from finetune.models.source import from_pretrained, opening, positions_of, refuse_without_weights
+from finetune.models.source import from_pretrained, load_weights, positions_of, refuse_without_weights
 from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.flags.text import ModelArguments
 from finetune.run.sizes import DISTILBERT_POSITIONS, DISTILBERT_SIZES, distilbert_shape
@@ -112,12 +112,9 @@ def build_classifier(
             "Use the model's own tokenizer."
         )
     kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
-    return kind.from_pretrained(
-        arguments.model_name_or_path,
-        config=config,
-        **opening(arguments, source.hub_id),
-        ignore_mismatched_sizes=True,  # a head with another number of labels is made anew
-    )
+    name, is_local = str(arguments.model_name_or_path), source.hub_id is None
+    # A head with another number of labels is made anew.
+    return load_weights(kind, name, config, is_local, arguments, ignore_mismatched_sizes=True)
 
 
 def _check_knows(source: Source, labels: Labels) -> None:

@@ -33,7 +33,7 @@ from finetune.models.batch_norm import (
 from finetune.models.classifier import trained_labels
 from finetune.models.pipeline import PipelineModel
 from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification
-from finetune.models.source import from_pretrained, opening, refuse_without_weights
+from finetune.models.source import from_pretrained, load_weights, refuse_without_weights
 from finetune.run.flags.images import ImageModelArguments
 from finetune.run.sizes import ALEXNET_SIZES, resnet_shape
 
@@ -106,12 +106,10 @@ def build_image_classifier(
         model = _from_scratch(config, seed)
         _check_side(config, type(model), side)
     else:
-        model = AutoModelForImageClassification.from_pretrained(
-            arguments.model_name_or_path,
-            config=config,
-            **opening(arguments, source.hub_id),
-            ignore_mismatched_sizes=True,  # a head with another number of classes is made anew
-        )
+        name, is_local = str(arguments.model_name_or_path), source.hub_id is None
+        # A head with another number of classes is made anew.
+        auto, chosen = AutoModelForImageClassification, {"ignore_mismatched_sizes": True}
+        model = load_weights(auto, name, config, is_local, arguments, **chosen)
     if recomputes and not model.supports_gradient_checkpointing:
         raise RequestError(
             f"--activation_checkpoint_interval: transformers' {type(model).__name__} cannot compute activations again. "

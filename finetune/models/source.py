@@ -6,19 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from safetensors import SafetensorError
+from transformers import AutoConfig, PretrainedConfig
 
 from finetune.data.hub import hub_is_reachable
-from finetune.errors import RequestError, first_line
+from finetune.errors import RequestError, first_line, plain
 from finetune.run import facts
-from finetune.safe_read import read_bounded, read_json_object
-from finetune.training.checkpoints.pickles import refuse_unsafe_weights
-
-# What transformers parses, each an object; large vocabularies are among them.
-JSON_OBJECTS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "preprocessor_config.json", "adapter_config.json",
-)  # fmt: skip
+from finetune.safe_read.model_folder import check_model_folder, has_weights, refuse_code
 
 
 def positions_of(config: Any) -> int:
@@ -34,19 +28,24 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
     if looks_local and not place.is_dir():
         raise RequestError(f"--{flag} {name}: there is no such folder. Give one that holds config.json, or a hub id.")
     if looks_local and auto is AutoConfig and not (place / "config.json").is_file():
-        there = ", ".join(sorted(p.name for p in place.iterdir())[:8]) or "nothing"
+        there = ", ".join(plain(p.name) for p in sorted(place.iterdir())[:8]) or "nothing"
         raise RequestError(f"--{flag} {name}: the folder has no config.json; it holds {there}.")
     if looks_local:
-        check_model_folder(place, f"--{flag} {name}")
+        check_model_folder(place, f"--{flag} {name}", arguments.trust_remote_code)
+    where = {
+        "revision": arguments.model_revision,
+        "local_files_only": not looks_local and not hub_is_reachable(),
+    }
     try:
+        if auto is AutoConfig and not looks_local and not arguments.trust_remote_code:
+            refuse_code(PretrainedConfig.get_config_dict(name, **where)[0], "config.json", f"--{flag} {name}")
         return auto.from_pretrained(
-            str(place) if looks_local else name,
-            revision=arguments.model_revision,
-            trust_remote_code=arguments.trust_remote_code,
-            local_files_only=not looks_local and not hub_is_reachable(),
+            str(place) if looks_local else name, trust_remote_code=arguments.trust_remote_code, **where
         )
-    except (OSError, ValueError, KeyError) as error:
-        reason = first_line(error, 300)
+    except RequestError:
+        raise
+    except Exception as error:  # whatever a folder made to break it can raise
+        reason = plain(first_line(error, 300))
         tried = "the folder" if looks_local else "the local cache and the hub"
         raise RequestError(
             f"--{flag} {name}: cannot be loaded; tried {tried} ({reason}). Offline? Give a folder with config.json, "
@@ -55,36 +54,37 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
         ) from error
 
 
-def opening(arguments: Any, hub_id: str | None) -> dict[str, Any]:
-    """What `from_pretrained` is told of any model's weights."""
-    return {
-        "revision": arguments.model_revision,
-        "trust_remote_code": arguments.trust_remote_code,
-        "local_files_only": hub_id is not None and not hub_is_reachable(),
-        "dtype": torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
-    }
-
-
-def check_model_folder(folder: Path, said: str) -> None:
-    """What a library would open in a folder from anybody: JSON of bounded depth, indexes that stay in the folder, whole
-    headers, pickles that run nothing. Raises RequestError."""
-    for path in sorted(folder.glob("*.json")):
-        content = read_json_object(path) if path.name in JSON_OBJECTS else None
-        if path.name.endswith(".index.json"):
-            weights = read_json_object(path).get("weight_map")
-            for place in weights.values() if isinstance(weights, dict) else ():
-                if not isinstance(place, str) or Path(place).name != place:
-                    raise RequestError(f"{said}: {path.name} names {str(place)[:80]!r}, which is no file beside it.")
-        elif content is None:
-            read_bounded(path)
-    refuse_unsafe_weights(folder)
+def load_weights(auto: Any, name: str, config: Any, is_local: bool, arguments: Any, **chosen: Any) -> Any:
+    """The model that `auto` (AutoModelForCausalLM) makes of a folder or hub id, from safetensors alone. Raises
+    RequestError where they are not whole or do not fit."""
+    try:
+        return auto.from_pretrained(
+            name,
+            config=config,
+            revision=arguments.model_revision,
+            trust_remote_code=arguments.trust_remote_code,
+            use_safetensors=True,
+            local_files_only=not is_local and not hub_is_reachable(),
+            dtype=torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
+            **chosen,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise RequestError(
+            f"--model_name_or_path {name}: its weights cannot be loaded ({plain(first_line(error, 300))}). Get them "
+            "from their source again."
+        ) from error
 
 
 def refuse_without_weights(name: str) -> None:
-    """Raises RequestError for a folder that holds no safetensors."""
+    """Raises RequestError for a folder that holds no safetensors: pickles are not opened, whatever else is beside
+    them."""
     place = Path(name).expanduser()
-    if place.is_dir() and not any(place.glob("*.safetensors*")):
-        there = ", ".join(sorted(p.name for p in place.iterdir())[:8])
+    if place.is_dir() and not has_weights(place):
+        there = ", ".join(plain(p.name) for p in sorted(place.iterdir())[:8])
         old = any(place.glob("pytorch_model*.bin"))
         mend = "Convert the .bin to safetensors." if old else "Give the folder of a trained model."
-        raise RequestError(f"--model_name_or_path {name}: the folder has no *.safetensors; it holds {there}. {mend}")
+        raise RequestError(
+            f"--model_name_or_path {name}: the folder has no model.safetensors; it holds {there}. {mend}"
+        )

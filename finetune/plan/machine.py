@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from finetune.errors import RequestError
-from finetune.safe_read import read_bounded
+from finetune.safe_read import read_json_object
 
 SHIPPED = Path(__file__).resolve().parent / "machines"
 DEVICES = ("cuda", "cpu", "rocm")
@@ -168,10 +168,7 @@ MOST_BYTES = 2**20  # a profile has 20 KiB
 
 def read_machine(path: Path) -> Machine:
     """Raises RequestError naming the file, the key, what was found and what must stand there."""
-    try:
-        found = json.loads(read_bounded(path, MOST_BYTES), parse_constant=_refused, object_pairs_hook=_once)
-    except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"{path}: cannot be read ({error}). Give a machine's .json file, in strict JSON.") from error
+    found = read_json_object(path, MOST_BYTES, strict=True)
     _check(path, "the file", found, SHAPE)
     for table, rule in (("gemm_table", ROW), ("kernel_table", KERNEL_ROW)):
         for index, row in enumerate(found.get(table, ())):
@@ -219,14 +216,3 @@ def _check(path: Path, key: str, found: Any, shape: dict[str, Any] | Rule) -> No
 
 def _plain(name: str) -> str:
     return DECORATION.sub("", name.lower())
-
-
-def _refused(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"a key is given twice among {', '.join(key for key, _ in pairs)}")
-    return found

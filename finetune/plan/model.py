@@ -16,7 +16,7 @@ from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, TAGS, Family, Shape, Sizes
 from finetune.plan.families.possible import refuse_impossible
 from finetune.plan.values import Lora
-from finetune.safe_read import parse_json, read_bounded
+from finetune.safe_read import read_json_object
 
 MOST_LAYERS = 20_000
 HEADS = {  # by the ends of class names
@@ -81,14 +81,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The values of a model folder's config.json, or of that file. Raises RequestError where there is none to read."""
     file = _file(folder)
     try:
-        config = parse_json(read_bounded(file), str(file))
+        return read_json_object(file, inside=folder if folder.is_dir() else None)
     except RequestError as error:
-        raise RequestError(
-            f"{file}: cannot be read ({error}). Give a Hugging Face model's folder or its config.json."
-        ) from error
-    if not isinstance(config, dict):
-        raise RequestError(f"{file}: is no object, like {{...}}, and so no model's config.")
-    return config
+        raise RequestError(f"{error} Give a Hugging Face model's folder or its config.json.") from error
 
 
 def _file(folder: Path) -> Path:

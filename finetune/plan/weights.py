@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 from finetune.dsconfig.context import Weights
 from finetune.errors import RequestError
 from finetune.safe_read import parse_json, read_json_object
+from finetune.safe_read.files import open_plain
 
 INDEX, WHOLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
-MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+MOST_HEADER_BYTES = 2**25  # safetensors' own limit is 100 MB; a hundred thousand tensors have 15
 
 
 def weights_of(folder: Path) -> Weights:
@@ -29,7 +31,7 @@ def weights_of(folder: Path) -> Weights:
         raise RequestError(
             f"--model {folder}: there is no {WHOLE} or {INDEX} with its files. Give the folder of a Hugging Face model."
         )
-    sizes = [size for file in files for size in _sizes(file)]
+    sizes = [size for file in files for size in _sizes(file, folder)]
     if not sizes:
         raise RequestError(f"--model {folder}: its files hold no weights.")
     config = _json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
@@ -37,14 +39,14 @@ def weights_of(folder: Path) -> Weights:
     return Weights(sum(sizes), max(sizes), hidden if isinstance(hidden, int) else None)
 
 
-def _sizes(file: Path) -> list[int]:
+def _sizes(file: Path, folder: Path) -> list[int]:
     """Elements of each tensor. A safetensors file begins with the length of its header, in 8 bytes, and the header."""
     try:
-        with file.open("rb") as stream:
+        with open_plain(file, folder) as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > MOST_HEADER_BYTES:
                 raise ValueError("its header is too long")
-            if length > file.stat().st_size:
+            if length > os.fstat(stream.fileno()).st_size:
                 raise ValueError("its header is longer than the file")
             header = parse_json(stream.read(length).decode("utf-8"), str(file))
         shapes = [tensor["shape"] for name, tensor in header.items() if name != "__metadata__"]
@@ -56,4 +58,4 @@ def _sizes(file: Path) -> list[int]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return read_json_object(file)
+    return read_json_object(file, inside=file.parent)

@@ -112,7 +112,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def markdown(name: str) -> Template:
-    return template(name, lambda words: Markup(text.cell(plain(words))))
+    return template(name, lambda words: Markup(text.cell(words)))
 
 
 def template(name: str, safe: Callable[[str], str]) -> Template:

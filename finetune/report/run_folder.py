@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from finetune.errors import RequestError
 from finetune.privacy import HIDDEN, TOKEN, hidden, is_secret, names_a_secret
 from finetune.report.text import as_number
 from finetune.run.files import RUN_RECORD
-from finetune.safe_read import DEEPEST, SAFE_LOADER
+from finetune.safe_read import read_bytes, read_json_lines, read_json_object, read_yaml
 
 METRICS, RESULTS, ENVIRONMENT, RECIPE = "metrics.jsonl", "all_results.json", "environment.json", RUN_RECORD
 MARKS = (METRICS, RESULTS, "train_results.json", "eval_results.json", ENVIRONMENT, RECIPE)  # of a run folder
-LARGEST_INTEGER_BITS = 1024
-HOLDERS = (dict, list, tuple, set)  # the last two by YAML's tags
 LONGEST_TEXT = 20_000  # letters of samples.md or of the card that are shown
 LARGEST_PICTURE_BYTES = 2_000_000
+MOST_PICTURES = 50
 
 
 @dataclass
@@ -76,11 +75,11 @@ def read_run(folder: Path, name: str) -> RunFolder:
     run.ds_config = without_secrets(read_json(folder / "ds_config.json", notes))
     run.schedule = read_json(folder / "schedule.json", notes)
     run.confusion = read_json(folder / "confusion_matrix.json", notes)
-    run.profile = read_json(folder / "profile" / "summary.json", notes)
+    run.profile = read_json(folder / "profile" / "summary.json", notes, folder)
     run.samples = TOKEN.sub(HIDDEN, read_text(folder / "samples.md", notes))
     run.card = TOKEN.sub(HIDDEN, read_text(folder / "README.md", notes))
-    for picture in sorted((*folder.glob("*.png"), *folder.glob("profile/*.png"))):
-        data = _read_picture(picture, notes)
+    for picture in sorted((*folder.glob("*.png"), *folder.glob("profile/*.png")))[:MOST_PICTURES]:
+        data = _read_picture(picture, folder, notes)
         if data:
             run.pictures[picture.relative_to(folder).as_posix()] = data
     if not run.finished:
@@ -92,54 +91,27 @@ def read_run(folder: Path, name: str) -> RunFolder:
 
 def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """JSON objects, one a line; nothing where there is no file. A kill tears the last line: it is left out and said."""
-    rows, torn = list[dict[str, Any]](), 0
-    for line in read_text(path, notes, None).splitlines():
-        try:
-            row = _parsed(line) if line.strip() else None
-        except (ValueError, RecursionError):
-            torn += 1
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-        elif row is not None:
-            torn += 1
-    if torn:
+    found, torn = _tried(path, notes, lambda: read_json_lines(path, path.parent)) or ((), 0)
+    rows = [row for _, row in found if isinstance(row, dict)]
+    if torn := torn + len(found) - len(rows):
         notes.append(f"{path.name}: {torn:,} {'line' if torn == 1 else 'lines'} left out, torn or no JSON object.")
     return rows
 
 
-def read_json(path: Path, notes: list[str]) -> dict[str, Any]:
-    text = read_text(path, notes, None)
-    if not text:
-        return {}
+def read_json(path: Path, notes: list[str], inside: Path | None = None) -> dict[str, Any]:
+    return _tried(path, notes, lambda: read_json_object(path, inside=inside or path.parent)) or {}
+
+
+def _tried(path: Path, notes: list[str], read: Callable[[], Any]) -> Any:
+    """What `read` gives of a file; None where there is none, or none that is read, which is said."""
+    if not os.path.lexists(path):
+        return None
     try:
-        found = _parsed(text)
-    except (ValueError, RecursionError):
-        notes.append(f"{path.name}: left out, it is torn, nested too deep, or no JSON.")
-        return {}
-    if not isinstance(found, dict):
-        notes.append(f"{path.name}: left out, it is no JSON object.")
-        return {}
-    return found
-
-
-def _parsed(text: str) -> Any:
-    """JSON. Raises ValueError or RecursionError."""
-    return _shallow(json.loads(text))
-
-
-def _shallow(found: Any) -> Any:
-    """The same, so that whoever walks or writes it needs no limit of their own. Raises ValueError for what is nested
-    deeper than DEEPEST, and for integers beyond all floats, which Python refuses to write from some length on."""
-    level = [found]
-    for _ in range(DEEPEST):
-        if any(isinstance(one, int) and one.bit_length() > LARGEST_INTEGER_BITS for one in level):
-            raise ValueError("an integer that is too large")
-        held = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, HOLDERS))
-        level = [value for values in held for value in values]
-        if not level:
-            return found
-    raise ValueError(f"nested deeper than {DEEPEST}")
+        return read()
+    except RequestError as error:
+        reason = re.sub(rf"^{re.escape(str(path))}(:\d+:\d+)?: ", "", str(error))
+        notes.append(f"{path.name}: left out, it {reason}")
+        return None
 
 
 def without_secrets(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,40 +134,20 @@ def _first(folder: Path, names: tuple[str, ...], notes: list[str]) -> dict[str, 
 
 
 def _read_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
-    text = read_text(path, notes, None)
-    try:
-        # No run writes an alias, and ten of ten aliases each are 10**10 values.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=SAFE_LOADER)):
-            notes.append(f"{path.name}: left out, it has YAML aliases.")
-            return {}
-        found = _shallow(yaml.load(text, Loader=SAFE_LOADER))
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        # The last four are what PyYAML's constructors raise for a tag over another value, as `!!int ""`.
-        notes.append(f"{path.name}: left out, it is torn, nested too deep, or no YAML.")
-        return {}
+    found = _tried(path, notes, lambda: read_yaml(path, inside=path.parent))
     return found if isinstance(found, dict) else {}
 
 
-def read_text(path: Path, notes: list[str], most: int | None = LONGEST_TEXT) -> str:
+def read_text(path: Path, notes: list[str], most: int = LONGEST_TEXT) -> str:
     """Of `most` letters the last; "" for what is no file."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    except OSError as error:
-        notes.append(f"{path.name}: cannot be read ({error.strerror}).")
-        return ""
-    if most is not None and len(text) > most:
+    content: bytes = _tried(path, notes, lambda: read_bytes(path, inside=path.parent)) or b""
+    text = content.decode("utf-8", errors="replace")
+    if len(text) > most:
         notes.append(f"{path.name}: of {len(text):,} letters the last {most:,} are shown.")
         return text[-most:]
     return text
 
 
-def _read_picture(path: Path, notes: list[str]) -> bytes:
-    try:
-        if path.stat().st_size > LARGEST_PICTURE_BYTES:
-            notes.append(f"{path.name}: left out, it is larger than {LARGEST_PICTURE_BYTES:,} bytes.")
-            return b""
-        data = path.read_bytes()
-    except OSError as error:
-        notes.append(f"{path.name}: cannot be read ({error.strerror}).")
-        return b""
+def _read_picture(path: Path, folder: Path, notes: list[str]) -> bytes:
+    data = _tried(path, notes, lambda: read_bytes(path, LARGEST_PICTURE_BYTES, folder)) or b""
     return data if data.startswith(b"\x89PNG\r\n\x1a\n") else b""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-import unicodedata
 from dataclasses import dataclass
 from typing import Any
+
+from finetune.errors import plain
 
 MIB, GIB = 2**20, 2**30
 LONGEST = 160  # letters of a table's cell
@@ -105,6 +106,7 @@ def shortened(name: str, most: int = LONG_NAME) -> str:
 
 def fenced(text: str) -> str:
     """A block of Markdown that shows `text` as it is, whatever fences it has itself."""
+    text = "\n".join(map(plain, text.split("\n")))
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{text}\n{fence}"
@@ -112,5 +114,5 @@ def fenced(text: str) -> str:
 
 def cell(text: Any) -> str:
     """One line that neither ends a table cell nor starts markup, nor moves the cursor of who reads it by `cat`."""
-    line = "".join(letter for letter in " ".join(str(text).split()) if unicodedata.category(letter) != "Cc")
+    line = plain(" ".join(str(text).split()), "")
     return re.sub(r"([\\|<>`*_\[\]#!])", r"\\\1", line)

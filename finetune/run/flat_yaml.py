@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from finetune.errors import RequestError
-from finetune.safe_read import SAFE_LOADER, YAML_ERRORS, read_bounded
+from finetune.safe_read import SAFE_LOADER, is_plain_file, read_bounded, read_yaml
 
-MAX_YAML_BYTES = 1_000_000
 FLAGS = "flat `flag: value` lines"
-DEEPEST = 12  # levels of lists and objects in each other; a grid has 4
 
 
 class _OneOfEach(yaml.SafeLoader):
@@ -38,40 +37,15 @@ def read_flat_yaml(name: str, said: str | None = None, holds: str = FLAGS) -> di
     """The file's lines. Raises RequestError, with line and column, for what is no such file; `said` is how it was asked
     for, other than by --config, and `holds` what belongs into it."""
     path, said = Path(name).expanduser(), said or f"--config is {name!r} (command line)"
-    if path.is_dir():
+    if os.path.isdir(path):
         raise RequestError(f"{said}, but that is a folder. Give a YAML in it.")
-    try:
-        if path.stat().st_size > MAX_YAML_BYTES:
-            raise RequestError(f"{said}: {path.stat().st_size:,} bytes is no recipe config.")
-        text = read_bounded(path)
-        _refuse_expansion(text, name)
-        content = yaml.load(text, _OneOfEach)
-    except OSError as error:
-        raise RequestError(f"{said}: cannot be read ({error.strerror}). Give the path of a YAML file.") from error
-    except YAML_ERRORS as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise RequestError(
-            f"{name}{where}: cannot be read as YAML: {getattr(error, 'problem', None) or error}."
-        ) from error
+    if not is_plain_file(path):
+        what = "is no plain file" if os.path.exists(path) else "there is no such file"
+        raise RequestError(f"{said}: cannot be read ({what}). Give the path of a YAML file.")
+    content = read_yaml(path, name, _OneOfEach)
     if holds == FLAGS and isinstance(content, dict) and isinstance(content.get("grid"), list):
         raise RequestError(f"{name}: is a grid, which `finetune bench {name}` runs, and no recipe's YAML.")
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise RequestError(f"{name}: must hold {holds}, but {found}.")
     return content
-
-
-def _refuse_expansion(text: str, name: str) -> None:
-    """Ten aliases of ten aliases each are 10**10 values, and a thousand brackets are the parser's end."""
-    level = 0
-    for event in yaml.parse(text, Loader=SAFE_LOADER):
-        place = f"{name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}" if event.start_mark else name
-        what = "an alias" if isinstance(event, yaml.AliasEvent) else None
-        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and event.value == "<<":
-            what = "a merge key"
-        if what:
-            raise RequestError(f"{place}: cannot be read as YAML: it has {what}, which is not taken. Write it out.")
-        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if level > DEEPEST:
-            raise RequestError(f"{place}: cannot be read as YAML: it is nested deeper than {DEEPEST} levels.")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError
-from finetune.privacy import without_home
+from finetune.privacy import shown
 from finetune.run.help import help_of
 from finetune.run.launch import read_launch
 from finetune.run.recipe import Recipe
@@ -55,14 +55,14 @@ def run_main(main: Callable[[], None]) -> None:
         os._exit(error.exit_status)
     except NothingToDoError as error:
         if launch.speaks:
-            print(without_home(str(error)), flush=True)
+            print(shown(str(error)), flush=True)
         os._exit(error.exit_status)
     except FinetuneError as error:
         prefix = ""
         if not launch.speaks:
             time.sleep(SILENT_RANK_WAITS_SECONDS)
             prefix = f"[rank {launch.rank}] "
-        print(f"\n{prefix}error: {without_home(str(error))}", file=sys.stderr, flush=True)
+        print(f"\n{prefix}error: {shown(str(error))}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(error.exit_status)  # no atexit hook may hang on a collective that the other ranks have left
     if not launch.speaks:

@@ -95,7 +95,6 @@ VOID = (
     Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
     Void(("comm_hook_start_steps",), "ddp_comm_hook", tuple(one for one in HOOKS if one not in KEEPS_ERRORS)),
     Void(("powersgd_rank",), "ddp_comm_hook", tuple(one for one in HOOKS if one != "powersgd")),
-    Void(("topk_ratio",), "ddp_comm_hook", tuple(one for one in HOOKS if one != "topk")),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,12 @@ from finetune.training.start import Session
 from finetune.training.thresholds import given_labels, label_table, sigmoid
 
 SHOWN_AT_THE_END = (
-    "eval_accuracy",
-    "eval_f1",
-    "eval_f1_macro",
-    "eval_f1_micro",
-    "eval_pearson",
-    "eval_loss",
-    "eval_bits_per_byte",
-    "predict_accuracy",
-    "predict_f1",
-    "predict_pearson",
-    "real_tokens_per_second",
-)
+    "eval_accuracy", "eval_f1", "eval_f1_macro", "eval_f1_micro", "eval_pearson", "eval_loss", "eval_bits_per_byte",
+    "predict_accuracy", "predict_f1", "predict_pearson", "real_tokens_per_second",
+)  # fmt: skip
 SHOWN_LABELS = 50
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001  (as they are typed in Japan)
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|nan)")
 
 USE_CLASSIFIER = """from transformers import pipeline
 
@@ -98,8 +92,16 @@ def write_predictions(
                 predicted, true_label = repr(float(row[0])), "" if truth is None else truth[i]
             true = [] if truth is None else [true_label]
             chances = [] if probabilities is None else [f"{p:.6f}" for p in probabilities[i]]
-            writer.writerow([rows[i], predicted, *true, *chances])
+            writer.writerow([*map(_no_formula, (rows[i], predicted, *true)), *chances])
     temporary.replace(path)
+
+
+def _no_formula(cell: Any) -> Any:
+    """A spreadsheet computes text that begins as a formula, which a label or a file's name may; numbers stay as they
+    are."""
+    if isinstance(cell, str) and cell.startswith(FORMULA) and not NUMBER.fullmatch(cell):
+        return f"'{cell}"
+    return cell
 
 
 def _listed(labels: Labels, given: Any) -> str:

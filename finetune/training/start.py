@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from finetune.dsconfig.load import Loaded
 from finetune.errors import RequestError
-from finetune.privacy import without_home
+from finetune.privacy import shown
 from finetune.run.accelerate_plugin import config_of_fields
 from finetune.run.engine import (
     context_of,
@@ -69,7 +69,7 @@ class Session:
     def say(self, *lines: str) -> None:
         """Print on one rank."""
         if self.launch.speaks:
-            print(*map(without_home, lines), sep="\n", flush=True)
+            print(*map(shown, lines), sep="\n", flush=True)
 
 
 def start(run: Run) -> Session:

@@ -84,22 +84,6 @@ ENGINE = (
         "ops/adam/cpu_adam.py",
         "as above",
     ),
-    *(
-        Row(
-            "training/reshard/portable.py",
-            name,
-            "read",
-            "may be opened from a shard's pickle",
-            "checkpoints are pickles of these",
-            "checkpoints without pickles",
-        )
-        for name in (
-            "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
-            "deepspeed.runtime.fp16.loss_scaler:LossScaler",
-            "deepspeed.runtime.zero.config:ZeroStageEnum",
-            "deepspeed.utils.tensor_fragment:fragment_address",
-        )
-    ),
     Row(
         "dsconfig/make_schema.py",
         "deepspeed.runtime.config:DtypeEnum._all_values",

@@ -111,7 +111,7 @@ MEMORY = (
         )
     ),
     Row(
-        "training/checkpoints/stand_ins.py",
+        "safe_read/stand_ins.py",
         "torch:_storage_classes",
         "read",
         "names of storages that a pickle may hold",
@@ -120,7 +120,16 @@ MEMORY = (
     ),
 )
 
-COMMAND_LINE = (
+STANDARD_LIBRARY = (
+    Row(
+        "safe_read/pickles.py",
+        "pickle:_Unpickler",
+        "call",
+        "the unpickler in C makes a memo as large as its largest index: five bytes are 64 GiB",
+        "Modules/_pickle.c, _Unpickler_MemoPut",
+        "a bound on the memo",
+        "file, fix_imports=, encoding=, errors=, buffers=",
+    ),
     Row(
         "cli.py",
         "argparse:ArgumentParser._actions",
@@ -151,4 +160,4 @@ METRICS = tuple(
     )
 )
 
-ROWS = (*MODELS, *METRICS, *MEMORY, *COMMAND_LINE)
+ROWS = (*MODELS, *METRICS, *MEMORY, *STANDARD_LIBRARY)

@@ -94,8 +94,8 @@ def test_one_of_another_version_and_one_that_is_torn_are_told_apart(
     (run / "unfinished-checkpoint-9").mkdir()
     (run / "superseded-checkpoint-8").mkdir()
     out = said(capsys, ["ls", run], 0)
-    assert "unverified: checkpoint-4/manifest.json is missing." in out
-    assert "broken: checkpoint-2/manifest.json is no JSON" in out
+    assert "unverified: checkpoint-4/manifest.json" in out
+    assert "broken: checkpoint-2/manifest.json: is no JSON" in out
     assert "Left by a run that was cut off, or being written now: unfinished-checkpoint-9." in out
     assert "Set aside when a run went back behind them; yours to delete: superseded-checkpoint-8." in out
     said(capsys, ["verify", run / "checkpoint-4"], 1)  # nobody can say that it is whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -176,6 +177,12 @@ def test_a_picture_of_any_format_is_as_its_camera_held_it(suffix: str, turn: int
     assert np.abs(np.asarray(read).astype(int) - np.rot90(shown, quarters)).mean() < 20
 
 
+def test_a_pipe_in_the_place_of_a_picture_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "one.png")
+    with pytest.raises(BadImageError, match="no plain file"):
+        open_picture(str(tmp_path / "one.png"))
+
+
 def test_a_picture_larger_than_meant_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture(tmp_path / "large.png", 0, (300, 300), "L")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300 * 200)
@@ -345,6 +352,10 @@ def _cut_short(marker: Path) -> bytes:
     return pickle.dumps({b"data": np.zeros((4, 3072), dtype=np.uint8), b"labels": [0] * 4}, protocol=2)[:-200]
 
 
+def _huge_label(_: Path) -> bytes:
+    return pickle.dumps({b"data": np.zeros((4, 3072), dtype=np.uint8), b"labels": [0, 0, 0, 2**70]}, protocol=2)
+
+
 def _and_touches(marker: Path) -> bytes:
     pixels = np.zeros((4, 3072), dtype=np.uint8)
     return pickle.dumps({b"data": pixels, b"more": _RunsCode(marker), b"labels": [0] * 3}, protocol=2)
@@ -360,11 +371,12 @@ def _and_touches(marker: Path) -> bytes:
         pytest.param(_object_array, "is no batch of CIFAR-10", id="array of objects"),
         pytest.param(_fills_a_class, "is no batch of CIFAR-10", id="fills a class"),
         pytest.param(_and_touches, "4 pictures, but 3 labels", id="a batch that runs code as well"),
+        pytest.param(_huge_label, "cannot be read as a pickle", id="a label beyond 64 bits"),
         pytest.param(_cut_short, "cannot be read as a pickle|truncated", id="cut short"),
         pytest.param(
-            lambda _: b"<html>Not found</html>", "python form, or was cut off; .* Unpack", id="a page in its place"
+            lambda _: b"<html>Not found</html>", "cannot be read as a pickle .* Unpack", id="a page in its place"
         ),
-        pytest.param(lambda _: b"hello, no pickle", "python form, or was cut off; .* Unpack", id="any text"),
+        pytest.param(lambda _: b"hello, no pickle", "cannot be read as a pickle .* Unpack", id="any text"),
     ],
 )
 def test_a_pickle_that_asks_for_more_than_numbers_runs_nothing(content: Any, message: str, tmp_path: Path) -> None:
@@ -406,7 +418,7 @@ def test_an_array_that_lies_column_by_column_is_refused(tmp_path: Path) -> None:
         pytest.param(
             "python", lambda path: path.write_bytes(pickle.dumps([1, 2])), "is no batch of CIFAR-10", id="a list"
         ),
-        pytest.param("python", lambda path: path.unlink(), "cannot be read .No such file", id="a batch is missing"),
+        pytest.param("python", lambda path: path.unlink(), "there is no such file", id="a batch is missing"),
     ],
 )
 def test_a_broken_batch_is_named(kind: str, spoil: Any, message: str, tmp_path: Path) -> None:

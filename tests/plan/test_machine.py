@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         ("memory_bytes", 8e9, "memory_bytes is 8000000000.0, but it must be a whole number"),
         ("ranks_per_node", True, "ranks_per_node is True"),
         ("launch_seconds", "5e-6", "launch_seconds is '5e-6', but it must be a number of 0 or more"),
-        ("launch_seconds", 10**400, "launch_seconds is 1000"),
+        ("launch_seconds", 10**350, "launch_seconds is 1000"),
         ("fragmentation", 1, "fragmentation is 1, but it must be a share, 0 or more and below 1"),
         ("device", "tpu", "device is 'tpu', but it must be one of cuda, cpu, rocm"),
         ("name", " ", "name is ' '"),
@@ -213,11 +213,11 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "the file is [], but it must be an object"),
+        ("[]", "is no JSON object"),
         ('{"name": NaN}', "NaN is no JSON"),
         ('{"name": 1, "name": 2}', "a key is given twice"),
-        ("{", "cannot be read"),
-        ("[" * 100_000, "cannot be read"),
+        ("{", "is no JSON"),
+        ("[" * 100_000, "nested deeper than 50"),
     ],
 )
 def test_what_is_no_strict_json_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -199,7 +199,7 @@ def test_a_trained_model_is_evaluated_alone_on_a_file(tmp_path: Path, base: Path
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"validation_file": "README.md"}, "--validation_file without --train_file"),
+        ({"validation_file": "README.md"}, "there is no --train_file"),
         ({"sample_prompt": "\u4e16"}, r"--sample_prompt has '\u4e16' \(U\+4E16\)"),
         ({"sample_prompt": "a" * 64}, "has 64 tokens, but the model has 64 positions"),
         ({"sample_tokens": -1}, "--sample_tokens is -1"),

@@ -324,7 +324,7 @@ def test_the_folder_opens_as_any_other_and_starts_another_pipeline(saved: Finish
     alone = launch("python", tmp_path / "alone", again, recipe=TRAINER)
     loss = saved.json("eval_results.json")["eval_loss"]
     assert alone.json("eval_results.json")["eval_loss"] == pytest.approx(loss, rel=1e-5)
-    still = {**SAVED, "save_strategy": "no", "model_name_or_path": saved.folder, "learning_rate": 0.0, "max_steps": 1}
+    still = {**LEARNING, "model_name_or_path": saved.folder, "learning_rate": 0.0, "max_steps": 1}
     run = pipe(tmp_path / "run", still, stages=2)
     assert run.json("eval_results.json")["eval_loss"] == pytest.approx(loss, rel=1e-5)
     before, after = weights(saved.folder), weights(run.folder)

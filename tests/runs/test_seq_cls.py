@@ -81,7 +81,8 @@ def test_the_run_folder_is_complete_and_opens_with_label_names(own_run: Finished
 def test_a_run_is_reported_with_its_labels_and_all_that_it_logged(own_run: Finished, tmp_path: Path) -> None:
     from finetune.report.write import write
 
-    assert write([own_run.folder], html=tmp_path / "report.html", markdown=tmp_path / "report.md") == []
+    (note,) = write([own_run.folder], html=tmp_path / "report.html", markdown=tmp_path / "report.md")
+    assert "Planned for samples of 18 tokens" in note
     page = (tmp_path / "report.html").read_text()
     for words in (f"Done: {OWN['max_steps']} steps", " taken for good: ", "Norm of the gradients", "macro F1"):
         assert words in page, words
@@ -405,6 +406,7 @@ def test_a_trained_model_is_evaluated_at_the_thresholds_of_its_run(
     """The figures that the run ended with are at those, in whichever file."""
     trained = topics_on_two
     alone = {**topics, "do_train": False, "do_predict": False, "model_name_or_path": trained.folder}
+    del alone["test_file"]
     again = launch("python", tmp_path / "again", alone)
     names = ("eval_f1_micro", "eval_f1_macro", "eval_subset_accuracy", "eval_loss")
     closing = {name: trained.json("eval_results.json")[name] for name in names}

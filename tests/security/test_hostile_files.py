@@ -24,7 +24,7 @@ from finetune.data.cifar import read_cifar
 from finetune.data.files import open_file
 from finetune.errors import FinetuneError, RequestError
 from finetune.hostfile import read_hostfile
-from finetune.models.source import from_pretrained
+from finetune.models.source import from_pretrained, refuse_without_weights
 from finetune.plan.machine import read_machine
 from finetune.plan.model import model_of, read_config
 from finetune.plan.weights import weights_of
@@ -211,11 +211,17 @@ def test_code_in_a_model_folder_does_not_run(tmp_path: Path) -> None:
 
 
 def test_pickled_weights_of_a_model_folder_are_refused(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     canary = tmp_path / "canary"
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     (tmp_path / "pytorch_model.bin").write_bytes(torch_zip(PAYLOADS["os.system by REDUCE"](touching(canary))))
-    with pytest.raises(RequestError, match=r"pytorch_model\.bin: asks for os\.system"):
-        model_folder(tmp_path)
+    save_file({"w": torch.ones(2)}, tmp_path / "model_x.safetensors")  # which nobody looks for
+    with pytest.raises(RequestError, match=r"has no model\.safetensors.* Convert"):
+        refuse_without_weights(str(tmp_path))
+    with pytest.raises(OSError, match=r"model\.safetensors"):  # transformers by itself, as we ask it
+        AutoModelForCausalLM.from_pretrained(str(tmp_path), use_safetensors=True)
     assert not canary.exists()
 
 

@@ -17,7 +17,7 @@ import torch
 from poison import FORMS, HARMLESS_HERE, PAYLOADS, PROTOCOL_2, STOP, call, text, torch_zip, touching
 
 from finetune.errors import RequestError
-from finetune.training.checkpoints.pickles import refuse_unsafe, refuse_unsafe_folder
+from finetune.safe_read.pickles import refuse_unsafe, refuse_unsafe_folder
 
 PLACES = (
     "global_step2/mp_rank_00_model_states.pt",

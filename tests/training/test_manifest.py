@@ -126,7 +126,11 @@ def test_every_flipped_bit_of_the_manifest_itself_is_found(checkpoint: Path) -> 
             ["checkpoint-4/latest is a link or no plain file, and is not opened."],
             id="a pipe",
         ),
-        pytest.param(lambda f: (f / MANIFEST).unlink(), ["checkpoint-4/manifest.json is missing."], id="no manifest"),
+        pytest.param(
+            lambda f: (f / MANIFEST).unlink(),
+            ["checkpoint-4/manifest.json: cannot be read (there is no such file)."],
+            id="no manifest",
+        ),
         pytest.param(
             lambda f: write_manifest(f, replace(read_manifest(f), step=8)),
             ["checkpoint-4: manifest.json is of step 8."],
@@ -176,7 +180,7 @@ def edited(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 def test_a_manifest_of_another_form_is_refused_in_words(edit: Callable[[Any], Any], checkpoint: Path) -> None:
     path = checkpoint / MANIFEST
     path.write_text(json.dumps(edit(json.loads(path.read_text()))))
-    with pytest.raises(RequestError, match=r"^checkpoint-4/manifest\.json "):
+    with pytest.raises(RequestError, match=r"^checkpoint-4/manifest\.json"):
         read_manifest(checkpoint)
 
 
@@ -185,9 +189,9 @@ def test_a_manifest_of_another_form_is_refused_in_words(edit: Callable[[Any], An
     [
         pytest.param(b"", "is no JSON", id="empty"),
         pytest.param(b'{"format": 1', "is no JSON", id="torn"),
-        pytest.param(b"\xff\xfe", "is no JSON", id="no UTF-8"),
-        pytest.param(b"[" * 100_000, "deeper than 8 levels", id="deep"),
-        pytest.param(b'{"a":' * 9 + b"1" + b"}" * 9, "deeper than 8 levels", id="a little too deep"),
+        pytest.param(b"\xff\xfe", "is no text in UTF-8", id="no UTF-8"),
+        pytest.param(b"[" * 100_000, "deeper than 50 levels", id="deep"),
+        pytest.param(b'{"a":' * 51 + b"1" + b"}" * 51, "deeper than 50 levels", id="a little too deep"),
         pytest.param(b'{"step": ' + b"9" * 5000 + b"}", "is no JSON", id="a long number"),
         pytest.param(b" " * (64 * 2**20 + 1), "more than 64 MiB", id="large"),
     ],
@@ -207,10 +211,14 @@ def test_brackets_in_a_string_are_not_levels(checkpoint: Path) -> None:
 def test_a_manifest_that_is_a_pipe_or_a_link_is_not_waited_for(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).rename(checkpoint / "away")
     (checkpoint / MANIFEST).symlink_to("away")
-    assert "cannot be read" in problems(checkpoint, hashes=False)[0]
+    assert "is a link" in problems(checkpoint, hashes=False)[0]
+    (checkpoint / "away").rename(checkpoint.parent / "away")
+    (checkpoint / MANIFEST).unlink()
+    (checkpoint / MANIFEST).symlink_to("../away")
+    assert "leads out of" in problems(checkpoint, hashes=False)[0]
     (checkpoint / MANIFEST).unlink()
     os.mkfifo(checkpoint / MANIFEST)
-    assert problems(checkpoint, hashes=False) == ["checkpoint-4/manifest.json is no plain file."]
+    assert problems(checkpoint, hashes=False) == ["checkpoint-4/manifest.json: is no plain file, and is not read."]
 
 
 def test_checkpoints_are_ordered_by_step_whatever_their_age(tmp_path: Path) -> None:

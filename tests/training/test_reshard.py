@@ -81,6 +81,7 @@ def write_first_stages(folder: Path, ranks: int, stage: int = 2) -> None:
             "base_optimizer_state": states_of(parts),
             "single_partition_of_fp32_groups": parts["fp32"],
             "param_slice_mappings": mappings,
+            "partition_count": [ranks] * len(SHAPES),
             "loss_scaler": LossScaler(scale=1.0),
         }
         torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
@@ -104,6 +105,7 @@ def write_third_stage(folder: Path, ranks: int) -> None:
         optimizer = {
             "optimizer_state_dict": states_of(parts),
             "fp32_flat_groups": parts["fp32"],
+            "partition_count": ranks,
             "loss_scaler": LossScaler(scale=1.0),
         }
         torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
@@ -128,6 +130,19 @@ def test_weights_and_states_are_put_together_from_the_shards_of_any_number_of_ra
     folder = tmp_path / "global_step7"
     write_first_stages(folder, ranks) if stage == 2 else write_third_stage(folder, ranks)
     assert_whole(read_zero(folder))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shards_that_end_before_a_weight_are_refused(stage: int, tmp_path: Path) -> None:
+    folder = tmp_path / "global_step7"
+    write_first_stages(folder, 2) if stage == 2 else write_third_stage(folder, 2)
+    last = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = torch.load(last, weights_only=False)
+    flat = content["optimizer_state_dict"]["single_partition_of_fp32_groups" if stage == 2 else "fp32_flat_groups"]
+    flat[0] = flat[0][:5].clone()
+    torch.save(content, last)
+    with pytest.raises(RequestError, match=r"do not hold fp32 of b\.weight whole"):
+        read_zero(folder).read("b.weight", "fp32")
 
 
 def test_the_shard_of_a_missing_rank_is_named(tmp_path: Path) -> None:

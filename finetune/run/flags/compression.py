@@ -86,10 +86,10 @@ def check_comm_hook(run: Run, deepspeed: str | None, precision: dict[str, bool])
 def _check_engine(run: Run, flag: str, deepspeed: str | None) -> None:
     if deepspeed:
         named = next((run.said(name) for name in ("deepspeed", "deepspeed_config") if run.given.get(name)), None)
+        mend = "Put --deepspeed none in its place" if named else "Add --deepspeed none"
         if named is None:
             named = "the deepspeed launcher takes zero2" if deepspeed == "zero2" else f"DeepSpeed is {deepspeed}"
-        mend = "Put --deepspeed none in place of that, or drop the hook."
-        raise RequestError(f"{flag}, which is for DistributedDataParallel, but {named}. {mend}")
+        raise RequestError(f"{flag}, which is for DistributedDataParallel, but {named}. {mend}, or drop the hook.")
     if run.value("fsdp") or accelerate_uses_fsdp():
         fsdp = run.said("fsdp") if run.value("fsdp") else "accelerate shards by FSDP"
         raise RequestError(f"{flag}, which is for DistributedDataParallel, but {fsdp}. Drop one of the two.")

@@ -6,6 +6,7 @@ is as its run left it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,14 +19,13 @@ from typing import Any
 import xxhash
 
 from finetune.errors import RequestError
-from finetune.safe_read import is_deeper
+from finetune.safe_read import parse_json, read_bounded
+from finetune.safe_read.files import is_hollow
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 OWN_HASH = "own_xxh3_128"  # of the rest of the manifest, in canonical form
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
-MOST_BYTES = 64 * 2**20  # half a million files
-DEEPEST = 8  # ours has three levels
 NAMED_AT_MOST = 3  # problems of a checkpoint, in a message
 BLOCK_BYTES = 4 * 2**20
 ENGINES = ("ddp", "deepspeed", "fsdp", "pipeline")
@@ -163,6 +163,8 @@ def record_of(path: Path, to_disk: bool = False) -> FileRecord:
     digest, size = xxhash.xxh3_128(), 0
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     with open(handle, "rb", buffering=0) as file:
+        if is_hollow(handle):
+            raise OSError(errno.EFBIG, "it is nearly all a hole")
         block = memoryview(bytearray(BLOCK_BYTES))
         while count := file.readinto(block):
             digest.update(block[:count])
@@ -214,26 +216,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_json(path: Path, place: str) -> Any:
-    """JSON of bounded size and depth from a plain file. Raises RequestError that begins with `place`."""
-    try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-        with open(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise RequestError(f"{place} is no plain file.")
-            raw = file.read(MOST_BYTES + 1)
-    except FileNotFoundError as error:
-        raise RequestError(f"{place} is missing.") from error
-    except OSError as error:
-        raise RequestError(f"{place} cannot be read: {error.strerror}.") from error
-    if len(raw) > MOST_BYTES:
-        raise RequestError(f"{place} has more than {MOST_BYTES // 2**20} MiB.")
-    try:
-        text = raw.decode("utf-8")
-        if is_deeper(text, DEEPEST):
-            raise RequestError(f"{place} is nested deeper than {DEEPEST} levels.")
-        return json.loads(text)
-    except ValueError as error:  # also what is no UTF-8
-        raise RequestError(f"{place} is no JSON: {str(error)[:100]}.") from error
+    """JSON from a plain file of a checkpoint. Raises RequestError that begins with `place`."""
+    return parse_json(read_bounded(path, inside=path.parent, name=place), place)
 
 
 def _own_hash(content: dict[str, Any]) -> str:

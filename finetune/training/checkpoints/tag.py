@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from finetune.errors import RequestError
+from finetune.safe_read import read_bounded
 
 TAG = re.compile(r"global_step[0-9]{1,18}")
 UNIVERSAL_TAG = re.compile(r"global_step[0-9]{1,18}_universal")
@@ -20,8 +21,7 @@ def named_tag(folder: Path, pointer: str = LATEST) -> Path | None:
     path = folder / pointer
     if not path.is_file():
         return None
-    with path.open("rb") as file:
-        named = file.read(LONGEST_NAME_BYTES).decode("utf-8", errors="replace").strip()
+    named = read_bounded(path, LONGEST_NAME_BYTES, inside=folder).strip()
     if not named:
         return None
     if not TAG.fullmatch(named) and not (pointer == LATEST_UNIVERSAL and UNIVERSAL_TAG.fullmatch(named)):

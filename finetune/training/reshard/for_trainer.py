@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
 from finetune.run.launch import accelerate_uses_fsdp
+from finetune.safe_read import read_json_object
 from finetune.training.reshard.move import Mover, read_any
 from finetune.training.reshard.one_file import Names
 from finetune.training.reshard.portable import WEIGHT, Group, Portable, settings_of
@@ -112,7 +112,7 @@ def _complete_state(folder: Path, trainer: Any) -> None:
     """The Trainer wants to find all callbacks that have a state in a resumed run's (transformers 5.23, trainer.py,
     _save_checkpoint), and a pipeline has fewer."""
     path = folder / STATE_FILE
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = read_json_object(path)
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(callback, ExportableState):
             record["stateful_callbacks"].setdefault(type(callback).__name__, callback.state())

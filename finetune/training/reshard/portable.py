@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from finetune.errors import RequestError
-from finetune.training.checkpoints.pickles import refuse_unsafe
+from finetune.safe_read.pickles import load_checked
 
 WEIGHT = "fp32"  # the key of the weight itself, as in DeepSpeed's universal checkpoint
 
@@ -50,22 +50,11 @@ class Portable:
 
 def load_pickle(path: Path) -> dict[str, Any]:
     """A file that torch or DeepSpeed wrote, mapped into memory. Raises RequestError where it holds anything but
-    tensors, plain values and DeepSpeed's own records."""
-    refuse_unsafe(path)
-    with torch.serialization.safe_globals(_allowed()):
-        try:
-            return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-        except Exception as error:
-            raise RequestError(f"{path}: cannot be read: {error}") from error
-
-
-def _allowed() -> list[Any]:
-    """DeepSpeed's classes that its shards hold."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    tensors, plain values and stand-ins of DeepSpeed's own records."""
+    found = load_checked(path)
+    if not isinstance(found, dict):
+        raise RequestError(f"{path}: holds a {type(found).__name__}, and not values by their names.")
+    return found
 
 
 def joined(pieces: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, first_line
 from finetune.training.reshard.portable import (
     WEIGHT,
     Group,
@@ -42,6 +42,14 @@ def model_file(folder: Path) -> Path:
 
 def read_zero(folder: Path) -> Portable:
     """Of `global_stepN/`. Raises RequestError."""
+    try:
+        return _read(folder)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise RequestError(f"{folder}: its shards are not as DeepSpeed 0.19 writes them ({reason}).") from error
+
+
+def _read(folder: Path) -> Portable:
     shards = [load_pickle(path)["optimizer_state_dict"] for path in shard_files(folder)]
     if len(shards) != (ranks := _ranks(shards[0]["partition_count"])):
         raise RequestError(f"{folder}: is of {ranks} ranks, and has shards of {len(shards)}. The others are missing.")
@@ -51,7 +59,13 @@ def read_zero(folder: Path) -> Portable:
     states = _states(shards[0])
 
     def tensor(name: str, key: str) -> torch.Tensor:
-        return joined([flat(rank, group, key).narrow(0, at, n) for rank, group, at, n in pieces[name]], shapes[name])
+        try:
+            return joined(
+                [flat(rank, group, key).narrow(0, at, n) for rank, group, at, n in pieces[name]], shapes[name]
+            )
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            reason = f"its shards do not hold {key} of {name} whole ({first_line(error)})"
+            raise RequestError(f"{folder}: {reason}. They are not of one checkpoint.") from error
 
     scaler = shards[0].get("loss_scaler")
     return Portable(

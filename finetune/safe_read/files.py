@@ -1,0 +1,92 @@
+"""One way to open a file that this process did not write: a plain file, inside its folder, of bounded size."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from finetune.errors import RequestError, first_line
+
+MOST_BYTES = 64 * 2**20
+SPARSE_FROM = 2**30  # bytes: a small file may lie in its inode, or be zeros that a disk packs well
+SPARSE_RATIO = 64
+HUB_LINKS = ("snapshots", "blobs")  # the hub's cache: models--a--b/snapshots/REVISION/config.json -> ../../blobs/...
+
+
+def open_plain(path: Path, inside: Path | None = None, name: str | None = None) -> BinaryIO:
+    """A file to read. Links are followed, but with `inside` not out of that folder. Raises RequestError, which begins
+    with `name` or the path, for what is no plain file: a pipe would wait for its writer, and a device never ends."""
+    said = name or path
+    if inside is not None:
+        refuse_outside(path, inside)
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+        file = open(handle, "rb")  # noqa: SIM115  (who asked closes it)
+    except FileNotFoundError as error:
+        raise RequestError(f"{said}: cannot be read (there is no such file).") from error
+    except (OSError, ValueError) as error:  # the latter for a name with a NUL
+        raise RequestError(f"{said}: cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+    if (is_plain := stat.S_ISREG(os.fstat(handle).st_mode)) and not is_hollow(handle):
+        return file
+    file.close()
+    raise RequestError(f"{said}: {'is nearly all a hole' if is_plain else 'is no plain file'}, and is not read.")
+
+
+def is_hollow(handle: int) -> bool:
+    """Whether a file says that it has terabytes, and the disk holds next to nothing of it."""
+    state = os.fstat(handle)
+    if state.st_size < SPARSE_FROM or getattr(state, "st_blocks", state.st_size) * 512 * SPARSE_RATIO >= state.st_size:
+        return False
+    try:  # disks that do not count blocks (some in user space) know no holes either
+        return os.lseek(handle, 0, os.SEEK_HOLE) < state.st_size
+    except (OSError, AttributeError):
+        return False
+    finally:
+        os.lseek(handle, 0, os.SEEK_SET)
+
+
+def is_plain_file(path: Path) -> bool:
+    """Whether it is there and could be opened, after links; never raises."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def refuse_outside(path: Path, folder: Path) -> None:
+    """Raises RequestError where a link leads out of the folder; those of the hub's cache lead to its blobs."""
+    try:
+        real, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself; a NUL
+        raise RequestError(f"{path}: cannot be followed ({first_line(error)}).") from error
+    snapshots, blobs = HUB_LINKS
+    homes = [home, *([home.parent.parent / blobs] if home.parent.name == snapshots else [])]
+    if not any(real.is_relative_to(one) for one in homes):
+        raise RequestError(
+            f"{path}: is a link that leads out of {folder}, and is not followed. Put the file itself there."
+        )
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES, inside: Path | None = None, name: str | None = None) -> bytes:
+    """Of a plain file of at most `most` bytes. Raises RequestError as `open_plain` does."""
+    with open_plain(path, inside, name) as file:
+        try:
+            content = file.read(most + 1)
+        except OSError as error:
+            raise RequestError(f"{name or path}: cannot be read ({error.strerror}).") from error
+    if len(content) > most:
+        size = f"{most / 2**20:,.0f} MiB" if most >= 2**20 else f"{most:,} bytes"
+        raise RequestError(f"{name or path}: has more than {size}, and nothing that is read here has.")
+    return content
+
+
+def read_bounded(
+    path: Path, most: int = MOST_BYTES, inside: Path | None = None, name: str | None = None, keep_mark: bool = False
+) -> str:
+    """The text of a plain file, in UTF-8 with or without a mark. Raises RequestError as `open_plain` does."""
+    try:
+        return read_bytes(path, most, inside, name).decode("utf-8" if keep_mark else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name or path}: is no text in UTF-8 ({first_line(error)}).") from error

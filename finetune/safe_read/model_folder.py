@@ -1,0 +1,114 @@
+"""A model's folder before transformers or peft open it: what they would read is plain, of bounded size, and inside; and
+nothing in it makes them fetch or import code, which takes --trust_remote_code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RequestError
+from finetune.safe_read.files import open_plain, read_bounded
+from finetune.safe_read.values import read_json_object
+
+MOST_TOKENIZER_BYTES = 64 * 2**20  # with the largest vocabularies 35
+MOST_TEMPLATE_BYTES = 2**20
+# What transformers parses, each an object; large vocabularies are among them.
+JSON_OBJECTS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "adapter_config.json",
+)  # fmt: skip
+CONFIGS = tuple(name for name in JSON_OBJECTS if name not in ("tokenizer.json", "added_tokens.json"))
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+)  # what is opened with use_safetensors
+# How a config asks for code from elsewhere (transformers 5.23). An implementation with a slash is a kernel on the hub
+# (integrations/hub_kernels.py, is_kernel); some quantizers fetch kernels, all but these import packages by the config's
+# word (quantizers/auto.py); peft imports `megatron_core` and the parent of `auto_mapping` by name.
+PLAIN_NAME = re.compile(r"[\w|.-]*")
+QUANTIZERS = ("bitsandbytes",)
+FETCHING = ("custom_generate", "custom_pipelines", "kernel_config", "kernel_mapping", "use_kernels",
+            "megatron_config", "auto_mapping")  # fmt: skip
+NAMES_FILES = ("transformers_weights", "fast_tokenizer_files")
+
+
+def check_model_folder(folder: Path, said: str, trusts_code: bool = False) -> None:
+    """Raises RequestError, which begins with `said` or a path. `trusts_code`: the user lets the folder's code run, and
+    it may as well fetch more."""
+    for path in sorted(folder.iterdir()):
+        if path.name in JSON_OBJECTS:
+            content = read_json_object(path, MOST_TOKENIZER_BYTES, folder)
+            if path.name in CONFIGS and not trusts_code:
+                refuse_code(content, path.name, said)
+        elif path.name.endswith(".index.json"):
+            _check_index(read_json_object(path, inside=folder), path.name, said)
+        elif path.suffix == ".json":
+            read_bounded(path, MOST_TOKENIZER_BYTES, folder)
+        elif path.suffix == ".jinja":
+            read_bounded(path, MOST_TEMPLATE_BYTES, folder)
+        elif not path.is_dir():
+            open_plain(path, folder).close()
+    for path in sorted(folder.glob("additional_chat_templates/*")):
+        read_bounded(path, MOST_TEMPLATE_BYTES, folder)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are safetensors by the names that are looked for: a file of another name is no weights."""
+    return any((folder / name).is_file() for name in WEIGHTS)
+
+
+def _check_index(content: dict[str, Any], name: str, said: str) -> None:
+    places = content.get("weight_map")
+    for place in places.values() if isinstance(places, dict) else ():
+        if not isinstance(place, str) or Path(place).name != place:
+            raise RequestError(f"{said}: {name} names {str(place)[:80]!r}, which is no file beside it.")
+        if not place.endswith(".safetensors") and not name.endswith(".bin.index.json"):
+            raise RequestError(f"{said}: {name} names {place[:80]!r}, which is no safetensors file.")
+
+
+def refuse_code(content: dict[str, Any], name: str, said: str) -> None:
+    """Raises RequestError where a config asks for code from elsewhere."""
+    for key, value in _members(content):
+        asks = key in FETCHING and bool(value)
+        asks |= key.endswith("_implementation") and any(not _is_plain(one) for one in _leaves(value))
+        asks |= key == "quantization_config" and bool(value) and _method(value) not in QUANTIZERS
+        asks |= key in NAMES_FILES and any(not _is_safe_file(one) for one in _leaves(value))
+        if asks:
+            raise RequestError(
+                f"{said}: {name} has {key} {str(value)[:80]!r}, which may fetch or import code. Delete it there, or "
+                "say --trust_remote_code if you trust who wrote it."
+            )
+
+
+def _method(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return None
+    by_flag = value.get("load_in_4bit") or value.get("load_in_8bit")
+    return QUANTIZERS[0] if by_flag else value.get("quant_method")
+
+
+def _is_safe_file(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and Path(value).name == value and not value.endswith(".bin"))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and PLAIN_NAME.fullmatch(value) is not None)
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """Of all objects at any depth."""
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _members(part)
+    if isinstance(value, dict):
+        yield from value.items()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value

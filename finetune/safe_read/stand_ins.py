@@ -1,0 +1,207 @@
+"""What stands for a class while a pickle is looked at: it takes what the true class takes from a checkpoint, and
+nothing else. So neither DeepSpeed's nor numpy's code is given a stranger's arguments before they have been looked at:
+numpy believes whatever a pickle says of an array's flags and fields.
+
+Each is what a pickle calls, makes and fills (`__new__`, `__setstate__`), as torch/_weights_only_unpickler.py does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+LAST_ZERO_STAGE = 3
+NUMBERS = {"u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8"}  # numbers, as a random generator's state has
+METADATA = "torch.distributed.checkpoint.metadata"
+
+
+class RefusedError(Exception):
+    """What is asked for is not what such a file holds. The message says what it was."""
+
+
+class _StandIn:
+    """Made without arguments; filling it is refused until a class says what it takes."""
+
+    def __new__(cls, *given: Any) -> Any:
+        if given:
+            raise RefusedError(f"{cls.__name__}, made with arguments")
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        raise RefusedError(f"{type(self).__name__}, filled with {type(state).__name__}")
+
+    def fill(self, state: Any, names: set[str] | None, kinds: tuple[type, ...]) -> None:
+        """With a dict of `names` (any where None) to values of `kinds`."""
+        if type(state) is not dict or (names is not None and set(state) != names):
+            raise RefusedError(f"{type(self).__name__} with other attributes")
+        for name, value in state.items():
+            if type(name) is not str or name.startswith("__") or (kinds and type(value) not in kinds):
+                raise RefusedError(f"{type(self).__name__} with {str(name)[:40]} a {type(value).__name__}")
+        self.__dict__ |= state
+
+
+class Fragment(_StandIn):
+    """deepspeed.utils.tensor_fragment.fragment_address: where a parameter lies in a flat buffer."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.fill(state, {"numel", "start"}, (int,))
+
+
+class LossScale(_StandIn):
+    """deepspeed.runtime.fp16.loss_scaler.LossScaler and DynamicLossScaler: numbers, and a dtype."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.fill(state, None, (bool, int, float, type(None), torch.dtype))
+
+
+class ZeroStage(_StandIn):
+    """deepspeed.runtime.zero.config.ZeroStageEnum: a stage by its number."""
+
+    def __new__(cls, *given: Any) -> Any:
+        if len(given) != 1 or type(given[0]) is not int or not 0 <= given[0] <= LAST_ZERO_STAGE:
+            raise RefusedError("ZeroStageEnum of no ZeRO stage")
+        return given[0]
+
+
+class NumberKind(_StandIn):
+    """numpy.dtype, of numbers and by name alone. Python 2 wrote texts as bytes."""
+
+    dtype: np.dtype[Any]
+
+    def __new__(cls, *given: Any) -> Any:
+        name = _text(given[0]) if given else ""
+        if not 1 <= len(given) <= 3 or name not in NUMBERS or any(type(flag) not in (bool, int) for flag in given[1:]):
+            raise RefusedError(f"numpy.dtype of {str(given)[:40]}")
+        kind = object.__new__(cls)
+        kind.dtype = np.dtype(name)
+        return kind
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) != 8 or state[2:] != (None, None, None, -1, -1, 0):
+            raise RefusedError("numpy.dtype with fields or flags")
+
+
+class ArrayClass(_StandIn):
+    """numpy.ndarray, which a pickle names and does not call."""
+
+    def __new__(cls, *given: Any) -> Any:
+        raise RefusedError("numpy.ndarray, called")
+
+
+class Array(_StandIn):
+    """numpy's `_reconstruct(ndarray, (0,), b"b")`, which makes an empty array; it is filled with as many bytes as its
+    shape has."""
+
+    def __new__(cls, *given: Any) -> Any:
+        if len(given) != 3 or given[0] is not ArrayClass or given[1] != (0,) or _text(given[2]) != "b":
+            raise RefusedError("numpy's _reconstruct of no empty array")
+        return object.__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) != 5:
+            raise RefusedError("numpy.ndarray with another state")
+        _, shape, kind, _, content = state
+        sides = isinstance(shape, tuple) and all(type(side) is int and side >= 0 for side in shape)
+        if not sides or type(kind) is not NumberKind or not isinstance(content, bytes):
+            raise RefusedError("numpy.ndarray of no numbers")
+        if math.prod(shape) * kind.dtype.itemsize != len(content):
+            raise RefusedError("numpy.ndarray with more or fewer bytes than its shape")
+
+
+class Record(_StandIn):
+    """One of torch's records of a sharded checkpoint, with whatever state, of which that which has names is kept; what
+    it holds has been looked at by itself."""
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is dict:
+            self.fill(state, None, ())
+
+
+class Whole(Record): ...
+
+
+class Index(Record): ...
+
+
+class Info(Record): ...
+
+
+class Tensor(Record): ...
+
+
+class Word(_StandIn):
+    """A value that only says a word: a memory format, a layout, a path."""
+
+    def __new__(cls, *given: Any) -> Any:
+        if not all(type(one) in (str, int) for one in given):
+            raise RefusedError(f"{cls.__name__} that is none")
+        return object.__new__(cls)
+
+
+class Size(_StandIn):
+    """torch.Size: a tuple of integers."""
+
+    def __new__(cls, *given: Any) -> Any:
+        sides = given[0] if len(given) == 1 else None
+        if not isinstance(sides, tuple | list) or not all(type(side) is int for side in sides):
+            raise RefusedError("torch.Size that is none")
+        return tuple(sides)
+
+
+def _text(value: Any) -> str:
+    return value.decode("latin1") if isinstance(value, bytes) else value if isinstance(value, str) else ""
+
+
+Names = dict[str, Callable[..., Any]]  # by the name that a pickle gives
+
+NUMPY: Names = {
+    "numpy._core.multiarray._reconstruct": Array,
+    "numpy.core.multiarray._reconstruct": Array,
+    "numpy.ndarray": ArrayClass,
+    "numpy.dtype": NumberKind,
+}
+# Looked at one by one: none is a function that takes more than its stand-in.
+STAND_INS: Names = NUMPY | {
+    "deepspeed.utils.tensor_fragment.fragment_address": Fragment,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScale,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": LossScale,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStage,
+}
+DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+SHARDED: Names = DTYPES | {  # of a `.metadata`
+    f"{METADATA}.Metadata": Whole,
+    f"{METADATA}.BytesStorageMetadata": Record,
+    f"{METADATA}.MetadataIndex": Index,
+    f"{METADATA}.TensorStorageMetadata": Tensor,
+    f"{METADATA}.TensorProperties": Record,
+    f"{METADATA}.ChunkStorageMetadata": Record,
+    f"{METADATA}.StorageMeta": Record,
+    f"{METADATA}._MEM_FORMAT_ENCODING": Word,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": Info,
+    "torch.serialization._get_layout": Word,
+    "torch.Size": Size,
+    "pathlib.PosixPath": Word,
+}
+
+# Of what torch takes by itself under weights_only, that which checkpoints hold. bytearray, for one, is not among them:
+# torch would make one of any length.
+TORCH_NAMES = {
+    "collections.OrderedDict",
+    "builtins.set",
+    "_codecs.encode",
+    "torch.Size",
+    "torch.Tensor",  # ZeRO-3's flat buffers have attributes, which are kept by the next
+    "torch._tensor._rebuild_from_type_v2",
+    "torch.device",
+    "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_parameter",
+    "torch.serialization._get_layout",
+    "torch.storage.UntypedStorage",
+    *(f"torch.{kind.__name__}" for kind in torch._storage_classes if kind.__module__ == "torch"),
+    *DTYPES,
+}
