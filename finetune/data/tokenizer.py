@@ -95,7 +95,6 @@ def _train_vocabulary(texts: list[str], vocab_size: int, lowercase: bool) -> dic
 
 
 END_OF_TEXT = "<|endoftext|>"
-TEXT_TOKENIZERS = ("char", "byte", "bpe")
 
 
 def train_text_tokenizer(kind: str, texts: Iterable[str], vocab_size: int, max_length: int, with_end: bool) -> Any:
