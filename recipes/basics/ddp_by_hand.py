@@ -19,7 +19,6 @@ The picture. Backward makes gradients from the last layer (W4, b4) to the first.
 Step 3 is "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv 2006.15704, section 3.2): a
 hook on each parameter says when its gradient is done; the last one of a bucket starts an asynchronous all-reduce.
 Buckets must leave in the same order on every rank, or unlike messages would be added; the same model sees to that.
-
 The bytes are the same in all three: 4 for each parameter (fp32), of which the ring sends 2(N-1)/N (ring_all_reduce.py).
 SGD, not Adam: a gradient that is N times too large leaves Adam's steps as they were, and would go unseen.
 Try: forget the division; BUCKET_BYTES = 1, or 10**6; shares of unequal size (why is the mean of means wrong then?).
@@ -136,8 +135,8 @@ if __name__ == "__main__":
         if RANK == 0:
             print(f"{way:<12}{' '.join(events)} step")
             print(f"{'':<12}a step: {len(sent)} messages, {sum(sent):,} bytes; after {STEPS} steps the weights differ")
-            print(f"{'':<12}from DDP's by {to_ddp:.0e}, from one process's by {to_one_process:.0e}, ", end="")
-            print(f"between ranks by {between_ranks:.0e}\n")
+            differ = f"from DDP's by {to_ddp:.0e}, from one process's by {to_one_process:.0e}"
+            print(f"{'':<12}{differ}, between ranks by {between_ranks:.0e}\n")
         if way == "0 nothing":
             assert between_ranks > 1e-3, "the ranks drifted apart"
         else:
@@ -147,4 +146,5 @@ if __name__ == "__main__":
             assert (events.index(">1") < events.index("b2")) == (way == "3 overlap"), "sent too early or late"
     if RANK == 0:
         print("All three equal torch's DDP and one process. With overlap the first message leaves in mid-backward.")
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads live on here, and Python's own end may abort over them (pytorch PR 179291)

@@ -14,12 +14,11 @@ Why this is exact. Call the halves f and g: loss = g(f(x)). The chain rule can b
     d loss / d weights of f   =   d loss / d hidden   times   d hidden / d weights of f
                                   (rank 1 sends it)           (rank 0 alone: hidden.backward(what came))
 
-So rank 0 needs one tensor from rank 1, in the shape of `hidden`: not the weights, not the loss. autograd does not see
-through a network: the receiver makes the activation a leaf (`requires_grad_()`), and sends that leaf's `.grad` back.
+So rank 0 needs one tensor from rank 1, in the shape of `hidden`. autograd does not see through a network: the receiver
+makes the activation a leaf (`requires_grad_()`), and sends that leaf's `.grad` back.
 
 The price. The stages wait for each other: of P ranks one works at a time, so (P - 1) / P of the machine idles. The
 memory is shared out, the work is not. pipeline_by_hand.py mends it. Source: GPipe, arXiv 1811.06965.
-
 To try: 4 processes, and the idle share; send `received.grad * 2` back, and see which rank's gradients are wrong.
 """
 
@@ -83,7 +82,8 @@ def main() -> None:
     assert difference < 1e-6, "the losses are not those of one process"
     assert losses[-1] < losses[0], "it does not learn"
     say("\nThe stages train exactly as one process does, but only one works at a time.")
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads live on here, and Python's own end may abort over them (pytorch PR 179291)
 
 
 def forward_and_backward(stage: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, list]:

@@ -127,7 +127,8 @@ def main() -> None:
         assert behind == ("alone" in name), f"{name}: {row['accuracy, %']:.1f}% against {plain['accuracy, %']:.1f}%"
     if rank == 0:
         draw(results, output)
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads live on here, and Python's own end may abort over them (pytorch PR 179291)
 
 
 def draw(results: dict, output: Path) -> None:

@@ -144,4 +144,5 @@ if __name__ == "__main__":
         print(
             f"\n{STEPS} steps: the weights equal one process, to {difference:.0e}; each moved 2 x {count:,} elements."
         )
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads live on here, and Python's own end may abort over them (pytorch PR 179291)

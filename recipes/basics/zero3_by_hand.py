@@ -6,8 +6,7 @@ The problem. ZeRO-1 and -2 (zero1_by_hand.py, zero2_by_hand.py) cut Adam's memor
 holds all parameters: a model larger than one GPU cannot even be loaded. ZeRO-3 cuts them too; FSDP does the same.
 
 The picture. Layers La, Lb, Lc, each cut into slices 0, 1, 2; `012`: all slices are held, `-1-`: only slice 1. Each rank
-still computes the whole model, on its share of the batch: hooks gather a layer just before it is needed, and free it
-just after. Watch the 012 walk to the right and back:
+still computes the whole model, on its share of the batch: hooks gather a layer for just as long as it computes:
 
     parameters          rank 0                rank 1                rank 2
                     La    Lb    Lc        La    Lb    Lc        La    Lb    Lc
@@ -147,4 +146,5 @@ if __name__ == "__main__":
         assert (shard.mine - whole.chunk(WORLD)[RANK]).abs().max() < 1e-6, f"{shard.name} on rank {RANK} is wrong"
     if RANK == 0:
         print(f"\nAfter {STEPS} steps every slice equals that of one process. Each step moved 3 x {count:,} elements.")
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads live on here, and Python's own end may abort over them (pytorch PR 179291)
