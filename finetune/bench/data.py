@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from transformers import DistilBertForSequenceClassification, ResNetForImageClassification
 
 from finetune.bench.models import TEXT, BenchModel
+from finetune.data.columns import IGNORED
 from finetune.measure.models import config_of
 from finetune.models import alexnet, gptlite, gptlite_weights, mlp
 from finetune.models.gptlite_pipeline import gptlite_pipeline
@@ -50,12 +51,12 @@ class MadeUp(Dataset):  # type: ignore[misc]
             ids[0] = label
             return {"input_ids": ids, "labels": torch.tensor(label)}
         walk = [int(random.integers(vocabulary))]
-        for _ in range(tokens):
+        for _ in range(tokens - 1):
             walk.append((walk[-1] * FACTOR + 1) % vocabulary)
         ids = torch.tensor(walk)
-        if self.for_pipeline:
-            return {"input_ids": ids[:-1], "shift_labels": ids[1:]}
-        return {"input_ids": ids[:-1], "labels": ids[:-1].clone()}
+        if self.for_pipeline:  # nothing follows the last token, there as here
+            return {"input_ids": ids, "shift_labels": torch.tensor([*walk[1:], IGNORED])}
+        return {"input_ids": ids, "labels": ids.clone()}
 
     def _picture(self, random: np.random.Generator) -> dict[str, torch.Tensor]:
         """Noise, brighter the higher its class."""

@@ -59,6 +59,13 @@ def test_samples_are_those_of_their_index_and_the_model_takes_them(name: str) ->
     assert torch.isfinite(loss)
 
 
+def test_a_made_up_text_has_the_same_targets_in_a_pipeline() -> None:
+    what = find_model("gptlite", SCALE)
+    here, there = (MadeUp(what, 1, 3, for_pipeline)[0] for for_pipeline in (False, True))
+    assert torch.equal(here["input_ids"], there["input_ids"])
+    assert there["shift_labels"].tolist() == [*here["labels"][1:].tolist(), -100]
+
+
 def test_memory_is_told_by_kind_and_no_storage_is_counted_twice() -> None:
     model = build(find_model("wide", SCALE), 1)
     size = sum(p.numel() for p in model.parameters()) * 4
