@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 REPO = Path(__file__).resolve().parents[1]
 STEPS_PER_EPOCH = 5
 GLOBAL_BATCH = 16
-# Of each logged row what tells the speed of this launch: a resumed run must log all else the same.
-TIMES = ("_per_second", "_runtime", "step_seconds", "peak_memory", "mfu", "padding_share")
+# Of each logged row what tells the speed and the traffic of this launch: a resumed run must log all else the same.
+TIMES = ("_per_second", "_runtime", "step_seconds", "peak_memory", "mfu", "padding_share", "comm_")
 
 EVERY = {
     "logging_steps": 2,  # a cut at an odd step is one inside a window
