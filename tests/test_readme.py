@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPO, TINY, flags, free_port, run_to_its_end
+from conftest import REPO, TINY, flags, free_port, launch, run_to_its_end
 from PIL import Image
 
 README = (REPO / "README.md").read_text()
@@ -92,6 +92,13 @@ def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of seq_cls that has ended."""
+    saving = {**TINY, "save_strategy": "steps", "save_steps": 3}
+    return launch("python", tmp_path_factory.mktemp("done") / "run", saving).folder
+
+
 SHORT: dict[str, dict[str, Any]] = {
     "seq_cls": TINY,
     "token_cls": TINY,
@@ -105,7 +112,7 @@ SHORT: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("built_ops")
 @pytest.mark.parametrize("command", to_run())
 def test_a_command_of_the_readme_works(
-    command: str, minilm: Path, causal_model: Path, image_model: Path, tmp_path: Path
+    command: str, minilm: Path, causal_model: Path, image_model: Path, done: Path, tmp_path: Path
 ) -> None:
     write_files(tmp_path)
     for path in tmp_path.iterdir():
@@ -114,14 +121,15 @@ def test_a_command_of_the_readme_works(
     if is_run:
         models = {"seq_cls": minilm, "image_cls": image_model}
         command = command.replace("path/to/model", str(models.get(is_run[1], causal_model)))
-        short = SHORT[is_run[1]]
-        command = f"{command} {' '.join(flags({**short, 'max_steps': 2, 'output_dir': tmp_path / 'run'}))}"
+        short = {**SHORT[is_run[1]], "max_steps": 2, "output_dir": tmp_path / "run"}
+        command = re.sub(rf" --({'|'.join(short)}) \S+", "", command) + " " + " ".join(flags(short))
         port = free_port()
         command = command.replace("deepspeed --num_gpus", f"deepspeed --master_port {port} --num_gpus")
         command = command.replace("torchrun --", f"torchrun --master_port {port} --")
     if command.startswith("finetune bench"):
         command += f" --only wide-ddp --output_dir {tmp_path / 'bench'}"
     command = re.sub(r"runs/\w+ runs/\w+ --html ", f"{tmp_path / 'reported'} --html {tmp_path}/", command)
+    command = command.replace("runs/seq_cls", str(done)).replace("runs/exported", str(tmp_path / "exported"))
     status, output = run(command)
     assert status == 0, f"{command}\n{output[-4000:]}"
     if is_run:

@@ -96,7 +96,7 @@ def test_a_full_disk_ends_all_ranks_with_one_message_and_the_earlier_checkpoint(
 ) -> None:
     folder = small_disk / "run"
     filler = small_disk / "filler"
-    every = {**SAVES, **values, "save_steps": 30, "max_steps": 4000, "save_total_limit": 3}
+    every = {**SAVES, **values, "save_steps": 300, "max_steps": 4000, "save_total_limit": 3}
     command = [*LAUNCHERS["torchrun"](2), RECIPE, *flags({"output_dir": folder, **every})]
     with living(command, RECIPE, tmp_path / "log") as run:
         run.wait_for(lambda: checkpoints_in(folder))

@@ -17,8 +17,9 @@ FAULTY = "tests/runs/faulty.py"
 
 
 def ended_with(run: Living, ranks: dict[int, psutil.Process]) -> list[str]:
-    """The error messages, once all processes are gone."""
-    assert run.end() == 1, run.output[-3000:]
+    """The error messages, once all processes are gone. Of several ranks that are dead at once, DeepSpeed's launcher
+    gives the status of any (launcher/launch.py, a set): of the stopped one, too, which was killed."""
+    assert run.end() in ((1, 256 - signal.SIGKILL) if "deepspeed" in run.process.args[0] else (1,)), run.output[-3000:]
     _, alive = psutil.wait_procs(ranks.values(), timeout=10)
     assert not alive
     return [line for line in run.output.splitlines() if line.startswith("error:")]

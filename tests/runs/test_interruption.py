@@ -13,7 +13,6 @@ from living import living
 NIGHTLY = pytest.mark.nightly  # what is sent a signal is a true launch, which takes half a minute
 PIPELINE = "recipes/causal_lm_pipeline.py"
 SMALL_PIPELINE = {
-    "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,max_position_embeddings=32",
     "max_train_samples": 2000,
     "sample_tokens": 0,
     "schedule_step": 0,
@@ -105,6 +104,7 @@ def test_a_run_that_cannot_save_in_time_ends_with_the_same_status(tmp_path: Path
     folder = tmp_path / "run"
     values = {**TINY, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "stop_grace": 1}
     values |= {"max_eval_samples": 355, "per_device_eval_batch_size": 1, "max_seq_length": 256}
+    values |= {"model_size": "base", "per_device_train_batch_size": 1}  # an evaluation of many seconds
     command = [*LAUNCHERS["python"](1), RECIPE, *flags({"output_dir": folder, **values})]
     with living(command, RECIPE, tmp_path / "log", {"OMP_NUM_THREADS": "1"}) as run:
         run.wait_for(lambda: len(steps_of(folder)) == 2)

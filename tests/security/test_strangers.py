@@ -16,7 +16,7 @@ from finetune.errors import FinetuneError
 
 SHARE = 4  # of the readers, a fourth is asked of each attack in the gate
 QUICK = 2  # altered files of each reader in the gate
-LONG = 400  # of each file, at night
+LONG = 80  # of each file, at night: thousands in all
 SEED = 20261123
 
 
