@@ -36,6 +36,7 @@ def main(run):
         block_size=source.block_size,
         seed=session.training.seed,
         launch=session.launch,
+        kept=session.kept_tokenizer(),
     )
 
     # Model: built after `start`, with its adapter and its loss in chunks, where these are asked for.

@@ -38,6 +38,7 @@ def main(run):
         block_size=source.block_size,
         seed=session.training.seed,
         launch=session.launch,
+        kept=session.kept_tokenizer(),
     )
 
     # Model: a list of layers, of which each rank builds those of its stage.

@@ -39,6 +39,7 @@ def main(run):
         vocab_size=source.vocab_size,
         seed=training.seed,
         launch=session.launch,
+        kept=session.kept_tokenizer(),
         trained=source.labels,
         kind=SENTENCES,
     )

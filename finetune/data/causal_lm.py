@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from finetune.data.documents import CHAT, ENDS, TEXT, Corpus, open_corpus
 from finetune.data.encoding import Encoder, write_tokens
 from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_fit_decreasing, one_each, wrapped
 from finetune.data.token_stream import TokenStream
-from finetune.data.tokenizer import identity, train_text_tokenizer
+from finetune.data.tokenizer import identity, made_by, train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.language import BlockArguments, CorpusArguments
 from finetune.run.launch import Launch
@@ -102,14 +102,19 @@ def prepare_corpus(
     block_size: int,
     seed: int,
     launch: Launch,
+    kept: Any | None = None,
 ) -> CorpusData:
     """The blocks of one run, from the cache or made on the rank that leads its node. `block_size` is in tokens.
 
-    Without `tokenizer`, one of the kind `blocks.tokenizer` is made from the training text. Raises RequestError for bad
-    data and RunError when the rank that prepares takes longer than --data_timeout_seconds.
+    Without `tokenizer`, one of the kind `blocks.tokenizer` is made from the training text; a resumed run gives the one
+    that its checkpoint has `kept`. Raises RequestError for bad data and RunError when the rank that prepares takes
+    longer than --data_timeout_seconds.
     """
     job = _Job(arguments, blocks, tokenizer, block_size, seed)
     folder = cache_home() / "causal_lm" / job.key()
+    if tokenizer is None and kept is not None and not made_by(folder, kept):
+        job = replace(job, tokenizer=kept)
+        folder = cache_home() / "causal_lm" / job.key()
     timeout = arguments.data_timeout_seconds
     prepare_once(folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
     return job.load(folder)

@@ -20,7 +20,7 @@ from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels
 from finetune.data.splits import require_splits
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, clean_tables, load_tables
-from finetune.data.tokenizer import identity, train_wordpiece
+from finetune.data.tokenizer import identity, made_by, train_wordpiece
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
@@ -118,17 +118,22 @@ def prepare(
     launch: Launch,
     trained: Labels | None = None,
     kind: Kind | None = None,
+    kept: Any | None = None,
 ) -> ClassificationData:
     """The data of one run, from the cache or made on the rank that leads its node. `max_seq_length` is in tokens.
     `arguments` are those of its `kind`: DataArguments for texts, which it is without one.
 
-    Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text. `trained` are the labels of
-    a trained model, whose order of ids is kept where it has the data's classes. Raises RequestError for bad data
-    and RunError when the rank that prepares takes longer than --data_timeout_seconds.
+    Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text; a resumed run gives the one that
+    its checkpoint has `kept`. `trained` are the labels of a trained model, whose order of ids is kept where it has the
+    data's classes. Raises RequestError for bad data and RunError when the rank that prepares takes longer than
+    --data_timeout_seconds.
     """
     kind = kind or TEXTS
     job = _Preparation(kind, arguments, preparation, tokenizer, max_seq_length, vocab_size, seed, trained)
     folder = cache_home() / kind.name / job.key()
+    if tokenizer is None and kept is not None and not made_by(folder, kept):
+        tokenizer, job = kept, replace(job, tokenizer=kept)
+        folder = cache_home() / kind.name / job.key()
     timeout = preparation.data_timeout_seconds
     prepare_once(folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
     data = load(folder)

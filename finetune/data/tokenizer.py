@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 SPECIAL = {
     "pad_token": "[PAD]",
@@ -26,8 +28,17 @@ def identity(tokenizer: Any) -> list[Any]:
     """All of a tokenizer that shows in what it makes: one tokenizer.json serves classes of different inputs."""
     kind = [type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.padding_side, tokenizer.truncation_side]
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
-    return [*kind, tokenizer.special_tokens_map, vocabulary]
+    if backend is None:
+        return [*kind, tokenizer.special_tokens_map, sorted(tokenizer.get_vocab().items())]
+    made_of = json.loads(backend.to_str())
+    of_calls = ("truncation", "padding")  # as the last call has left them
+    return [*kind, tokenizer.special_tokens_map, {k: v for k, v in made_of.items() if k not in of_calls}]
+
+
+def made_by(folder: Path, tokenizer: Any) -> bool:
+    """Whether the data prepared in `folder`, with a tokenizer trained on them, are as this one makes them."""
+    trained = folder / "tokenizer"
+    return trained.is_dir() and identity(AutoTokenizer.from_pretrained(str(trained))) == identity(tokenizer)
 
 
 def letters_of(tokenizer: Any) -> frozenset[str] | None:

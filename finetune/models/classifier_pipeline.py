@@ -30,6 +30,7 @@ def classifier_pipeline(
         items=count_labels,
         figures=figures,
         multiplied_parameters=total,
+        config=config,
         save=partial(save_config, kind, config),
     )
 

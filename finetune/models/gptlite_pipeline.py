@@ -162,6 +162,7 @@ def gptlite_pipeline(config: GPTLiteConfig, seed: int | None) -> PipelineModel:
         figures=row_figures,
         checkpointed=CHECKPOINTED,
         multiplied_parameters=total - looked_up,
+        config=config,
         save=partial(save_config, config),
     )
 

@@ -65,6 +65,7 @@ class PipelineModel:
     figures: Callable[[Any, Any], torch.Tensor]
     checkpointed: Sequence[str] | None = None  # classes of layers that may be computed again; None for any with weights
     multiplied_parameters: int = 0  # those that a token is multiplied with, to count FLOPs by; 0 where nobody does
+    config: Any = None  # as the model's class has it
     save: Callable[[Path], None] | None = None  # writes beside the weights what `from_pretrained` needs
 
 

@@ -5,6 +5,7 @@ from finetune.dsconfig.context import NVME_FOLDER
 LOCK = "_lock"  # the Trainer pushes no name that begins with "_" to the hub (transformers 5.23, push_to_hub)
 RUN_RECORD = "recipe.yaml"  # its presence says: this folder was written by a recipe
 STATE_FILE = "trainer_state.json"  # in a checkpoint: its step, its epoch, what it has logged
+IDENTITY = "run.json"  # in a run folder and in each checkpoint: of which run it is, and what decides its course
 PIPELINE_RECORD = "pipeline.json"  # in a checkpoint of a pipeline
 UNFINISHED = "unfinished-"  # begins the name of a folder that is being written
 DELETING = "deleting-"  # and of one that is on its way out

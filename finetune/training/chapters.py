@@ -16,6 +16,8 @@ from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
+from finetune.training.checkpoints.identity import lineage_lines
+from finetune.training.course import settle_identity, write_run_record
 from finetune.training.hub import push
 from finetune.training.output_dir import open_output_dir
 from finetune.training.pipeline.partition import describe, partition
@@ -52,7 +54,8 @@ def trainer_of(
 ) -> FinetuneTrainer:
     """The Trainer over `data`, which has what `Data` has. Build the model after `start`, for ZeRO-3 shards it while it
     is built."""
-    return kind(
+    identity = settle_identity(session, model.config, data) if session.training.do_train else None
+    trainer = kind(
         model=model,
         args=session.training,
         train_dataset=data.splits.get("train"),
@@ -67,6 +70,8 @@ def trainer_of(
         compression=session[CompressionArguments],
         guards=session[GuardArguments],
     )
+    trainer.identity = identity
+    return trainer
 
 
 def pipeline_of(
@@ -86,6 +91,7 @@ def pipeline_of(
     interval, train = run_args.activation_checkpoint_interval or 0, data.splits["train"]
     parts = partition(model, arguments, session.training, launch, train, collator, interval, session.checkpoint)
     session.say(*describe(parts))
+    identity = settle_identity(session, model.config, data)
     return PipelineTrainer(
         model,
         parts,
@@ -104,6 +110,7 @@ def pipeline_of(
         weights=weights,
         schedule_step=arguments.schedule_step,
         guards=session[GuardArguments],
+        identity=identity,
     )
 
 
@@ -139,7 +146,10 @@ def finish(
     with explained_disk_errors(folder):
         if speaks:
             open_output_dir(session.run)
-            write_records(folder, session.run)
+            lineage = trainer.identity.lineage if trainer.identity else ()
+            write_records(folder, session.run, lineage_lines(lineage))
+            if trainer.identity:
+                write_run_record(folder, trainer.identity)
         with trainer.watched():
             trained = _train(session, trainer, samples) if training.do_train else None
             evaluated = predicted = None

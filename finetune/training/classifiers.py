@@ -9,7 +9,6 @@ from finetune.data.columns import MULTI_LABEL, TOKENS
 from finetune.models.classifier import Source, build_classifier
 from finetune.run.flags.text import ClassArguments, ModelArguments
 from finetune.training.loss import loss_for, settle_loss_scaling
-from finetune.training.output_dir import check_same_model
 from finetune.training.start import Session
 
 
@@ -19,7 +18,6 @@ def text_classifier(session: Session, source: Source, data: ClassificationData) 
     model = build_classifier(session[ModelArguments], source, labels, data.tokenizer, will_train=training.do_train)
     is_float = labels.task in ("regression", MULTI_LABEL)
     settle_loss_scaling(model, label_is_float=is_float, label_per_token=labels.task == TOKENS)
-    check_same_model(session.checkpoint, model.config)
     counts = [data.account.label_counts.get(name, 0) for name in labels.names]
     weights = session[ClassArguments].class_weights if training.do_train else "none"
     rows = data.account.rows.get("train", 0)

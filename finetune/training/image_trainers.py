@@ -10,7 +10,6 @@ from finetune.run.flags.images import ImageModelArguments
 from finetune.run.flags.text import ClassArguments
 from finetune.training.chapters import pipeline_of, trainer_of
 from finetune.training.loss import loss_for, settle_loss_scaling
-from finetune.training.output_dir import check_same_model
 from finetune.training.start import Session
 from finetune.training.statistics import SharedStatistics
 
@@ -19,7 +18,6 @@ def image_trainer(session: Session, source: ImageSource, data: Any, metrics: Any
     """The Trainer, or the pipeline's where --pipeline_parallel_size is given; both hold the same data and losses."""
     arguments, training = session[ImageModelArguments], session.training
     config = settled_image_config(arguments, source, data, training.do_train)
-    check_same_model(session.checkpoint, config)
     if session.run.stages is not None:
         layers = image_pipeline(arguments, source, config, training.seed)
         weights = Path(source.description).expanduser() if source.config is not None else None

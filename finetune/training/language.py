@@ -21,7 +21,6 @@ from finetune.run.flags.language import (
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.metrics import settle_language_arguments
-from finetune.training.output_dir import check_same_model
 from finetune.training.pipeline.stages import check_cut
 from finetune.training.samples import check_sample
 from finetune.training.start import Session
@@ -58,7 +57,6 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
         model = add_adapter(model, adapter)
     if chunk:
         use_chunked_loss(model, chunk)
-    check_same_model(session.checkpoint, model.config)
     return model
 
 
@@ -66,7 +64,6 @@ def language_pipeline(session: Session, source: CausalSource, data: Any) -> Pipe
     """A GPT-lite as a list of layers, of which each rank builds those of its stage."""
     _check(session, source, data)
     config = settled_config(session[CausalModelArguments], source, data.tokenizer)
-    check_same_model(session.checkpoint, config)
     return gptlite_pipeline(config, seed=None if source.pretrained else session.training.seed)
 
 

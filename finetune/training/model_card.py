@@ -10,6 +10,7 @@ from typing import Any
 
 from finetune.privacy import without_home
 from finetune.report.page import markdown
+from finetune.training.checkpoints.identity import lineage_lines, read_run
 from finetune.training.run_folder import write_text
 
 
@@ -32,10 +33,12 @@ class Card:
     tables: Sequence[tuple[str, Sequence[Sequence[Any]]]] = ()  # more of them: a sentence, a header, rows
 
 
-def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any]) -> str:
-    """Markdown with the hub's front matter. Names and paths from data are escaped."""
+def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any], lineage: Sequence[str] = ()) -> str:
+    """Markdown with the hub's front matter. Names and paths from data are escaped. `lineage` says which steps ran under
+    which flags."""
     return markdown("model_card.md").render(
         card=card,
+        lineage=lineage,
         metrics=[(name, _number(value)) for name, value in metrics.items() if isinstance(value, int | float)],
         command=environment["command"].replace("`", "'"),
         versions=", ".join(f"{name} {version}" for name, version in environment["packages"].items()),
@@ -45,7 +48,9 @@ def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any])
 def write_card(folder: Path, card: Card) -> None:
     """README.md of a run folder, with the results and the environment that the run left there."""
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-    write_text(folder / "README.md", without_home(model_card(card, results_of(folder), environment)))
+    known = read_run(folder)
+    lineage = lineage_lines(known[1]) if known else ()
+    write_text(folder / "README.md", without_home(model_card(card, results_of(folder), environment, lineage)))
 
 
 def results_of(folder: Path) -> dict[str, Any]:

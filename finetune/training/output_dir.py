@@ -3,16 +3,12 @@ says."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from finetune.dsconfig.context import NVME_FOLDER
-from finetune.errors import RequestError
 from finetune.run.files import LOCK
 from finetune.run.run import Run
-from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.lock import RESUMED_WAITS_SECONDS, lock_run_folder
 from finetune.training.checkpoints.writing import clear_leftovers
 from finetune.training.run_folder import command_line
@@ -37,19 +33,3 @@ def open_output_dir(run: Run) -> None:
             if path.name in (NVME_FOLDER, LOCK):
                 continue  # a model that is being built swaps its parameters there already; the lock is ours
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def check_same_model(checkpoint: str | None, config: Any) -> None:
-    """Raises RequestError where a checkpoint is of a model with other labels or another vocabulary: the data have
-    changed, or the flags."""
-    path = Path(checkpoint or "") / "config.json"
-    if not checkpoint or not path.is_file():
-        return
-    before, now = read_json_object(path), json.loads(config.to_json_string(use_diff=False))
-    shape = "model_type id2label vocab_size hidden_size hidden_sizes depths dim num_hidden_layers n_layers"
-    for name in shape.split():
-        if name in before and name in now and before[name] != now[name]:
-            raise RequestError(
-                f"--resume: {checkpoint} is of a model with {name} {before[name]}, but these data and flags make one "
-                f"with {now[name]}. Resume with the flags in its recipe.yaml, or give another --output_dir."
-            )

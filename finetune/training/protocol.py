@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers.trainer_utils import TrainOutput
 
+from finetune.training.checkpoints.identity import Identity
+
 
 class Closing(Protocol):
     """FinetuneTrainer, or any class of FinetuneMixin, and PipelineTrainer. Every method must be called on all ranks;
@@ -14,6 +16,7 @@ class Closing(Protocol):
 
     args: Any
     state: Any
+    identity: Identity | None
 
     def watched(self) -> AbstractContextManager[Any]:
         """Around a whole run: a rank whose process is killed ends it in words."""

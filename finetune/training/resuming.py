@@ -88,6 +88,7 @@ class GoOn(TrainerCallback):
         state.compute_steps(args, trainer.max_steps)  # which the checkpoint's have overruled
         if trainer.reshard:
             trainer.reshard.mend()
+            trainer.own_settings.put_back(trainer.optimizer, trainer.lr_scheduler)
             if state.is_world_process_zero:
                 trainer.saves.go_on()
                 print(f"going on from {trainer.saves.chosen}, after step {state.global_step}", flush=True)

@@ -31,7 +31,7 @@ from finetune.training.checkpoints.writing import flush, write_durably
 from finetune.training.guards.memory import is_out_of_memory, out_of_memory
 from finetune.versions import versions
 
-ONCE = ("config", "resume", "overwrite_output_dir")  # flags that a second run must not repeat
+ONCE = ("config", "resume", "resume_changed", "overwrite_output_dir")  # flags that a second run must not repeat
 FULL_DISK_BYTES = 16 * 2**20
 KEPT_ROWS = 1_000  # of the log, in trainer_state.json and in memory; metrics.jsonl has all
 
@@ -72,12 +72,13 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_records(folder: Path, run: Run) -> None:
-    """`recipe.yaml`, which `--config` takes to run again, and `environment.json`."""
+def write_records(folder: Path, run: Run, lineage: Sequence[str] = ()) -> None:
+    """`recipe.yaml`, which `--config` takes to run again, and `environment.json`. A run whose flags have changed on its
+    way has in comments which steps ran under which."""
     kept = {k: v for k, v in sorted(run.values.items()) if v is not None and not names_a_secret(k) and k not in ONCE}
-    write_text(
-        folder / RUN_RECORD, yaml.safe_dump(without_home(_plain({RECIPE_KEY: run.recipe.name, **kept})), sort_keys=True)
-    )
+    flags = yaml.safe_dump(without_home(_plain({RECIPE_KEY: run.recipe.name, **kept})), sort_keys=True)
+    comments = "".join(f"# {json.dumps(line, ensure_ascii=False)[1:-1]}\n" for line in lineage)
+    write_text(folder / RUN_RECORD, comments + flags)
     packages = versions()
     record = {
         "command": command_line(run.argv, run.launch),

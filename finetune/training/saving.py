@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
@@ -13,6 +14,7 @@ from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
 from finetune.training.checkpoints.best import best_to_load
 from finetune.training.checkpoints.final import save_final
+from finetune.training.checkpoints.opened import open_final
 from finetune.training.checkpoints.writing import outer_of
 from finetune.training.hub import open_repo
 from finetune.training.reshard.for_trainer import load_best
@@ -40,7 +42,8 @@ class SavingMixin(AnyTrainer):
         """As the Trainer's, which would push here already, without the card (transformers 5.23, Trainer.save_model)."""
         run_folder = Path(self.args.output_dir)
         if output_dir is None or Path(output_dir) == run_folder:
-            save_final(run_folder, self._write_model)
+            records = save_final(run_folder, self._write_model)
+            open_final(run_folder, records, trained_shapes(self.accelerator.unwrap_model(self.model)))
             return
         self._write_model(Path(output_dir))
         if self.comm_hook and _internal_call and not self.args.save_only_model:
@@ -87,6 +90,22 @@ class SavingMixin(AnyTrainer):
             if state.global_step >= self.max_steps or ended_early(callbacks):
                 epochs = 0
         return (epochs, *others, self.max_steps)
+
+
+def trained_shapes(model: Any) -> dict[str, list[int]]:
+    """The weights that a saved model must have, under the names of its file: of an adapter its own alone. Nothing is
+    known of a kind that transformers saves under other names than it trains (its conversion_mapping.py)."""
+    kinds = {part.config.model_type for part in model.modules() if isinstance(part, PreTrainedModel)}
+    if any(get_checkpoint_conversion_mapping(kind) is not None for kind in kinds):
+        return {}
+    named = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    if hasattr(model, "peft_config"):
+        return {name.replace(".default.", "."): shape for name, shape in named.items() if ".lora_" in name}
+    every_name: dict[int, set[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        every_name.setdefault(id(p), set()).add(name)
+    tied = {name for names in every_name.values() if len(names) > 1 for name in names}  # the file has one of them
+    return {name: shape for name, shape in named.items() if name not in tied}
 
 
 def check_push(args: Any) -> None:

@@ -31,6 +31,7 @@ from finetune.run.launch import Launch, accelerate_uses_deepspeed, accelerate_us
 from finetune.run.run import Run
 from finetune.training import builds, runtime
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
+from finetune.training.course import Course, course_of, tokenizer_of
 from finetune.training.hub import check_hub
 from finetune.training.output_dir import lock_output_dir
 from finetune.training.profiling.deepspeed import with_profilers
@@ -48,6 +49,7 @@ class Session:
     checkpoint: str | None
     threads: int
     ds_config: dict[str, Any] | None  # every "auto" filled in a pipeline run; else the Trainer fills most
+    course: Course  # which run this is, and what a resumed one was before
 
     def __getitem__(self, group: type[Group]) -> Group:
         return self.run[group]
@@ -65,6 +67,10 @@ class Session:
     def shards_weights(self) -> bool:
         """True under ZeRO-3 and FSDP."""
         return is_deepspeed_zero3_enabled() or bool(self.training.fsdp) or accelerate_uses_fsdp()
+
+    def kept_tokenizer(self) -> Any | None:
+        """Of a resumed run from scratch, its checkpoint's: the weights belong to its tokens."""
+        return tokenizer_of(self.checkpoint, self.run)
 
     def say(self, *lines: str) -> None:
         """Print on one rank."""
@@ -124,13 +130,14 @@ def start(run: Run) -> Session:
         if not have_met:
             chosen = settle_checkpoint(run, asked, chosen)
     set_seed(training.seed)
-    session = Session(run, training, chosen.checkpoint, threads, deepspeed.config if deepspeed else None)
+    course = course_of(run, training, chosen.checkpoint)
+    session = Session(run, training, chosen.checkpoint, threads, deepspeed.config if deepspeed else None, course)
     if run.value("trust_remote_code"):
         session.say(
             "warning: --trust_remote_code: code that comes with the model runs here, and may do all that you may"
         )
     opening = _opening_line(session, deepspeed.name if deepspeed else None)
-    session.say(*filter(None, said), *chosen.notes, opening, *(deepspeed.notes if deepspeed else ()))
+    session.say(*filter(None, said), *chosen.notes, *course.notes, opening, *(deepspeed.notes if deepspeed else ()))
     return session
 
 

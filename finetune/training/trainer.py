@@ -33,6 +33,7 @@ from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.launch import accelerate_uses_fsdp
 from finetune.training.checkpoints.choice import newest_verified
+from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.trainer_adapter import TrainerSaves
 from finetune.training.compression import Compression, OneBitAdam
 from finetune.training.epochs import Epochs
@@ -41,6 +42,7 @@ from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.interruption import DeafToSigterm, StopOnSignal, close_trackers
 from finetune.training.loss import settle_trainer
 from finetune.training.offload import cpu_adam, left_to_the_trainer
+from finetune.training.own_settings import OwnSettings
 from finetune.training.reshard.for_trainer import Reshard
 from finetune.training.resuming import GoOn, RunningLoss, SavesLast, kept_random_states
 from finetune.training.saving import SavingMixin, check_push
@@ -93,6 +95,8 @@ class FinetuneMixin(SavingMixin):
                 self.optimizer_cls_and_kwargs = cpu_adam(self.args)
             config.update(left_to_the_trainer(config))
         self.reshard: Reshard | None = None
+        self.identity: Identity | None = None  # what checkpoints say of the run
+        self.own_settings: OwnSettings | None = None  # of the optimizer, where the run goes on
         self.global_batches: GlobalBatchSampler | None = None
         self.suspect = TrainerSuspect(self) if self.guards.on_nan != "off" else None
         self.nan_guard = NanGuard(self.guards, self.suspect) if self.suspect else None
@@ -137,6 +141,12 @@ class FinetuneMixin(SavingMixin):
         if is_new and self.clips_itself:
             optimizer.register_step_pre_hook(self._clip)
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As the Trainer's, which asks for it between building the optimizer and loading a checkpoint into it."""
+        if self.reshard:
+            self.own_settings = OwnSettings.of(optimizer or self.optimizer)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """DeepSpeed's engine steps while it goes back; the Trainer asks for the norm after that."""

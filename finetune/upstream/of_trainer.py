@@ -139,6 +139,13 @@ PUBLIC = (
         "the final model is whole",
     ),
     _public(MIXIN, "create_optimizer", "self, model=", "_prepare_for_training", "keeps the norm"),
+    _public(
+        MIXIN,
+        "create_scheduler",
+        "self, num_training_steps, optimizer=",
+        "_prepare_for_training",
+        "a resumed run keeps what its flags make of the optimizer, before a checkpoint is loaded into it",
+    ),
     _public(MIXIN, "get_train_dataloader", "self", "_inner_training_loop", "workers outlive a SIGTERM"),
     _public(
         MIXIN,

@@ -30,6 +30,13 @@ class RunArguments:
             "help": "'auto', or the checkpoint folder to go on from; 'allow': 'auto' if there is one, else start"
         },
     )
+    resume_changed: str = field(
+        default="refuse",
+        metadata={
+            "help": "allow: go on although data, seed or the like differ from the checkpoint's (docs/checkpoints.md)",
+            "choices": ("refuse", "allow"),
+        },
+    )
     overwrite_output_dir: bool = field(default=False, metadata={"help": "delete the run that output_dir holds"})
     early_stopping_patience: int | None = field(
         default=None, metadata={"help": "evaluations without improvement", "range": AT_LEAST_ONE}

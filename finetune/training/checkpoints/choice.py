@@ -4,16 +4,18 @@ meanwhile, and all read every byte of it together."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.errors import FinetuneError, NothingToDoError, RequestError
-from finetune.run.files import LAST_WRITTEN, REPLACED, STATE_FILE
+from finetune.run.files import IDENTITY, LAST_WRITTEN, REPLACED, STATE_FILE
 from finetune.run.output_folder import RESUMES, START_ANEW
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
+from finetune.training.checkpoints.identity import SHOWN, Stretch, mixed, read_identity, read_run
 from finetune.training.checkpoints.manifest import (
     MANIFEST,
     altered,
@@ -22,6 +24,7 @@ from finetune.training.checkpoints.manifest import (
     problems,
     read_manifest,
 )
+from finetune.training.checkpoints.state import state_problems
 from finetune.training.checkpoints.verifying import verify_together
 from finetune.training.checkpoints.writing import (
     SHARED_DISK_SECONDS,
@@ -86,7 +89,7 @@ def _newest(run: Run, broken: dict[str, str]) -> Chosen:
     """The newest of the run folder that looks right and is not among those that were read and found `broken`."""
     folder, resume = Path(run.values["output_dir"]).expanduser(), run.values["resume"]
     skipped: list[str] = []
-    for path, why in _looked_at(folder, broken):
+    for path, why in _looked_at(folder, broken, run.value("resume_changed") == "allow"):
         if why is None:
             _refuse_if_finished(run, path, RequestError if resume == "auto" else NothingToDoError)
             return Chosen(str(path), tuple(f"warning: skipped {line}" for line in skipped))
@@ -101,15 +104,20 @@ def _newest(run: Run, broken: dict[str, str]) -> Chosen:
     )
 
 
-def _looked_at(folder: Path, broken: dict[str, str]) -> Iterator[tuple[Path, str | None]]:
+def _looked_at(folder: Path, broken: dict[str, str], takes_others: bool) -> Iterator[tuple[Path, str | None]]:
     """Newest first, with what is wrong. The only one may have been moved aside by a save that was cut off: rank 0 gives
     it its name again once it has the lock."""
+    for link in sorted(path for path in folder.glob("checkpoint-*") if path.is_symlink()):
+        yield link, f"{link.name} is a link, and only folders of the run itself are gone on with."
+    own = read_run(folder)
     for path in checkpoints_in(folder) or sorted(folder.glob(f"{REPLACED}checkpoint-*"), reverse=True):
         if not (path / MANIFEST).exists():
             why = f"has no {MANIFEST}: another version wrote it, and only --resume {path} takes it, as it is."
             yield path, f"{path.name} {why}"
             continue
         found = broken.get(path.name) or in_short(_glance(path))
+        if not found and not takes_others:
+            found = of_another_run(path, own) or ""
         yield path, found or None
 
 
@@ -117,17 +125,39 @@ def _named(run: Run, path: Path) -> Chosen:
     """The user's own choice, which may be older than manifests."""
     if not (path / STATE_FILE).is_file():
         raise RequestError(f"--resume {path}: is no checkpoint folder (no trainer_state.json in it). {RESUMES}")
+    if path.is_symlink():
+        raise RequestError(f"--resume {path}: is a link to {os.readlink(path)}. Give the checkpoint itself.")
     notes: tuple[str, ...] = ()
     if not (path / MANIFEST).exists():
         notes = (f"warning: {path} has no {MANIFEST}, so nobody can say whether it is whole. It is taken as it is.",)
+        found = state_problems(path, None)
+        if found:
+            raise RequestError(_refused(path, found))
     elif found := _glance(path):
         raise RequestError(_refused(path, found))
+    other = of_another_run(path, read_run(Path(run.values["output_dir"]).expanduser()))
+    if other and run.value("resume_changed") != "allow":
+        raise RequestError(
+            f"--resume {path}: {other} Give another --output_dir, or go on all the same by --resume_changed allow."
+        )
     return Chosen(str(path), notes)
 
 
 def _glance(path: Path) -> list[str]:
     """Names and sizes, and the content of the one file that is read before all are."""
-    return problems(path, hashes=False) or altered(path, read_manifest(path), [STATE_FILE])
+    if found := problems(path, hashes=False):
+        return found
+    manifest = read_manifest(path)
+    found = altered(path, manifest, [name for name in (STATE_FILE, IDENTITY) if name in manifest.files])
+    return found or state_problems(path, manifest.step) or mixed(path, manifest)
+
+
+def of_another_run(checkpoint: Path, own: tuple[str, tuple[Stretch, ...]] | None) -> str | None:
+    """That it is not of the run whose folder this is, nor of one that it has gone on from, in a sentence."""
+    identity = read_identity(checkpoint)
+    if identity is None or own is None or identity.run in (own[0], *(stretch.run for stretch in own[1])):
+        return None
+    return f"{checkpoint.name} is of run {identity.run[:SHOWN]}, and the folder is of run {own[0][:SHOWN]}."
 
 
 def _refused(path: Path, found: list[str]) -> str:

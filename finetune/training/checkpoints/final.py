@@ -7,21 +7,24 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from finetune.training.checkpoints.manifest import FileRecord
 from finetune.training.checkpoints.writing import AtomicFolder, flush, leads, together
 
 FINAL = "final"  # where it is put together
 
 
-def save_final(run_folder: Path, write: Callable[[Path], None]) -> None:
-    """The model that `write` saves, into the run folder in place of one that is there. All ranks must call it.
+def save_final(run_folder: Path, write: Callable[[Path], None]) -> dict[str, FileRecord]:
+    """The model that `write` saves, into the run folder in place of one that is there. Returns what its files are, for
+    `open_final`. All ranks must call it.
 
     At every moment `from_pretrained` finds the old model, or none, or the new: the old weights go before anything of
     the new model comes, and what it looks for first, the index or the one file, comes last. Until then `final/` is
     whole.
     """
-    with AtomicFolder(run_folder / FINAL, None) as folder:
+    with (whole := AtomicFolder(run_folder / FINAL, None)) as folder:
         write(folder)
     together(lambda: _move_up(run_folder / FINAL) if leads() else None)
+    return whole.records
 
 
 def _move_up(folder: Path) -> None:

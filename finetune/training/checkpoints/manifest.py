@@ -73,9 +73,10 @@ class Manifest:
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
-    """The folders that are named as checkpoints, newest step first, whatever is in them."""
+    """The folders that are named as checkpoints, newest step first, whatever is in them. A link is no folder of a run:
+    it leads to what is not its own, and which nothing may delete."""
     found = [(int(m[1]), path) for path in run_folder.glob("checkpoint-*") if (m := CHECKPOINT.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
+    return [path for _, path in sorted(found, reverse=True) if path.is_dir() and not path.is_symlink()]
 
 
 def problems(folder: Path, hashes: bool) -> list[str]:

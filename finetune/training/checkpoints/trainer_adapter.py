@@ -60,4 +60,6 @@ class TrainerSaves:
             layout = Spread("deepspeed", ranks, zero_stage=int(config.get("zero_optimization", {}).get("stage", 0)))
         else:
             layout = Spread("fsdp" if trainer.is_fsdp_enabled else "ddp", ranks)
-        return About(trainer.state.global_step, trainer.state.epoch, trainer.global_batch_size, layout)
+        return About(
+            trainer.state.global_step, trainer.state.epoch, trainer.global_batch_size, layout, trainer.identity
+        )

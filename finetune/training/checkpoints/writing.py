@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import shutil
 import time
@@ -16,7 +17,8 @@ from typing import Any, TypeVar
 from torch import distributed
 
 from finetune.errors import FinetuneError, RunError, first_line
-from finetune.run.files import DELETING, REPLACED, UNFINISHED
+from finetune.run.files import DELETING, IDENTITY, REPLACED, UNFINISHED
+from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.manifest import (
     FileRecord,
     Manifest,
@@ -50,6 +52,7 @@ class About:
     epoch: float | None
     global_batch_size: int
     layout: Spread
+    identity: Identity | None = None
 
 
 class AtomicFolder:
@@ -135,6 +138,10 @@ class AtomicFolder:
         if self.about is not None:
             about = self.about
             saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            if about.identity is not None:
+                record = about.identity.at(about.step, self.records).as_json()
+                write_durably(self.folder / IDENTITY, json.dumps(record, indent=1) + "\n")
+                self.records[IDENTITY] = record_of(self.folder / IDENTITY)
             files = dict(sorted(self.records.items()))
             found = (about.step, about.epoch, saved, about.global_batch_size, about.layout, versions(), files)
             write_manifest(self.folder, Manifest(*found))

@@ -23,9 +23,12 @@ from finetune.errors import RequestError
 from finetune.run.files import PIPELINE_RECORD, STATE_FILE
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.final import save_final
+from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.manifest import Spread
+from finetune.training.checkpoints.opened import open_final
 from finetune.training.checkpoints.space import OTHER_BYTES, check_space, stage_bytes
 from finetune.training.checkpoints.writing import About, AtomicFolder, every
+from finetune.training.own_settings import OwnSettings
 from finetune.training.pipeline.engine import Built, Named
 from finetune.training.pipeline.files import file_name, find_tensors, read_tensor
 from finetune.training.pipeline.flat_states import FlatStates
@@ -40,9 +43,14 @@ class Checkpoints:
     what `from_pretrained` needs."""
 
     def __init__(
-        self, built: Built, parts: Cut, save_config: Callable[[Path], None] | None, processing_class: Any
+        self,
+        built: Built,
+        parts: Cut,
+        save_config: Callable[[Path], None] | None,
+        processing_class: Any,
+        identity: Identity | None = None,
     ) -> None:
-        self.built, self.parts = built, parts
+        self.built, self.parts, self.identity = built, parts, identity
         self.save_config, self.processing_class = save_config, processing_class
         grid = built.engine.grid
         self.stage, self.stages = grid.get_stage_id(), grid.get_pipe_parallel_world_size()
@@ -52,6 +60,7 @@ class Checkpoints:
         self.rank = distributed.get_rank()
         self.leads = self.rank == 0
         self.optim = type(built.optimizer).__name__
+        self.own_settings = OwnSettings.of(built.engine.optimizer)
         self.saved_bytes = 0  # of the last checkpoint, all files
         self.writes = grid.get_data_parallel_rank() == 0  # the other pipelines have the same weights
 
@@ -112,10 +121,9 @@ class Checkpoints:
         return {} if scaler is None else {k: v for k, v in vars(scaler).items() if isinstance(v, int | float)}
 
     def load_schedule(self, record: dict[str, Any]) -> None:
-        """Go on where `record`, a state of the schedule, was."""
+        """Go on where `record`, a state of the schedule, was, at the rates of this run's flags."""
         self.built.scheduler.load_state_dict(record)
-        for group, rate in zip(self.states.optimizer.param_groups, record["_last_lr"], strict=True):
-            group["lr"] = rate
+        self.own_settings.put_back(self.built.engine.optimizer, self.built.scheduler)
 
     def load_weights(self, folder: Path) -> None:
         """Of a checkpoint, or of any folder in Hugging Face's form."""
@@ -123,12 +131,14 @@ class Checkpoints:
 
     def save_model(self, folder: Path) -> None:
         """The final model into a run folder, in place of one that is there."""
-        save_final(folder, self._write_model)
+        own = {name: list(p.shape) for name, p in self.built.named.items() if name in self.mine}
+        records = save_final(folder, self._write_model)
+        open_final(folder, records, {name: shape for part in every(own) for name, shape in part.items()})
 
     def _about(self, state: Any, global_batch_size: int) -> About:
         zero_stage = self.built.engine.zero_optimization_stage()
         layout = Spread("pipeline", distributed.get_world_size(), zero_stage, self.stages, self.pipelines)
-        return About(state.global_step, state.epoch, global_batch_size, layout)
+        return About(state.global_step, state.epoch, global_batch_size, layout, self.identity)
 
     def _write_model(self, folder: Path) -> None:
         weights = whole_weights(self.built.named, self.mine, self.writes)

@@ -30,6 +30,7 @@ from finetune.errors import InterruptedRunError
 from finetune.models.pipeline import PipelineModel
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.launch import Launch
+from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.rotation import Keeper
 from finetune.training.guards.nan_guard import NanGuard
 from finetune.training.guards.pipeline_adapter import PipelineSuspect
@@ -80,9 +81,10 @@ class PipelineTrainer:
         weights: Path | None = None,
         schedule_step: int = 0,
         guards: GuardArguments | None = None,
+        identity: Identity | None = None,
     ) -> None:
         self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0)
-        self.ds_config = ds_config
+        self.ds_config, self.identity = ds_config, identity
         self.model, self.parts, self.args, self.launch = model, parts, args, launch
         self.train_dataset, self.eval_dataset, self.collator = train_dataset, eval_dataset, data_collator
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
@@ -95,7 +97,7 @@ class PipelineTrainer:
         self.engine, self.optimizer, self.scheduler = built.engine, built.optimizer, built.scheduler
         self.grid, self.device = self.engine.grid, self.engine.device
         self.stage, self.pipeline = self.grid.get_stage_id(), self.grid.get_data_parallel_rank()
-        self.checkpoints = Checkpoints(built, parts, model.save, processing_class)
+        self.checkpoints = Checkpoints(built, parts, model.save, processing_class, identity)
         if weights is not None:
             self.checkpoints.load_weights(weights)
         torch.manual_seed(args.seed + launch.rank)  # dropout must not draw the same masks on every stage

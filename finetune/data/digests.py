@@ -1,0 +1,124 @@
+"""Short names for what data hold: of files, and of prepared rows whatever files they lie in. What takes long is kept in
+the cache, by the files' sizes and times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+from datasets import Dataset
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from finetune.data.cache import cache_home, cache_key, file_state
+from finetune.data.image_samples import Pictures
+from finetune.data.packing import PackedDataset
+
+BLOCK_BYTES = 4 * 2**20
+BATCH_ROWS = 100_000
+
+
+def of_text(value: Any) -> str:
+    """Of plain values."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
+
+
+def of_files(place: Path) -> str | None:
+    """Of a file, or of all files of a folder with their names in it; None where it is neither."""
+    if place.is_file():
+        return kept([place], lambda: _of_content([place]))
+    if place.is_dir():
+        files = sorted(path for path in place.rglob("*") if path.is_file())
+        return kept(files, lambda: _of_content(files, place))
+    return None
+
+
+def hub_revision(name: str) -> str | None:
+    """The commit of a hub data set that the hub's cache holds; None where it holds none."""
+    ref = Path(HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "refs" / "main"
+    return ref.read_text(encoding="utf-8").strip()[:64] if ref.is_file() else None
+
+
+def of_rows(split: Any) -> str | None:
+    """Of the rows that are trained on; None for a stream, and for what we did not prepare."""
+    if isinstance(split, Dataset):
+        return kept([Path(file["filename"]) for file in split.cache_files], lambda: _of_table(split))
+    if isinstance(split, PackedDataset):
+        tokens, blocks = split.tokens, split.blocks
+        parts = (tokens.ids, tokens.learnt, tokens.starts, *vars(blocks).values())
+        return of_text([_of_arrays(parts), split.document_mask])
+    if isinstance(split, Pictures):
+        return _of_arrays((split.pixels, split.labels))
+    return None
+
+
+def kept(files: Sequence[Path], make: Callable[[], str]) -> str:
+    """What `make` gives, which depends on the content of `files`; from the cache where they are as they were then."""
+    if not files:
+        return make()
+    place = cache_home() / "digests" / cache_key([file_state(str(path)) for path in files])
+    try:
+        found = place.read_text(encoding="ascii")
+    except (OSError, UnicodeError):
+        found = ""
+    if len(found) == 32:
+        return found
+    found = make()
+    with suppress(OSError):  # a cache that cannot be written costs time, and no run
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(found, encoding="ascii")
+    return found
+
+
+def _of_content(files: Iterable[Path], root: Path | None = None) -> str:
+    found = xxhash.xxh3_128()
+    for path in files:
+        if root is not None:
+            found.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(BLOCK_BYTES):
+                found.update(block)
+    return found.hexdigest()
+
+
+def _of_arrays(arrays: Iterable[Any]) -> str:
+    found = xxhash.xxh3_128()
+    for array in arrays:
+        if array is None:
+            found.update(b"none")
+            continue
+        found.update(f"{array.dtype}{array.shape}".encode())
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for start in range(0, len(flat), BLOCK_BYTES):
+            found.update(flat[start : start + BLOCK_BYTES])
+    return found.hexdigest()
+
+
+def _of_table(rows: Dataset) -> str:
+    """By values alone: how a table is cut into files and chunks is nobody's business."""
+    found = xxhash.xxh3_128()
+    for batch in rows.with_format("arrow").iter(BATCH_ROWS):
+        for name in sorted(batch.column_names):
+            found.update(f"{name}\0".encode())
+            for part in _values(batch.column(name).combine_chunks()):
+                found.update(part)
+    return found.hexdigest()
+
+
+def _values(column: Any) -> Iterator[bytes]:
+    """Of lists first their lengths, then what is in them."""
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks)
+    if pa.types.is_list(column.type):
+        yield pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False).tobytes()
+        yield from _values(column.flatten())
+    elif pa.types.is_primitive(column.type):
+        yield column.to_numpy(zero_copy_only=False).tobytes()
+    else:
+        yield from (json.dumps(value, default=str).encode() for value in column.to_pylist())

@@ -1,0 +1,268 @@
+"""What decides the course of a run, and whether a resumed run is the one that its checkpoint is of. Flags are compared
+before anything heavy is loaded; rows, tokenizer and model once they are there, and before the first step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoTokenizer, TrainingArguments
+
+from finetune.data import digests
+from finetune.data.tokenizer import identity as tokenizer_identity
+from finetune.errors import RequestError
+from finetune.run.files import IDENTITY, STATE_FILE
+from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH
+from finetune.run.on_resume import APPLIED, COMPARED, EVALUATED, NEVER, ROWS
+from finetune.run.run import Run
+from finetune.safe_read import read_json_object
+from finetune.training.checkpoints.identity import (
+    SHOWN,
+    Identity,
+    Stretch,
+    new_id,
+    read_identity,
+    read_run,
+    run_record,
+    shown,
+)
+from finetune.training.checkpoints.manifest import CHECKPOINT
+from finetune.training.checkpoints.writing import leads, of_first, together
+from finetune.training.run_folder import write_json
+from finetune.versions import versions
+
+if TYPE_CHECKING:
+    from finetune.training.start import Session
+
+# Of a model's config, what says nothing of its weights or of what it computes with them.
+NO_SHAPE = """_name_or_path transformers_version dtype torch_dtype use_cache architectures thresholds _commit_hash
+    _attn_implementation gradient_checkpointing label2id output_attentions output_hidden_states return_dict""".split()
+LONGEST = 200  # of a value that is kept as it is
+# Schedules whose rate at a step follows from the steps before, not from the step alone.
+BY_HISTORY = ("reduce_lr_on_plateau", "greedy")
+OF_SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+
+
+@dataclass(frozen=True)
+class Course:
+    """Of this launch: the run's id, its flags, and where it goes on, what its checkpoint knows of it. `before` is None
+    also for a checkpoint without a record; `changed` are flags with the value before and after."""
+
+    run: str
+    flags: Mapping[str, Any]
+    checkpoint: str | None = None
+    step: int = 0
+    before: Identity | None = None
+    changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def lineage(self, changed: Mapping[str, tuple[Any, Any]]) -> tuple[Stretch, ...]:
+        """Which steps ran under which flags, this launch's included."""
+        past = () if self.before is None else tuple(s for s in self.before.lineage if s.from_step < self.step)
+        if self.checkpoint is None or (self.before is None and not past):
+            return (Stretch(self.run, self.step if self.checkpoint else 0),)
+        return (*past, Stretch(self.run, self.step, changed)) if changed or past[-1].run != self.run else past
+
+
+def course_of(run: Run, training: TrainingArguments, checkpoint: str | None) -> Course:
+    """All ranks must call it, once they have settled on the checkpoint. Raises RequestError for flags that differ from
+    the checkpoint's and are not taken."""
+    flags = _flags(run, training)
+    folder = Path(run.value("output_dir")).expanduser()
+    look = together(lambda: _look(folder, checkpoint) if leads() else (None, None, 0))
+    own, before, step = of_first(look)
+    if checkpoint is None:
+        return Course(of_first(new_id()), flags)
+    in_folder = Path(checkpoint).expanduser().resolve().parent == folder.resolve()
+    run_id = own or (before.run if before and in_folder else of_first(new_id()))
+    name = Path(checkpoint).name
+    if before is None:
+        line = (
+            f"resume: going on from {name}, step {step}. It has no {IDENTITY} (an older version saved it), so nobody "
+            "can say whether data and flags are those of before; the model's config is compared."
+        )
+        return Course(run_id, flags, checkpoint, step, notes=(line,))
+    notes = [f"resume: going on from {name}, step {step} of run {before.run[:SHOWN]}{_newest(folder, name, in_folder)}"]
+    if before.run != run_id:
+        notes.append(f"resume: {folder.name} is run {run_id[:SHOWN]}, which goes on from there with flags of its own")
+    known = {flag: value for flag, value in before.flags.items() if flag in flags}
+    changed = {flag: (value, flags[flag]) for flag, value in known.items() if value != flags[flag]}
+    _refuse(run, name, changed)
+    notes += _said(changed, step)
+    here = versions()
+    others = [name for name in here if name != "finetune" and before.versions.get(name) not in (None, here[name])]
+    if others:
+        listed = ", ".join(f"{name} {before.versions[name]} -> {here[name]}" for name in others)
+        notes.append(f"resume: other versions: {listed}: figures may differ in their last digits")
+    return Course(run_id, flags, checkpoint, step, before, changed, tuple(notes))
+
+
+def settle_identity(session: Session, config: Any, data: Any) -> Identity:
+    """What each checkpoint of this run is to say of it. All ranks must call it, before the trainer is built. Raises
+    RequestError where rows, tokenizer or model are not those that the checkpoint was trained on."""
+    course, run = session.course, session.run
+    facts = of_first(together(lambda: _facts(session, config, data) if leads() else {}))
+    changed = dict(course.changed)
+    if course.before is not None:
+        changed |= _compare(run, course, facts)
+    elif course.checkpoint is not None:
+        _compare_old(course.checkpoint, facts["model"])
+    lineage = course.lineage(changed)
+    return Identity(course.run, course.flags, facts, versions(), lineage)
+
+
+def write_run_record(folder: Path, identity: Identity) -> None:
+    """Into the run folder. Only rank 0."""
+    write_json(folder / IDENTITY, run_record(identity.run, identity.lineage))
+
+
+def tokenizer_of(checkpoint: str | None, run: Run) -> Any | None:
+    """Of a checkpoint of a model from scratch, the tokenizer that its embeddings belong to; None elsewhere."""
+    if checkpoint is None or run.value("model_name_or_path") or run.value("tokenizer_name"):
+        return None
+    if not (Path(checkpoint) / "tokenizer.json").is_file():
+        return None
+    return AutoTokenizer.from_pretrained(str(Path(checkpoint).expanduser()))
+
+
+def _look(folder: Path, checkpoint: str | None) -> tuple[str | None, Identity | None, int]:
+    own = read_run(folder) if checkpoint else None
+    if checkpoint is None:
+        return None, None, 0
+    step = int(read_json_object(Path(checkpoint) / STATE_FILE)["global_step"])
+    return own[0] if own else None, read_identity(Path(checkpoint)), step
+
+
+def _flags(run: Run, training: TrainingArguments) -> dict[str, Any]:
+    """Those that are compared by value, with what the machine has settled."""
+    found = {name: run.value(name) for name in run.recipe.flags if name in COMPARED}
+    found |= {"bf16": bool(training.bf16), "fp16": bool(training.fp16)}
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return plain
+
+
+def _newest(folder: Path, name: str, in_folder: bool) -> str:
+    """Those that are newer: they have been passed over, a line each, or this one was asked for."""
+    found = {int(m[1]): path.name for path in folder.glob("checkpoint-*") if (m := CHECKPOINT.fullmatch(path.name))}
+    step = next((step for step, there in found.items() if there == name), None) if in_folder else None
+    newer = [found[other] for other in sorted(found) if step is not None and other > step]
+    return f"; newer, and not taken: {', '.join(newer)}" if newer else ""
+
+
+def _refuse(run: Run, name: str, changed: Mapping[str, tuple[Any, Any]]) -> None:
+    allowed = run.value("resume_changed") == "allow"
+    lines = [
+        f"--{flag} was {shown(before)} when {name} was saved, and is {shown(now)}"
+        for flag, (before, now) in changed.items()
+        if flag not in APPLIED and (flag in NEVER or not allowed)
+    ]
+    kinds = changed.get("lr_scheduler_type", (run.value("lr_scheduler_type"),))
+    by_history = next((kind for kind in kinds if str(kind) in BY_HISTORY), None)
+    if by_history is not None:
+        others = [flag for flag in OF_SCHEDULE if flag in changed]
+        lines += [f"--{flag} is not as before, and the rates of {by_history} follow from the past" for flag in others]
+    if lines:
+        never = by_history is not None or any(flag in NEVER for flag in changed)
+        mend = "." if never else ", or go on as something else by --resume_changed allow."
+        raise RequestError(
+            f"--resume: {'; '.join(lines)}. A run is resumed as it was: give the flags of before, another "
+            f"--output_dir{mend}"
+        )
+
+
+def _said(changed: Mapping[str, tuple[Any, Any]], step: int) -> list[str]:
+    return [
+        f"resume: --{flag} is {shown(now)} from step {step + 1} on (until then {shown(before)})"
+        for flag, (before, now) in changed.items()
+    ]
+
+
+def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]]:
+    run, training = session.run, session.training
+    rows: dict[str, Any] = {split: digests.of_rows(data.splits.get(split)) for split in ("train", "validation")}
+    files: dict[str, Any] = {}
+    for name, flag in run.recipe.flags.items():
+        given = run.value(name)
+        if name in ROWS | EVALUATED and given and flag.path in (FILE, FOLDER, NAME_OR_PATH):
+            files[name] = digests.of_files(Path(given).expanduser()) or digests.hub_revision(given) or str(given)
+    if data.splits.get("train") is not None and rows["train"] is None:
+        # Nobody has read a stream yet: what is asked for stands for it, without the rows that are held out of it.
+        asked = {name: files.get(name, run.value(name)) for name in run.recipe.flags if name in ROWS}
+        held_out = None if run.value("validation_file") else rows["validation"]
+        rows["train"] = digests.of_text([asked, held_out, training.seed])
+    processor = data.processor
+    tokens: str | None = None
+    if hasattr(processor, "get_vocab"):
+        tokens = digests.of_text(tokenizer_identity(processor))
+    elif hasattr(processor, "to_dict"):
+        tokens = digests.of_text(processor.to_dict())
+    model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
+    if run.value("use_peft"):
+        base = str(run.value("model_name_or_path"))
+        files["model_name_or_path"] = digests.of_files(Path(base).expanduser()) or run.value("model_revision")
+    return {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model}
+
+
+def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in config.items():
+        if name not in NO_SHAPE and value is not None:
+            text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+            found[name] = text if len(text) <= LONGEST else digests.of_text(text)
+    return found
+
+
+def _compare(run: Run, course: Course, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """The rows that differ and are allowed to. Raises RequestError for all else."""
+    before, name = course.before, Path(course.checkpoint or "").name
+    assert before is not None
+    _refuse_model(name, before.facts.get("model", {}), facts["model"])
+    known = before.facts.get("tokenizer", {}).get("hash")
+    if known != facts["tokenizer"]["hash"]:
+        raise RequestError(
+            f"--resume: {name} was trained with another tokenizer than this run has. Its embeddings belong to the "
+            f"tokens of {name}/tokenizer.json: give the tokenizer of before, or another --output_dir to start anew."
+        )
+    was, base = before.facts.get("files", {}), "model_name_or_path"
+    if base in was and was[base] != facts["files"].get(base):
+        raise RequestError(f"--resume: {name} is an adapter of other weights than --{base} {run.value(base)} has.")
+    there, now = before.facts.get("rows", {}), facts["rows"]
+    other = {f"{split} rows": (there.get(split), now[split]) for split in now if there.get(split) != now[split]}
+    if not other:
+        return {}
+    files = [f"--{flag}" for flag, digest in facts["files"].items() if was.get(flag) not in (None, digest)]
+    why = f" ({', '.join(files)} has other content)" if files else ""
+    line = f"{' and '.join(other)} are not those of {name}{why}"
+    if ("train rows" in other or _evaluation_decides(run)) and run.value("resume_changed") != "allow":
+        raise RequestError(
+            f"--resume: the {line}: files, or flags that choose, cut or clean them, have changed. Give those of "
+            "before, another --output_dir, or go on with other data by --resume_changed allow."
+        )
+    if leads():
+        print(f"resume: from step {course.step + 1} on the {line}", flush=True)
+    return other
+
+
+def _evaluation_decides(run: Run) -> bool:
+    """Whether it has a say in what is learnt or kept: its figures are then compared with those of before."""
+    asked = (run.value("load_best_model_at_end"), run.value("early_stopping_patience"))
+    return any(asked) or run.value("save_strategy") == "best" or str(run.value("lr_scheduler_type")) in BY_HISTORY
+
+
+def _compare_old(checkpoint: str, model: Mapping[str, Any]) -> None:
+    path = Path(checkpoint) / "config.json"
+    if path.is_file():
+        _refuse_model(Path(checkpoint).name, _shape(read_json_object(path)), model)
+
+
+def _refuse_model(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    others = [key for key in now if key in before and before[key] != now[key]]
+    if others:
+        what = "; ".join(f"{key} {shown(before[key])}, here {shown(now[key])}" for key in others[:3])
+        raise RequestError(
+            f"--resume: {name} is of another model than these data and flags make: {what}. Resume with the flags and "
+            "data of before (recipe.yaml), or give another --output_dir."
+        )

@@ -1,0 +1,63 @@
+"""A final model counts as saved once it opens as it was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from finetune.errors import RunError
+from finetune.training.checkpoints.final import save_final
+from finetune.training.checkpoints.opened import open_final
+
+SHAPES = {"a.weight": [2, 3], "b.bias": [4]}
+
+
+def saved(folder: Path, **other: torch.Tensor) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()} | other
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def test_what_was_written_opens(tmp_path: Path) -> None:
+    open_final(tmp_path, save_final(tmp_path, lambda folder: saved(folder) and None), SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.full((4,), float("nan")), "not finite"),
+        (torch.zeros(5), r"\[5\], and was trained as \[4\]"),
+    ],
+)
+def test_numbers_and_shapes_are_those_of_the_training(tensor: torch.Tensor, said: str, tmp_path: Path) -> None:
+    records = save_final(tmp_path, lambda folder: saved(folder, **{"b.bias": tensor}) and None)
+    (tmp_path / "checkpoint-4").mkdir()
+    with pytest.raises(RunError, match=said) as error:
+        open_final(tmp_path, records, SHAPES)
+    assert str(tmp_path / "checkpoint-4") in str(error.value)
+
+
+def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:
+    records = save_final(tmp_path, lambda folder: saved(folder) and None)
+    with pytest.raises(RunError, match=r"c\.weight is missing"):
+        open_final(tmp_path, records, {**SHAPES, "c.weight": [1]})
+
+
+def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
+    records = save_final(tmp_path, lambda folder: (folder / "config.json").write_text("{}") and None)
+    with pytest.raises(RunError, match="no weights"):
+        open_final(tmp_path, records, SHAPES)
+
+
+@pytest.mark.parametrize("spoil", ["a byte", "all of it"])
+def test_a_file_that_is_no_longer_what_was_written_is_named(spoil: str, tmp_path: Path) -> None:
+    records = save_final(tmp_path, lambda folder: saved(folder) and None)
+    path = tmp_path / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content) if spoil == "a byte" else path.unlink()
+    with pytest.raises(RunError, match=r"model\.safetensors"):
+        open_final(tmp_path, records, SHAPES)
