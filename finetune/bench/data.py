@@ -11,7 +11,6 @@ from torch.utils.data import Dataset
 from transformers import DistilBertForSequenceClassification, ResNetForImageClassification
 
 from finetune.bench.models import TEXT, BenchModel
-from finetune.data.columns import IGNORED
 from finetune.measure.models import config_of
 from finetune.models import alexnet, gptlite, gptlite_weights, mlp
 from finetune.models.gptlite_pipeline import gptlite_pipeline
@@ -55,7 +54,7 @@ class MadeUp(Dataset):  # type: ignore[misc]
             walk.append((walk[-1] * FACTOR + 1) % vocabulary)
         ids = torch.tensor(walk)
         if self.for_pipeline:  # nothing follows the last token, there as here
-            return {"input_ids": ids, "shift_labels": torch.tensor([*walk[1:], IGNORED])}
+            return {"input_ids": ids, "shift_labels": torch.tensor([*walk[1:], -100])}
         return {"input_ids": ids, "labels": ids.clone()}
 
     def _picture(self, random: np.random.Generator) -> dict[str, torch.Tensor]:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -40,7 +42,8 @@ def run_main(main: Callable[[], None]) -> None:
     them, which it does as soon as rank 0 has; ending first, they would have rank 0 killed before it spoke. A rank whose
     fault rank 0 does not share speaks once it has waited in vain.
     """
-    launch = read_launch()
+    launch, done = read_launch(), threading.Event()
+    atexit.register(_leave, done)  # the first that is registered is the last that is called
     try:
         main()
     except KeyboardInterrupt:
@@ -65,9 +68,15 @@ def run_main(main: Callable[[], None]) -> None:
         print(f"\n{prefix}error: {shown(str(error))}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(error.exit_status)  # no atexit hook may hang on a collective that the other ranks have left
+    done.set()
     if not launch.speaks:
-        # Nothing is left to do but to tear down threads of gloo and of libraries, over which a rank has been seen to
-        # die ("terminate called without an active exception"), and with it a run that was done.
+        _leave(done)
+
+
+def _leave(done: threading.Event) -> None:
+    """Once a run is done, nothing is left but to tear down threads of gloo and of libraries, over which ranks have
+    been seen to die ("terminate called without an active exception", pytorch PR 179291), and with them the run."""
+    if done.is_set():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

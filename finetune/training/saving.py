@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel, TrainerState
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.trainer import TRAINING_ARGS_NAME
@@ -100,7 +101,11 @@ def trained_shapes(model: Any) -> dict[str, list[int]]:
         return {}
     named = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     if hasattr(model, "peft_config"):
-        return {name.replace(".default.", "."): shape for name, shape in named.items() if ".lora_" in name}
+        from peft import get_peft_model_state_dict
+
+        whole = {name: torch.empty(shape, device="meta") for name, shape in named.items()}
+        saved = get_peft_model_state_dict(model, whole, save_embedding_layers=False)
+        return {name: list(weight.shape) for name, weight in saved.items()}
     every_name: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         every_name.setdefault(id(p), set()).add(name)

@@ -172,7 +172,7 @@ def test_a_run_is_not_resumed_with_other_data_and_its_record_stays(tmp_path: Pat
     other = write(tmp_path, "a.csv", "text,label\n" + "".join(f"words {i},{'xyz'[i % 3]}\n" for i in range(60)))
     run = launch("python", folder, {**TINY, "train_file": other, "resume": "auto"}, check=False)
     assert run.status == 2
-    assert "is of a model with id2label" in run.errors[0]
+    assert "is of another model than these data and flags make: id2label" in run.errors[0]
     assert (folder / "recipe.yaml").read_text() == record
 
 

@@ -29,7 +29,7 @@ def save(run: Path, step: int) -> None:
     with AtomicFolder(run / f"checkpoint-{step}", About(step, 1.0, 8, Spread("ddp", 2))) as target:
         torch.save({"x": torch.zeros(1000)}, target / f"rng_state_{RANK}.pth")
         if RANK == 0:
-            state = {"global_step": step, "max_steps": 9}
+            state = {"global_step": step, "max_steps": 9, "num_train_epochs": 1}
             (target / "trainer_state.json").write_text(json.dumps(state))
 
 
@@ -149,6 +149,8 @@ def main() -> None:
             found[name] = [type(error).__name__, str(error)]
         writing.record_of = record_of
     print(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()  # its threads may abort over Python's own end
 
 
 if __name__ == "__main__":

@@ -37,3 +37,4 @@ def train(stop: StopOnSignal) -> None:
 if __name__ == "__main__":
     distributed.init_process_group("gloo", init_method=f"file://{FOLDER}/meeting", rank=RANK, world_size=2)
     train(StopOnSignal())
+    distributed.destroy_process_group()  # its threads may abort over Python's own end

@@ -1,0 +1,47 @@
+"""How a recipe's process ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO
+
+ENDS = """
+import atexit, os, sys
+from finetune.run.main import run_main
+
+class Torn:  # as gloo's threads may be, once Python itself is taken apart
+    def __del__(self):
+        os.abort()
+
+def main():
+    sys.torn = Torn()
+    atexit.register(print, "the tracker is told")
+    print("done")
+    {last}
+
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_is_done_does_not_die_over_what_is_torn_down_behind_it(rank: int) -> None:
+    env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "PATH": "", "PYTHONPATH": str(REPO)}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS.format(last="")], env=env, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == (["done", "the tracker is told"] if rank == 0 else ["done"])
+
+
+def test_a_fault_of_ours_does_not_end_in_0() -> None:
+    command = [
+        sys.executable,
+        "-c",
+        ENDS.format(last="sys.torn = None; raise KeyError('x')").replace("os.abort()", "pass"),
+    ]
+    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "KeyError" in ended.stderr
