@@ -90,6 +90,11 @@ def find_columns(
             raise RequestError(f"{where} has no column {wanted!r} (--{flag}). {_describe(head)}")
     if text and len(text) > 2:
         raise RequestError(f"--text_column_names takes one column, or two for pairs, but {len(text)} were given.")
+    if label is not None and label in (text or ()):
+        raise RequestError(
+            f"--text_column_names and --label_column_name are both {label!r}. One column cannot be text and label. "
+            f"{_describe(head)}"
+        )
     label = label or _find_label(head, set(text or ()))
     if label is None and needs_label:
         raise RequestError(

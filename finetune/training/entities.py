@@ -37,23 +37,17 @@ find = pipeline("token-classification", "path/to/this/folder", aggregation_strat
 print(find("Some text."))  # "first" in place of "simple" keeps words whole"""
 
 
-def kept_of_tokens(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+def kept_of_tokens(logits: Any, labels: torch.Tensor | None) -> torch.Tensor:
     """The Trainer's `preprocess_logits_for_metrics`: of logits (B, T, tags) three figures a token (B, T, 3), however
-    many tags there are: the likeliest tag, its probability, and the cross entropy of the label."""
+    many tags there are: the likeliest tag, its probability, and the cross entropy of the label; 0 where none is known,
+    as of a test file without tags."""
     logits = (logits[0] if isinstance(logits, tuple) else logits).float()
     chances = logits.log_softmax(-1)
-    best, losses = chances.max(-1), -chances.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    best = chances.max(-1)
+    losses = torch.zeros_like(best.values)
+    if labels is not None:
+        losses = -chances.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
     return torch.stack([best.indices.float(), best.values.exp(), losses], dim=-1)
-
-
-def guesses_of(predicted: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-    """Ids of tags (N, T) and their probabilities, of a prediction: where no labels are known its logits were kept."""
-    found = predicted.predictions
-    if predicted.label_ids is None:
-        logits = torch.from_numpy(np.asarray(found[0] if isinstance(found, tuple) else found)).float()
-        best = logits.softmax(-1).max(-1)
-        return best.indices.numpy(), best.values.numpy()
-    return found[..., 0].astype(np.int64), found[..., 1]
 
 
 def entity_counts(inputs: dict[str, Any], kinds: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -104,7 +98,7 @@ def entities(tags: Sequence[str], scores: Sequence[float], words: Sequence[str])
 def write_spans(path: Path, test: Any, labels: Labels, predicted: Any) -> None:
     """A line of JSON for each sentence of the `test` split, in input order: its number in the file, words, tags and the
     entities that they make; the true tags where they are known. Words that were cut off are tagged O."""
-    ids, scores = guesses_of(predicted)
+    ids, scores = predicted.predictions[..., 0].astype(np.int64), predicted.predictions[..., 1]
     lines = []
     for i, (row, words, first) in enumerate(zip(test[ROW][:], test[WORDS][:], test["first"][:], strict=True)):
         tags = [OUTSIDE if place < 0 else labels.names[ids[i, place]] for place in first]

@@ -75,6 +75,11 @@ def test_bad_labels_are_refused() -> None:
         find_labels(Counter(["1.5", "high"]), "regression", None, "data")
 
 
+def test_one_column_is_not_text_and_label() -> None:
+    with pytest.raises(RequestError, match="cannot be text and label"):
+        find_columns([{"text": "a", "stars": 1}], ["stars"], "stars", "data")
+
+
 def test_emptiness_and_names_of_values() -> None:
     assert [is_empty(v) for v in (None, "", " \t", float("nan"), "0", 0, "NA")] == [True] * 4 + [False] * 3
     assert {label_text(1), label_text(1.0), label_text("1"), label_text(" 1 ")} == {"1"}

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from finetune.errors import RequestError
+from finetune.run.flags.trackers import TRACKERS, check_trackers
 from finetune.run.make_trainer_flags import snapshot
 from finetune.run.trainer_flags import SNAPSHOT
 
@@ -11,3 +15,15 @@ from finetune.run.trainer_flags import SNAPSHOT
 def test_the_snapshot_is_of_the_installed_transformers() -> None:
     """`python -m finetune.run.make_trainer_flags` makes it anew."""
     assert json.loads(SNAPSHOT.read_text()) == snapshot()
+
+
+def test_the_trackers_are_those_of_transformers() -> None:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    assert sorted(TRACKERS) == sorted(INTEGRATION_TO_CALLBACK)
+
+
+def test_a_tracker_that_nobody_knows_is_refused() -> None:
+    check_trackers(["none"])
+    with pytest.raises(RequestError, match=r"--report_to wandbb: .* Did you mean wandb\?"):
+        check_trackers(["wandbb"])

@@ -78,10 +78,10 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_what_is_whole(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """20 MiB: room for one checkpoint of 8.4 MiB and the final model, not for a third checkpoint."""
+    """40 MiB: room for two checkpoints, of ZeRO-2 of 14 MiB, and for the final model of 3 MiB."""
     place = tmp_path / "small"
     place.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=20m", "tmpfs", str(place)]
+    options = ["-t", "tmpfs", "-o", "size=40m", "tmpfs", str(place)]
     if os.geteuid() != 0 or subprocess.run(["mount", *options], capture_output=True).returncode != 0:
         pytest.skip("a file system cannot be mounted here: that takes root")
     yield place

@@ -79,6 +79,16 @@ WAYS = [
 ]  # fmt: skip
 
 
+def test_a_test_file_may_lack_the_tags(one_rank: Finished, tmp_path: Path) -> None:
+    words = [["Anna", "met", "Berlin", "."], ["in", "Smith"]]
+    (tmp_path / "words.conll").write_text("\n\n".join("\n".join(sentence) for sentence in words))
+    flags = {"model_name_or_path": one_rank.folder, "test_file": tmp_path / "words.conll", "do_predict": True}
+    said = run("python", tmp_path / "run", {**flags, "do_train": False, "do_eval": False})
+    rows = [json.loads(line) for line in (said.folder / "predictions.jsonl").read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == words
+    assert all("labels" not in row and len(row["tags"]) == len(row["tokens"]) for row in rows)
+
+
 @pytest.mark.parametrize(("launcher", "config"), WAYS)
 @pytest.mark.usefixtures("built_ops")
 def test_the_loss_is_the_same_on_two_ranks_and_another_number_goes_on_from_there(

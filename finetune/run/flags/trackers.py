@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import netrc
 import os
@@ -10,10 +11,19 @@ from collections.abc import Sequence
 from finetune.errors import RequestError
 
 PACKAGES_OF_TRACKERS = ("tensorboard", "trackio")
+# Those of transformers 5.23, integrations/integration_utils.py, INTEGRATION_TO_CALLBACK; a test compares.
+TRACKERS = """azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab tensorboard
+trackio wandb""".split()
 
 
 def check_trackers(reports: Sequence[str], flag: str = "report_to") -> None:
-    """A tracker that is missing, or that would stop the run to ask, is refused before anything is loaded."""
+    """A tracker that nobody knows, that is missing, or that would stop the run to ask, is refused before anything is
+    loaded."""
+    for name in reports:
+        if flag == "report_to" and name not in (*TRACKERS, "all", "none"):
+            near = difflib.get_close_matches(name, TRACKERS, 1)
+            hint = f"Did you mean {near[0]}?" if near else f"Give some of {', '.join(TRACKERS)}; all; or none."
+            raise RequestError(f"--{flag} {name}: transformers has no such tracker. {hint}")
     for name in PACKAGES_OF_TRACKERS:
         if name in reports and importlib.util.find_spec(name) is None:
             raise RequestError(f"--{flag} {name}: it is not installed. pip install {name}, or leave it out.")
