@@ -23,7 +23,8 @@ def check(run: Run, is_here: bool = True, mistakes: Sequence[str] = ()) -> None:
     """Raises RequestError, with the `mistakes` that were found before, for values that cannot be meant, for flags that
     contradict each other, for what the engine or the launch cannot do, and, of a run that is to be here, for what it
     needs and nobody gave."""
-    found = [*mistakes, *_out_of_range(run), *conflicts(run)]
+    out_of_range = list(_out_of_range(run))
+    found = [*mistakes, *out_of_range, *(() if out_of_range else conflicts(run))]  # which count on these numbers
     if is_here:
         found += [*missing(run), *missing_checkpoint(run)]
     if found:

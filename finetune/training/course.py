@@ -64,7 +64,8 @@ class Course:
         past = () if self.before is None else tuple(s for s in self.before.lineage if s.from_step < self.step)
         if self.checkpoint is None or (self.before is None and not past):
             return (Stretch(self.run, self.step if self.checkpoint else 0),)
-        return (*past, Stretch(self.run, self.step, changed)) if changed or past[-1].run != self.run else past
+        is_new = changed or not past or past[-1].run != self.run
+        return (*past, Stretch(self.run, self.step, changed)) if is_new else past
 
 
 def course_of(run: Run, training: TrainingArguments, checkpoint: str | None) -> Course:
@@ -165,7 +166,8 @@ def _refuse(run: Run, name: str, changed: Mapping[str, tuple[Any, Any]]) -> None
         others = [flag for flag in OF_SCHEDULE if flag in changed]
         lines += [f"--{flag} is not as before, and the rates of {by_history} follow from the past" for flag in others]
     if lines:
-        never = by_history is not None or any(flag in NEVER for flag in changed)
+        of_past = by_history is not None and any(flag in changed for flag in OF_SCHEDULE)
+        never = of_past or any(flag in NEVER for flag in changed)
         mend = "." if never else ", or go on as something else by --resume_changed allow."
         raise RequestError(
             f"--resume: {'; '.join(lines)}. A run is resumed as it was: give the flags of before, another "
@@ -202,7 +204,8 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
     if run.value("use_peft"):
         base = str(run.value("model_name_or_path"))
-        files["model_name_or_path"] = digests.of_files(Path(base).expanduser()) or run.value("model_revision")
+        commit = getattr(config, "_commit_hash", None) or run.value("model_revision")
+        files["model_name_or_path"] = digests.of_files(Path(base).expanduser()) or f"{base}@{commit}"
     return {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model}
 
 

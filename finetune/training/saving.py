@@ -95,9 +95,12 @@ class SavingMixin(AnyTrainer):
 
 def trained_shapes(model: Any) -> dict[str, list[int]]:
     """The weights that a saved model must have, under the names of its file: of an adapter its own alone. Nothing is
-    known of a kind that transformers saves under other names than it trains (its conversion_mapping.py)."""
+    known of a kind that transformers saves under other names than it trains (its conversion_mapping.py), nor under
+    FSDP's version 1, which flattens weights."""
     kinds = {part.config.model_type for part in model.modules() if isinstance(part, PreTrainedModel)}
     if any(get_checkpoint_conversion_mapping(kind) is not None for kind in kinds):
+        return {}
+    if any("_fsdp_wrapped_module" in name or "_flat_param" in name for name, _ in model.named_parameters()):
         return {}
     named = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     if hasattr(model, "peft_config"):
@@ -109,8 +112,9 @@ def trained_shapes(model: Any) -> dict[str, list[int]]:
     every_name: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         every_name.setdefault(id(p), set()).add(name)
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     tied = {name for names in every_name.values() if len(names) > 1 for name in names}  # the file has one of them
-    return {name: shape for name, shape in named.items() if name not in tied}
+    return {name: shape for name, shape in named.items() if name not in tied and name not in ignored}
 
 
 def check_push(args: Any) -> None:

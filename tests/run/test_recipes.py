@@ -145,6 +145,17 @@ def test_a_number_out_of_its_range_is_refused_with_its_source(recipe: Recipe) ->
         assert f"--{flag.name} is {flag.read('-2')!r} (command line), but it must be {flag.range}." in str(met.value)
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_no_step_is_endless_and_conflicts_do_not_count_on_numbers_out_of_range(recipe: Recipe) -> None:
+    steps = [flag.name for flag in recipe.flags.values() if flag.range is not None and flag.range.share]
+    assert {"save_steps", "eval_steps", "warmup_steps"} <= set(steps)
+    words = [f"--{name}=inf" for name in steps if name != "logging_steps"]
+    words += ["--logging_steps=0", "--load_best_model_at_end=True", "--save_strategy=steps", "--eval_strategy=steps"]
+    with pytest.raises(RequestError) as met:
+        resolve(recipe, words, Launch(), is_here=False)
+    assert all(f"--{name} is" in str(met.value) for name in steps)
+
+
 @pytest.mark.parametrize(
     ("taken", "refused", "said"),
     [

@@ -59,7 +59,7 @@ def test_spans_name_words_characters_and_how_sure(is_labelled: bool, tmp_path: P
     words = [["Ada", "Lovelace", "in", "Paris"], ["in", "Rome", "cut"]]
     test = Dataset.from_dict({"row": [0, 7], "words": words, "first": [[1, 3, 4, 5], [1, 2, -1]]})
     guess = logits_for(np.where(IDS < 0, 0, IDS))
-    predicted = SimpleNamespace(predictions=guess.numpy(), label_ids=None)
+    predicted = SimpleNamespace(predictions=kept_of_tokens(guess, None).numpy(), label_ids=None)
     if is_labelled:
         predicted = evaluated(np.where(IDS < 0, 0, IDS))
     write_spans(tmp_path / "predictions.jsonl", test, LABELS, predicted)

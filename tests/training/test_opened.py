@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from finetune.errors import RunError
 from finetune.training.checkpoints.final import save_final
 from finetune.training.checkpoints.opened import open_final
+from finetune.training.saving import trained_shapes
 
 SHAPES = {"a.weight": [2, 3], "b.bias": [4]}
 
@@ -43,6 +44,17 @@ def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:
     records = save_final(tmp_path, lambda folder: saved(folder) and None)
     with pytest.raises(RunError, match=r"c\.weight is missing"):
         open_final(tmp_path, records, {**SHAPES, "c.weight": [1]})
+
+
+def test_a_weight_that_transformers_does_not_save_is_not_missed() -> None:
+    class Positions(torch.nn.Module):
+        _keys_to_ignore_on_save = ("positions.weight",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.head = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 2, bias=False)
+
+    assert trained_shapes(Positions()) == {"head.weight": [2, 2]}
 
 
 def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
