@@ -67,11 +67,6 @@ class Row:
         """Of the fullest rank."""
         return int(max(self.memory["peak_bytes"]))
 
-    @property
-    def average_bytes(self) -> int:
-        """Of the fullest rank."""
-        return int(max(self.memory["average_bytes"]))
-
 
 def append(folder: Path, row: Row) -> None:
     """Whole, and on the disk, before this returns."""
