@@ -4,10 +4,12 @@ gigabyte, and without showing what a link leads to. After a failure the name of 
 from __future__ import annotations
 
 import io
+import os
 import random
 import shutil
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from strangers import LINKS, OWN_FILES, PLACED, READERS, altered, files_of, outcome, place, same_content
@@ -22,8 +24,8 @@ SEED = 20261123
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What the readers import, so that no child does."""
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    """What the readers import, so that no child does; what they set is not left to other tests."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), patch.dict(os.environ):
         for reader, (_, _, read) in READERS.items():
             folder = tmp_path_factory.mktemp("warm")
             files, victims = files_of(reader)
