@@ -204,8 +204,8 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
     if run.value("use_peft"):
         base = str(run.value("model_name_or_path"))
-        commit = getattr(config, "_commit_hash", None) or run.value("model_revision")
-        files["model_name_or_path"] = digests.of_files(Path(base).expanduser()) or f"{base}@{commit}"
+        of_hub = f"{base}@{run.value('model_revision')}"
+        files["model_name_or_path"] = digests.of_files(Path(base).expanduser()) or of_hub
     return {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model}
 
 

@@ -64,6 +64,15 @@ MODELS = (
         )
     ),
     Row(
+        "training/saving.py",
+        MODEL + "_keys_to_ignore_on_save",
+        "read",
+        "weights that are made anew, not saved, are not missing from a final model",
+        "modeling_utils.py, save_pretrained",
+        "a public name",
+        called_from=(MODEL + "save_pretrained",),
+    ),
+    Row(
         "models/batch_norm.py",
         "torch.nn.modules.batchnorm:_BatchNorm",
         "read",
