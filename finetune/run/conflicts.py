@@ -16,6 +16,7 @@ FILES = ("train_file", "validation_file", "test_file")
 FOLDERS = ("train_dir", "validation_dir", "test_dir")
 LANGUAGE_FIGURES = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
 TESTS = ("test_file", "test_dir", "cifar_dir", "dataset_name")
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedules whose rate follows from past evaluations, not from the step
 ADAPTER_NEEDS = {"use_peft": "peft", "load_in_4bit": "bitsandbytes"}  # by flag, the package
 
 
@@ -105,7 +106,7 @@ def _of_evaluations(run: Run) -> Iterator[str]:
         return
     schedule = value("lr_scheduler_type")
     needs = ("save_strategy",) * (saves == "best") + ("load_best_model_at_end",) * bool(value("load_best_model_at_end"))
-    needs += ("lr_scheduler_type",) * (schedule in ("reduce_lr_on_plateau", "greedy"))
+    needs += ("lr_scheduler_type",) * (schedule in BY_METRIC)
     if evaluates == "no" and needs:
         yield f"{said(needs[0])}, which goes by evaluations, but {said('eval_strategy')}. Give steps or epoch."
     elif value("load_best_model_at_end") and saves not in ("best", evaluates):

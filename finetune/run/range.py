@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ class Range:
             and (self.most is None or value <= self.most)
             and (self.below is None or value < self.below)
         )
-        return within and not (self.share and value > 1 and not (math.isfinite(value) and value == int(value)))
+        return within and not (self.share and value > 1 and value % 1 != 0)  # which is NaN for infinity
 
     def __str__(self) -> str:
         """As it stands behind "it must be"."""

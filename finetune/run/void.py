@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetune.run.conflicts import BY_METRIC
 from finetune.run.files import RUN_RECORD
 from finetune.run.flags.compression import HOOKS, KEEPS_ERRORS
 from finetune.run.flags.guards import POLICIES
@@ -43,7 +44,7 @@ VOID = (
     Void(
         ("warmup_steps",),
         "lr_scheduler_type",
-        ("constant", "reduce_lr_on_plateau", "greedy"),
+        ("constant", *BY_METRIC),
         "These have no warm-up: give --lr_scheduler_type constant_with_warmup, or drop it.",
     ),
     Void(("lr_scheduler_kwargs",), "lr_scheduler_type", ("constant", "constant_with_warmup")),

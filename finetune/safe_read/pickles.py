@@ -66,13 +66,6 @@ def holds_pickle(path: Path) -> bool:
     return path.name not in WRITTEN_ONLY and (path.suffix in TORCH_SUFFIXES or path.name.endswith(".metadata"))
 
 
-def refuse_unsafe_folder(folder: Path) -> None:
-    """`refuse_unsafe` of all files below `folder`. Raises RequestError for the first that is not as it should be."""
-    for path in sorted(folder.rglob("*")):
-        if not path.is_dir():
-            refuse_unsafe(path)
-
-
 def _guarded(path: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()

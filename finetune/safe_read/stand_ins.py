@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-LAST_ZERO_STAGE = 3
+ZERO_STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # in the order of their numbers
 NUMBERS = {"u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8"}  # numbers, as a random generator's state has
 METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -62,7 +62,7 @@ class ZeroStage(_StandIn):
     """deepspeed.runtime.zero.config.ZeroStageEnum: a stage by its number."""
 
     def __new__(cls, *given: Any) -> Any:
-        if len(given) != 1 or type(given[0]) is not int or not 0 <= given[0] <= LAST_ZERO_STAGE:
+        if len(given) != 1 or type(given[0]) is not int or not 0 <= given[0] < len(ZERO_STAGES):
             raise RefusedError("ZeroStageEnum of no ZeRO stage")
         return given[0]
 
@@ -134,12 +134,29 @@ class Tensor(Record): ...
 
 
 class Word(_StandIn):
-    """A value that only says a word: a memory format, a layout, a path."""
+    """A value that only says a word: a layout, a path."""
 
     def __new__(cls, *given: Any) -> Any:
         if not all(type(one) in (str, int) for one in given):
             raise RefusedError(f"{cls.__name__} that is none")
         return object.__new__(cls)
+
+
+class MemoryFormat(Word):
+    """torch's _MEM_FORMAT_ENCODING."""
+
+
+class Member(_StandIn):
+    """`getattr(class, name)`, as Python 3.11.0 to 3.11.3 pickle a member of an enumeration (python/cpython#26658); the
+    others call the class with its value. Of the two classes that files have it from, and of no other object."""
+
+    def __new__(cls, *given: Any) -> Any:
+        if len(given) == 2 and type(given[1]) is str:
+            if given[0] is ZeroStage and given[1] in ZERO_STAGES:
+                return ZERO_STAGES.index(given[1])
+            if given[0] is MemoryFormat and given[1].startswith("TORCH_"):
+                return MemoryFormat(given[1])
+        raise RefusedError("getattr of no enumeration")
 
 
 class Size(_StandIn):
@@ -170,6 +187,7 @@ STAND_INS: Names = NUMPY | {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScale,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": LossScale,
     "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStage,
+    "builtins.getattr": Member,
 }
 DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 SHARDED: Names = DTYPES | {  # of a `.metadata`
@@ -180,7 +198,8 @@ SHARDED: Names = DTYPES | {  # of a `.metadata`
     f"{METADATA}.TensorProperties": Record,
     f"{METADATA}.ChunkStorageMetadata": Record,
     f"{METADATA}.StorageMeta": Record,
-    f"{METADATA}._MEM_FORMAT_ENCODING": Word,
+    f"{METADATA}._MEM_FORMAT_ENCODING": MemoryFormat,
+    "builtins.getattr": Member,
     "torch.distributed.checkpoint.filesystem._StorageInfo": Info,
     "torch.serialization._get_layout": Word,
     "torch.Size": Size,

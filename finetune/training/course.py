@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, TrainingArguments
 from finetune.data import digests
 from finetune.data.tokenizer import identity as tokenizer_identity
 from finetune.errors import RequestError
+from finetune.run.conflicts import BY_METRIC
 from finetune.run.files import IDENTITY, STATE_FILE
 from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH
 from finetune.run.on_resume import APPLIED, COMPARED, EVALUATED, NEVER, ROWS
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 NO_SHAPE = """_name_or_path transformers_version dtype torch_dtype use_cache architectures thresholds _commit_hash
     _attn_implementation gradient_checkpointing label2id output_attentions output_hidden_states return_dict""".split()
 LONGEST = 200  # of a value that is kept as it is
-# Schedules whose rate at a step follows from the steps before, not from the step alone.
-BY_HISTORY = ("reduce_lr_on_plateau", "greedy")
 OF_SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 
 
@@ -61,9 +60,9 @@ class Course:
 
     def lineage(self, changed: Mapping[str, tuple[Any, Any]]) -> tuple[Stretch, ...]:
         """Which steps ran under which flags, this launch's included."""
-        past = () if self.before is None else tuple(s for s in self.before.lineage if s.from_step < self.step)
-        if self.checkpoint is None or (self.before is None and not past):
-            return (Stretch(self.run, self.step if self.checkpoint else 0),)
+        if self.before is None:
+            return (Stretch(self.run, self.step),)
+        past = tuple(s for s in self.before.lineage if s.from_step < self.step)
         is_new = changed or not past or past[-1].run != self.run
         return (*past, Stretch(self.run, self.step, changed)) if is_new else past
 
@@ -73,10 +72,9 @@ def course_of(run: Run, training: TrainingArguments, checkpoint: str | None) -> 
     the checkpoint's and are not taken."""
     flags = _flags(run, training)
     folder = Path(run.value("output_dir")).expanduser()
-    look = together(lambda: _look(folder, checkpoint) if leads() else (None, None, 0))
-    own, before, step = of_first(look)
     if checkpoint is None:
         return Course(of_first(new_id()), flags)
+    own, before, step = of_first(together(lambda: _look(folder, checkpoint) if leads() else (None, None, 0)))
     in_folder = Path(checkpoint).expanduser().resolve().parent == folder.resolve()
     run_id = own or (before.run if before and in_folder else of_first(new_id()))
     name = Path(checkpoint).name
@@ -86,7 +84,7 @@ def course_of(run: Run, training: TrainingArguments, checkpoint: str | None) -> 
             "can say whether data and flags are those of before; the model's config is compared."
         )
         return Course(run_id, flags, checkpoint, step, notes=(line,))
-    notes = [f"resume: going on from {name}, step {step} of run {before.run[:SHOWN]}{_newest(folder, name, in_folder)}"]
+    notes = [f"resume: going on from {name}, step {step} of run {before.run[:SHOWN]}{_newer(folder, name, in_folder)}"]
     if before.run != run_id:
         notes.append(f"resume: {folder.name} is run {run_id[:SHOWN]}, which goes on from there with flags of its own")
     known = {flag: value for flag, value in before.flags.items() if flag in flags}
@@ -108,7 +106,7 @@ def settle_identity(session: Session, config: Any, data: Any) -> Identity:
     facts = of_first(together(lambda: _facts(session, config, data) if leads() else {}))
     changed = dict(course.changed)
     if course.before is not None:
-        changed |= _compare(run, course, facts)
+        changed |= _compare(run, course, course.before, facts)
     elif course.checkpoint is not None:
         _compare_old(course.checkpoint, facts["model"])
     lineage = course.lineage(changed)
@@ -129,10 +127,8 @@ def tokenizer_of(checkpoint: str | None, run: Run) -> Any | None:
     return AutoTokenizer.from_pretrained(str(Path(checkpoint).expanduser()))
 
 
-def _look(folder: Path, checkpoint: str | None) -> tuple[str | None, Identity | None, int]:
-    own = read_run(folder) if checkpoint else None
-    if checkpoint is None:
-        return None, None, 0
+def _look(folder: Path, checkpoint: str) -> tuple[str | None, Identity | None, int]:
+    own = read_run(folder)
     step = int(read_json_object(Path(checkpoint) / STATE_FILE)["global_step"])
     return own[0] if own else None, read_identity(Path(checkpoint)), step
 
@@ -145,8 +141,8 @@ def _flags(run: Run, training: TrainingArguments) -> dict[str, Any]:
     return plain
 
 
-def _newest(folder: Path, name: str, in_folder: bool) -> str:
-    """Those that are newer: they have been passed over, a line each, or this one was asked for."""
+def _newer(folder: Path, name: str, in_folder: bool) -> str:
+    """The end of a line, with the checkpoints of the run that are newer than this one; "" where none is."""
     found = {int(m[1]): path.name for path in folder.glob("checkpoint-*") if (m := CHECKPOINT.fullmatch(path.name))}
     step = next((step for step, there in found.items() if there == name), None) if in_folder else None
     newer = [found[other] for other in sorted(found) if step is not None and other > step]
@@ -161,7 +157,7 @@ def _refuse(run: Run, name: str, changed: Mapping[str, tuple[Any, Any]]) -> None
         if flag not in APPLIED and (flag in NEVER or not allowed)
     ]
     kinds = changed.get("lr_scheduler_type", (run.value("lr_scheduler_type"),))
-    by_history = next((kind for kind in kinds if str(kind) in BY_HISTORY), None)
+    by_history = next((kind for kind in kinds if str(kind) in BY_METRIC), None)
     if by_history is not None:
         others = [flag for flag in OF_SCHEDULE if flag in changed]
         lines += [f"--{flag} is not as before, and the rates of {by_history} follow from the past" for flag in others]
@@ -218,10 +214,11 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _compare(run: Run, course: Course, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, Any]]:
+def _compare(
+    run: Run, course: Course, before: Identity, facts: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[Any, Any]]:
     """The rows that differ and are allowed to. Raises RequestError for all else."""
-    before, name = course.before, Path(course.checkpoint or "").name
-    assert before is not None
+    name = Path(course.checkpoint or "").name
     _refuse_model(name, before.facts.get("model", {}), facts["model"])
     known = before.facts.get("tokenizer", {}).get("hash")
     if known != facts["tokenizer"]["hash"]:
@@ -252,7 +249,7 @@ def _compare(run: Run, course: Course, facts: Mapping[str, Mapping[str, Any]]) -
 def _evaluation_decides(run: Run) -> bool:
     """Whether it has a say in what is learnt or kept: its figures are then compared with those of before."""
     asked = (run.value("load_best_model_at_end"), run.value("early_stopping_patience"))
-    return any(asked) or run.value("save_strategy") == "best" or str(run.value("lr_scheduler_type")) in BY_HISTORY
+    return any(asked) or run.value("save_strategy") == "best" or str(run.value("lr_scheduler_type")) in BY_METRIC
 
 
 def _compare_old(checkpoint: str, model: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,21 +101,19 @@ def trained_shapes(model: Any) -> dict[str, list[int]]:
     kinds = {part.config.model_type for part in model.modules() if isinstance(part, PreTrainedModel)}
     if any(get_checkpoint_conversion_mapping(kind) is not None for kind in kinds):
         return {}
-    if any("_fsdp_wrapped_module" in name or "_flat_param" in name for name, _ in model.named_parameters()):
+    named = dict(model.named_parameters(remove_duplicate=False))
+    if any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in named):
         return {}
-    named = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in named.items()}
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict
 
-        whole = {name: torch.empty(shape, device="meta") for name, shape in named.items()}
+        whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         saved = get_peft_model_state_dict(model, whole, save_embedding_layers=False)
         return {name: list(weight.shape) for name, weight in saved.items()}
-    every_name: dict[int, set[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        every_name.setdefault(id(p), set()).add(name)
+    names = Counter(map(id, named.values()))  # of tied weights the file has one name, whichever it is
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    tied = {name for names in every_name.values() if len(names) > 1 for name in names}  # the file has one of them
-    return {name: shape for name, shape in named.items() if name not in tied and name not in ignored}
+    return {name: shape for name, shape in shapes.items() if names[id(named[name])] == 1 and name not in ignored}
 
 
 def check_push(args: Any) -> None:

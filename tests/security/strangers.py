@@ -178,9 +178,11 @@ def pictures(folder: Path) -> None:
 
 
 def guard(folder: Path) -> None:
-    from finetune.safe_read.pickles import refuse_unsafe_folder
+    from finetune.safe_read.pickles import refuse_unsafe
 
-    refuse_unsafe_folder(folder)
+    for path in sorted(folder.rglob("*")):
+        if not path.is_dir():
+            refuse_unsafe(path)
 
 
 def reshard(folder: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from poison import FORMS, HARMLESS_HERE, PAYLOADS, PROTOCOL_2, STOP, call, text, torch_zip, touching
 
 from finetune.errors import RequestError
-from finetune.safe_read.pickles import refuse_unsafe, refuse_unsafe_folder
+from finetune.safe_read.pickles import load_checked, refuse_unsafe
 
 PLACES = (
     "global_step2/mp_rank_00_model_states.pt",
@@ -101,16 +101,6 @@ def test_what_nobody_opens_is_left_alone(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_a_folder_is_looked_at_to_its_last_file(tmp_path: Path) -> None:
-    good = io.BytesIO()
-    torch.save({"weight": torch.ones(2)}, good)
-    put(tmp_path / "a" / "x.pt", good.getvalue())
-    refuse_unsafe_folder(tmp_path)
-    put(tmp_path / "z" / "y.pt", torch_zip(PAYLOADS["os.system by REDUCE"]("true")))
-    with pytest.raises(RequestError, match=r"y\.pt: asks for os\.system"):
-        refuse_unsafe_folder(tmp_path)
-
-
 def test_a_value_in_a_distcp_file_is_refused(tmp_path: Path) -> None:
     """Beside tensors a sharded checkpoint holds pickles, which torch opens without weights_only."""
     import torch.distributed.checkpoint as dcp
@@ -183,6 +173,16 @@ BROKEN = {
     "a ZeRO stage that is a text": lambda: torch_zip(
         PROTOCOL_2 + call("deepspeed.runtime.zero.config", "ZeroStageEnum", "3") + STOP
     ),
+    "an attribute of a class, by getattr": lambda: torch_zip(
+        PROTOCOL_2
+        + b"cbuiltins\ngetattr\n(cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+        + text("__class__")
+        + b"tR"
+        + STOP
+    ),
+    "an attribute of another class, by getattr": lambda: torch_zip(
+        PROTOCOL_2 + b"cbuiltins\ngetattr\n(ctorch.storage\nUntypedStorage\n" + text("from_file") + b"tR" + STOP
+    ),
     "a codec that is none": lambda: torch_zip(PROTOCOL_2 + call("_codecs", "encode", "x", "no such codec") + STOP),
 }
 
@@ -226,10 +226,34 @@ def states(kind: str) -> Any:
     }
 
 
+# Python 3.11.0 to 3.11.3 pickle a member of an enumeration by its name, all others by its value.
+BY = {
+    "name": lambda member, protocol: (getattr, (type(member), member.name)),
+    "value": lambda member, protocol: (type(member), (member.value,)),
+}
+
+
+@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
-def test_the_states_of_real_checkpoints_are_taken(kind: str, tmp_path: Path) -> None:
+def test_the_states_of_real_checkpoints_are_taken(
+    kind: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", BY[by])
     torch.save(states(kind), tmp_path / "x_optim_states.pt")
-    refuse_unsafe(tmp_path / "x_optim_states.pt")
+    assert load_checked(tmp_path / "x_optim_states.pt")["zero_stage"] == 3
+
+
+@pytest.mark.parametrize("by", BY)
+def test_a_sharded_checkpoint_is_taken(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", BY[by])
+    dcp.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    assert (b"getattr" in (tmp_path / ".metadata").read_bytes()) is (by == "name")
+    refuse_unsafe(tmp_path / ".metadata")
 
 
 def test_old_weights_without_code_are_taken(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def _looked_at(folder: Path, broken: dict[str, str], takes_others: bool) -> Iter
             continue
         found = broken.get(path.name) or in_short(_glance(path))
         if not found and not takes_others:
-            found = of_another_run(path, own) or ""
+            found = _of_another_run(path, own) or ""
         yield path, found or None
 
 
@@ -135,7 +135,7 @@ def _named(run: Run, path: Path) -> Chosen:
             raise RequestError(_refused(path, found))
     elif found := _glance(path):
         raise RequestError(_refused(path, found))
-    other = of_another_run(path, read_run(Path(run.values["output_dir"]).expanduser()))
+    other = _of_another_run(path, read_run(Path(run.values["output_dir"]).expanduser()))
     if other and run.value("resume_changed") != "allow":
         raise RequestError(
             f"--resume {path}: {other} Give another --output_dir, or go on all the same by --resume_changed allow."
@@ -152,8 +152,9 @@ def _glance(path: Path) -> list[str]:
     return found or state_problems(path, manifest.step) or mixed(path, manifest)
 
 
-def of_another_run(checkpoint: Path, own: tuple[str, tuple[Stretch, ...]] | None) -> str | None:
-    """That it is not of the run whose folder this is, nor of one that it has gone on from, in a sentence."""
+def _of_another_run(checkpoint: Path, own: tuple[str, tuple[Stretch, ...]] | None) -> str | None:
+    """The sentence that says so where it is neither of the run whose folder this is, nor of one that the run has gone
+    on from."""
     identity = read_identity(checkpoint)
     if identity is None or own is None or identity.run in (own[0], *(stretch.run for stretch in own[1])):
         return None

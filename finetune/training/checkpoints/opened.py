@@ -4,6 +4,7 @@ every file with the hash that it was written with."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,24 +18,29 @@ Shapes = Mapping[str, Sequence[int]]
 WEIGHTS = ".safetensors"
 
 
+@dataclass
+class _Found:
+    """What is wrong with files, the shapes of the weights in them, and the names of those that are not finite."""
+
+    problems: list[str] = field(default_factory=list)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    diverged: list[str] = field(default_factory=list)
+
+    def take(self, other: _Found) -> None:
+        self.problems += other.problems
+        self.shapes |= other.shapes
+        self.diverged += other.diverged
+
+
 def open_final(run_folder: Path, records: Mapping[str, FileRecord], expected: Shapes) -> None:
     """The model that has just been moved into its place; `records` are of its files as they were written, `expected`
     the weights that were trained, with their shapes. All ranks must call it, each reads its share. Raises RunError on
     all of them."""
     own = shares({name: record.bytes for name, record in records.items()}, ranks())[rank()]
-    parts = every(together(lambda: [_look(run_folder / name, records[name]) for name in own]))
-    problems = [problem for part in parts for found, *_ in part for problem in found]
-    diverged = [name for part in parts for *_, names in part for name in names]
-    there = {name: shape for part in parts for _, shapes, _ in part for name, shape in shapes.items()}
-    if not there:
-        problems.append(f"no weights ({WEIGHTS}) were written.")
-    else:
-        problems += [f"{name} is missing." for name in expected if name not in there]
-        problems += [
-            f"{name} is {there[name]}, and was trained as {list(shape)}."
-            for name, shape in expected.items()
-            if name in there and list(shape) != there[name]
-        ]
+    found = _Found()
+    for part in every(together(lambda: _look(run_folder, {name: records[name] for name in own}))):
+        found.take(part)
+    problems, diverged = found.problems + _unlike(found.shapes, expected), found.diverged
     if diverged and not problems:
         raise RunError(
             f"{run_folder}: training has diverged: {', '.join(diverged[:3])} of the model that was saved "
@@ -49,22 +55,35 @@ def open_final(run_folder: Path, records: Mapping[str, FileRecord], expected: Sh
         )
 
 
-def _look(path: Path, record: FileRecord) -> tuple[list[str], dict[str, list[int]], list[str]]:
-    """What is wrong with a file, the shapes of the weights in it, and those that are not finite."""
-    found: list[str] = []
-    shapes: dict[str, list[int]] = {}
-    diverged: list[str] = []
-    try:
-        if hash_of(path) != record.xxh3_128:
-            return [f"{path.name} has other content than was written."], shapes, diverged
-        if path.suffix != WEIGHTS:
-            return found, shapes, diverged
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no dict)
-                tensor = file.get_tensor(name)
-                shapes[name] = list(tensor.shape)
-                if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                    diverged.append(name)
-    except (OSError, SafetensorError) as error:
-        found.append(f"{path.name} cannot be read: {first_line(error)}.")
-    return found, shapes, diverged
+def _unlike(there: Shapes, expected: Shapes) -> list[str]:
+    """What differs from the weights that were trained."""
+    if not there:
+        return [f"no weights ({WEIGHTS}) were written."]
+    missing = [f"{name} is missing." for name in expected if name not in there]
+    return missing + [
+        f"{name} is {there[name]}, and was trained as {list(shape)}."
+        for name, shape in expected.items()
+        if name in there and list(shape) != there[name]
+    ]
+
+
+def _look(folder: Path, records: Mapping[str, FileRecord]) -> _Found:
+    found = _Found()
+    for name, record in records.items():
+        try:
+            if hash_of(folder / name) != record.xxh3_128:
+                found.problems.append(f"{name} has other content than was written.")
+            elif name.endswith(WEIGHTS):
+                _read(folder / name, found)
+        except (OSError, SafetensorError) as error:
+            found.problems.append(f"{name} cannot be read: {first_line(error)}.")
+    return found
+
+
+def _read(path: Path, found: _Found) -> None:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  (it is no dict)
+            tensor = file.get_tensor(name)
+            found.shapes[name] = list(tensor.shape)
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                found.diverged.append(name)
