@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 from datasets import Dataset
+from datasets.fingerprint import Hasher
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from finetune.data.cache import cache_home, cache_key, file_state
@@ -29,14 +30,14 @@ def of_text(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
 
 
-def of_files(place: Path) -> str | None:
-    """Of a file, or of all files of a folder with their names in it; None where it is neither."""
-    if place.is_file():
-        return kept([place], lambda: _of_content([place]))
-    if place.is_dir():
-        files = sorted(path for path in place.rglob("*") if path.is_file())
-        return kept(files, lambda: _of_content(files, place))
-    return None
+def of_files(place: Path, whole: bool = True) -> str | None:
+    """Of a file, or of all files of a folder with their names in it; None where it is neither. Unless `whole`, of each
+    its size and its first and last `BLOCK_BYTES`: a stream may be of terabytes."""
+    if not (place.is_file() or place.is_dir()):
+        return None
+    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    root = None if place.is_file() else place
+    return kept(files, lambda: _of_content(files, root)) if whole else _of_content(files, root, whole=False)
 
 
 def hub_revision(name: str) -> str | None:
@@ -48,21 +49,25 @@ def hub_revision(name: str) -> str | None:
 def of_rows(split: Any) -> str | None:
     """Of the rows that are trained on; None for a stream, and for what we did not prepare."""
     if isinstance(split, Dataset):
-        return kept([Path(file["filename"]) for file in split.cache_files], lambda: _of_table(split))
+        files = [Path(file["filename"]) for file in split.cache_files]
+        return kept(files, lambda: _of_table(split), Hasher.hash(split))  # which knows the selection of the rows
     if isinstance(split, PackedDataset):
         tokens, blocks = split.tokens, split.blocks
-        parts = (tokens.ids, tokens.learnt, tokens.starts, *vars(blocks).values())
-        return of_text([_of_arrays(parts), split.document_mask])
+        mapped = [array for array in (tokens.ids, tokens.learnt) if isinstance(array, np.memmap)]
+        files = [Path(str(array.filename)) for array in mapped]
+        whole = kept(files, lambda: _of_arrays((tokens.ids, tokens.learnt)), str([len(array) for array in mapped]))
+        return of_text([whole, _of_arrays((tokens.starts, *vars(blocks).values())), split.document_mask])
     if isinstance(split, Pictures):
         return _of_arrays((split.pixels, split.labels))
     return None
 
 
-def kept(files: Sequence[Path], make: Callable[[], str]) -> str:
-    """What `make` gives, which depends on the content of `files`; from the cache where they are as they were then."""
+def kept(files: Sequence[Path], make: Callable[[], str], part: str = "") -> str:
+    """What `make` gives, which depends on the content of `files` and on which `part` of it is asked for; from the cache
+    where they are as they were then."""
     if not files:
         return make()
-    place = cache_home() / "digests" / cache_key([file_state(str(path)) for path in files])
+    place = cache_home() / "digests" / cache_key([file_state(str(path)) for path in files], part)
     try:
         found = place.read_text(encoding="ascii")
     except (OSError, UnicodeError):
@@ -76,12 +81,16 @@ def kept(files: Sequence[Path], make: Callable[[], str]) -> str:
     return found
 
 
-def _of_content(files: Iterable[Path], root: Path | None = None) -> str:
+def _of_content(files: Iterable[Path], root: Path | None, whole: bool = True) -> str:
     found = xxhash.xxh3_128()
     for path in files:
         if root is not None:
             found.update(f"{path.relative_to(root).as_posix()}\0".encode())
         with path.open("rb", buffering=0) as file:
+            if not whole:
+                size = path.stat().st_size
+                found.update(f"{size}\0".encode() + file.read(BLOCK_BYTES))
+                file.seek(max(size - BLOCK_BYTES, 0))
             while block := file.read(BLOCK_BYTES):
                 found.update(block)
     return found.hexdigest()

@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 NO_SHAPE = """_name_or_path transformers_version dtype torch_dtype use_cache architectures thresholds _commit_hash
     _attn_implementation gradient_checkpointing label2id output_attentions output_hidden_states return_dict""".split()
 LONGEST = 200  # of a value that is kept as it is
+# Of a DeepSpeed config's optimizer and scheduler: what the flags say as well (transformers 5.23, integrations/
+# deepspeed.py, trainer_config_process, fills or holds them equal), and what comes to the same as having no section.
+OF_FLAGS = "lr betas eps weight_decay torch_adam warmup_max_lr warmup_num_steps total_num_steps".split()
+LIKE_FLAGS = {"optimizer": ("Adam", "AdamW"), "scheduler": ("WarmupDecayLR",)}
+LIKE_NONE = {"adam_w_mode": True, "warmup_min_lr": 0, "warmup_type": "linear"}
 OF_SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 
 
@@ -182,11 +187,13 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     run, training = session.run, session.training
     rows: dict[str, Any] = {split: digests.of_rows(data.splits.get(split)) for split in ("train", "validation")}
     files: dict[str, Any] = {}
+    streams = data.splits.get("train") is not None and rows["train"] is None
     for name, flag in run.recipe.flags.items():
         given = run.value(name)
         if name in ROWS | EVALUATED and given and flag.path in (FILE, FOLDER, NAME_OR_PATH):
-            files[name] = digests.of_files(Path(given).expanduser()) or digests.hub_revision(given) or str(given)
-    if data.splits.get("train") is not None and rows["train"] is None:
+            digest = digests.of_files(Path(given).expanduser(), whole=not (streams and name in ROWS))
+            files[name] = digest or digests.hub_revision(given) or str(given)
+    if streams:
         # Nobody has read a stream yet: what is asked for stands for it, without the rows that are held out of it.
         asked = {name: files.get(name, run.value(name)) for name in run.recipe.flags if name in ROWS}
         held_out = None if run.value("validation_file") else rows["validation"]
@@ -202,7 +209,23 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
         base = str(run.value("model_name_or_path"))
         of_hub = f"{base}@{run.value('model_revision')}"
         files["model_name_or_path"] = digests.of_files(Path(base).expanduser()) or of_hub
-    return {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model}
+    engine = _of_engine(session.ds_config or {})
+    return {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model, "engine": engine}
+
+
+def _of_engine(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer and scheduler of a DeepSpeed config, where they are other than those of the flags."""
+    found = {}
+    for section, kinds in LIKE_FLAGS.items():
+        kind = (ds_config.get(section) or {}).get("type")
+        default = {"warmup_type": "log"} if section == "scheduler" else {}  # DeepSpeed's (runtime/lr_schedules.py)
+        params = default | ((ds_config.get(section) or {}).get("params") or {})
+        others = {
+            name: v for name, v in params.items() if name not in OF_FLAGS and v not in ("auto", LIKE_NONE.get(name))
+        }
+        if kind is not None and (kind not in kinds or others):
+            found[section] = {"type": kind, **others}
+    return found
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,6 +248,14 @@ def _compare(
         raise RequestError(
             f"--resume: {name} was trained with another tokenizer than this run has. Its embeddings belong to the "
             f"tokens of {name}/tokenizer.json: give the tokenizer of before, or another --output_dir to start anew."
+        )
+    if (engine := before.facts.get("engine", facts["engine"])) != facts["engine"]:
+        what = "; ".join(
+            f"{one} {shown(engine.get(one))}, here {shown(facts['engine'].get(one))}" for one in LIKE_FLAGS
+        )
+        raise RequestError(
+            f"--resume: {name} was trained by another optimizer or schedule of DeepSpeed's config: {what}. Give the "
+            "config of before, or another --output_dir."
         )
     was, base = before.facts.get("files", {}), "model_name_or_path"
     if base in was and was[base] != facts["files"].get(base):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Finished, launch
+from conftest import REPO, TINY, Finished, launch
 from durability_runs import SHAPE, different_weights
 
 from finetune.training.checkpoints.identity import read_identity
@@ -283,3 +283,27 @@ def test_each_engine_applies_rate_and_decay_to_its_optimizer(engine: str, tmp_pa
     run = launch("torchrun", folder, {**flags, **changed, "resume": "auto"}, ranks=2, recipe=recipe)
     assert run.column("learning_rate")[2:] == pytest.approx([5e-5 * (6 - step) / 6 for step in range(2, 6)], rel=1e-6)
     assert not math.isnan(run.column("loss")[-1])
+
+
+def test_another_optimizer_or_schedule_of_deepspeeds_config_is_refused(tmp_path: Path) -> None:
+    """Its optimizer would be given the states of before; the flags say nothing of it."""
+    flags = {key: value for key, value in DEEP.items() if key != "lr_scheduler_type"}
+
+    def config(name: str, **sections: Any) -> Path:
+        shipped = json.loads((REPO / "ds_configs" / "zero1.json").read_text())
+        (tmp_path / name).write_text(json.dumps(shipped | sections))
+        return tmp_path / name
+
+    none = {"optimizer": None, "scheduler": None}
+    bare = config("bare.json", **none)
+    bare.write_text(json.dumps({key: value for key, value in json.loads(bare.read_text()).items() if key not in none}))
+    warms = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
+    constant = config("constant.json", scheduler={"type": "WarmupLR", "params": warms})
+    launch("torchrun", tmp_path / "run", {**flags, "deepspeed": "zero1"}, ranks=2)
+    as_after(tmp_path / "run", 2, tmp_path / "run")
+    refused = launch(
+        "torchrun", tmp_path / "run", {**flags, "deepspeed": constant, "resume": "auto"}, ranks=2, check=False
+    )
+    assert refused.status == 2, refused.output[-2000:]
+    assert "scheduler None, here {'type': 'WarmupLR'" in refused.errors[0]
+    launch("torchrun", tmp_path / "run", {**flags, "deepspeed": bare, "resume": "auto"}, ranks=2)
