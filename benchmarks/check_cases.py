@@ -343,6 +343,14 @@ OPTIMIZER = [
         shows="type(engine.lr_scheduler).__name__",
     ),
     Fault(
+        "a schedule without numbers that a flag overrules",
+        "DS307",
+        "Give --lr_scheduler_type constant_with_warmup",
+        {**BASE, "optimizer": ADAMW, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+        asked(lr_scheduler_type="linear"),
+        severity="warning",
+    ),
+    Fault(
         "optimizer without schedule for accelerate",
         "DS308",
         "Give both sections, or neither",

@@ -249,13 +249,13 @@ def _compare(
             f"--resume: {name} was trained with another tokenizer than this run has. Its embeddings belong to the "
             f"tokens of {name}/tokenizer.json: give the tokenizer of before, or another --output_dir to start anew."
         )
-    if (engine := before.facts.get("engine", facts["engine"])) != facts["engine"]:
-        what = "; ".join(
-            f"{one} {shown(engine.get(one))}, here {shown(facts['engine'].get(one))}" for one in LIKE_FLAGS
-        )
+    engine = facts["engine"]
+    then = before.facts.get("engine", engine)
+    for section in (one for one in LIKE_FLAGS if then.get(one) != engine.get(one)):
         raise RequestError(
-            f"--resume: {name} was trained by another optimizer or schedule of DeepSpeed's config: {what}. Give the "
-            "config of before, or another --output_dir."
+            f"--resume: {name} was trained by another {section} of DeepSpeed's config: {shown(then.get(section))}, "
+            f"here {shown(engine.get(section))} (None is that of the flags). Give the config of before, or another "
+            "--output_dir."
         )
     was, base = before.facts.get("files", {}), "model_name_or_path"
     if base in was and was[base] != facts["files"].get(base):

@@ -297,13 +297,12 @@ def test_another_optimizer_or_schedule_of_deepspeeds_config_is_refused(tmp_path:
     none = {"optimizer": None, "scheduler": None}
     bare = config("bare.json", **none)
     bare.write_text(json.dumps({key: value for key, value in json.loads(bare.read_text()).items() if key not in none}))
-    warms = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
+    warms = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1, "warmup_type": "linear"}
     constant = config("constant.json", scheduler={"type": "WarmupLR", "params": warms})
-    launch("torchrun", tmp_path / "run", {**flags, "deepspeed": "zero1"}, ranks=2)
+    again = {"resume": "auto", "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1}
+    launch("python", tmp_path / "run", {**flags, "deepspeed": "zero1"})
     as_after(tmp_path / "run", 2, tmp_path / "run")
-    refused = launch(
-        "torchrun", tmp_path / "run", {**flags, "deepspeed": constant, "resume": "auto"}, ranks=2, check=False
-    )
+    refused = launch("python", tmp_path / "run", {**flags, **again, "deepspeed": constant}, check=False)
     assert refused.status == 2, refused.output[-2000:]
-    assert "scheduler None, here {'type': 'WarmupLR'" in refused.errors[0]
-    launch("torchrun", tmp_path / "run", {**flags, "deepspeed": bare, "resume": "auto"}, ranks=2)
+    assert "scheduler of DeepSpeed's config: None, here {'type': 'WarmupLR'" in refused.errors[0]
+    launch("python", tmp_path / "run", {**flags, "resume": "auto", "deepspeed": bare})

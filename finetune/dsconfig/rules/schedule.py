@@ -16,12 +16,21 @@ SCHEDULES = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cos
 
 
 def schedule_is_the_one_asked_for(config: Config, run: Context) -> Iterator[Finding]:
-    """DS307. A scheduler section wins over --lr_scheduler_type without a word."""
+    """DS307. A scheduler section wins over --lr_scheduler_type without a word; under a recipe, one that fixes no number
+    gives way to it."""
     found = config.get("scheduler.type")
     asked = run.arguments.get("lr_scheduler_type")
-    if not isinstance(found, str) or asked is None or is_left(config, run, "scheduler"):
+    if not isinstance(found, str) or asked is None:
         return
-    if found != SCHEDULES.get(str(asked)):
+    if is_left(config, run, "scheduler"):
+        if found == "WarmupLR" and asked not in ("constant_with_warmup", "constant"):
+            yield warning(
+                "DS307",
+                "scheduler.type",
+                f"scheduler.type is WarmupLR with no number of its own, so the run's --lr_scheduler_type {asked} is "
+                "used, which does not stay at the full rate. Give --lr_scheduler_type constant_with_warmup for that.",
+            )
+    elif found != SCHEDULES.get(str(asked)):
         yield error(
             "DS307",
             "scheduler.type",
