@@ -37,8 +37,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts with their numbers of ranks, in the order of ranks, and where they meet. `gpus` are those of a host of
-    which not all take part."""
+    """Hosts with their numbers of ranks, in the order of ranks. `gpus`: those of a host of which not all take part."""
 
     hosts: dict[str, int]
     master_addr: str
@@ -96,11 +95,11 @@ def torchrun(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -> 
         return [Command(cluster.place(host), words, cluster.visible(host))]
     # Not by c10d's rendezvous: it tells the host that listens by its name, which on Debian is 127.0.1.1, and then none
     # does (torch 2.13, distributed/elastic/rendezvous/utils.py, _matches_machine_hostname).
-    meeting = ["--master_addr", cluster.master_addr, "--master_port", str(cluster.master_port)]
+    rest = ["--master_addr", cluster.master_addr, "--master_port", str(cluster.master_port), *recipe]
     commands = []
     for rank, (host, ranks) in enumerate(cluster.hosts.items()):
         words = ["torchrun", "--nnodes", str(len(cluster.hosts)), "--node_rank", str(rank)]
-        words += ["--nproc_per_node", str(ranks), *meeting, *recipe]
+        words += ["--nproc_per_node", str(ranks), *rest]
         commands.append(Command(host, words, {**_interface(asked), **cluster.visible(host)}))
     return commands
 
@@ -109,20 +108,20 @@ def accelerate(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -
     script, *flags = recipe
     _stand_at_the_root("accelerate_ddp.yaml")
     kind = "ddp"
-    config, fsdp = config_of(flags), (_value(flags, "fsdp") or "false").lower()
+    config, fsdp = config_of(flags), (_taken(flags, "fsdp")[0] or "false").lower()
     if config and Path(config).parent.name == "ds_configs":
         config = Path(config).stem
     if config not in (None, "none") and fsdp != "false":
         raise RequestError("--deepspeed and --fsdp contradict each other. Keep one.")
     if config in ACCELERATE_CONFIGS:
-        kind, flags = config, _without(_without(flags, "deepspeed"), "deepspeed_config")
+        kind, (_, flags) = config, _taken(flags, "deepspeed", "deepspeed_config")
     elif config not in (None, "none"):
         raise RequestError(
             f"--deepspeed {config}: recipes/launch/ has an accelerate config for {', '.join(ACCELERATE_CONFIGS)}. Take "
             "another launcher, or copy one of them and name your file in it."
         )
     elif fsdp == "true":
-        kind, flags = "fsdp", _without(flags, "fsdp")
+        kind, (_, flags) = "fsdp", _taken(flags, "fsdp")
     elif fsdp != "false":
         raise RequestError(f"--fsdp {fsdp}: accelerate takes FSDP's options from a file. Copy accelerate_fsdp.yaml, or "
                            "take torchrun.")  # fmt: skip
@@ -139,11 +138,9 @@ def accelerate(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -
     words += ["--deepspeed_multinode_launcher", "standard"] if kind in ACCELERATE_CONFIGS else []
     return [
         Command(
-            name,
-            [*words, "--machine_rank", str(rank), script, *flags],
-            {**_interface(asked), **cluster.visible(name)},
+            host, [*words, "--machine_rank", str(rank), script, *flags], {**_interface(asked), **cluster.visible(host)}
         )
-        for rank, name in enumerate(cluster.hosts)
+        for rank, host in enumerate(cluster.hosts)
     ]
 
 
@@ -198,7 +195,7 @@ def _interface(asked: argparse.Namespace) -> dict[str, str]:
 
 
 def config_of(flags: list[str]) -> str | None:
-    return _value(flags, "deepspeed") or _value(flags, "deepspeed_config")
+    return _taken(flags, "deepspeed")[0] or _taken(flags, "deepspeed_config")[0]
 
 
 def default_config(recipe: str, launcher: str) -> str | None:
@@ -208,31 +205,12 @@ def default_config(recipe: str, launcher: str) -> str | None:
     return "zero2" if launcher == "deepspeed" else None
 
 
-def _value(flags: list[str], name: str) -> str | None:
-    """What the last `--name VALUE` or `--name=VALUE` says."""
-    found = None
-    for here, after in zip(flags, [*flags[1:], ""], strict=False):
-        if here == f"--{name}":
-            found = after
-        elif here.startswith(f"--{name}="):
-            found = here.partition("=")[2]
-    return found
+def _taken(flags: list[str], *names: str) -> tuple[str | None, list[str]]:
+    """What the last of these flags says, as `--name VALUE` or `--name=VALUE`, and the words without them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*(f"--{name}" for name in names), dest="value", nargs="?", const="")
+    found, rest = parser.parse_known_args(flags)
+    return found.value, rest
 
 
-def _without(flags: list[str], name: str) -> list[str]:
-    kept: list[str] = []
-    skip = False
-    for word in flags:
-        if not skip and word != f"--{name}" and not word.startswith(f"--{name}="):
-            kept.append(word)
-        skip = word == f"--{name}"
-    return kept
-
-
-LAUNCHERS = {
-    "python": python,
-    "deepspeed": deepspeed,
-    "torchrun": torchrun,
-    "accelerate": accelerate,
-    "slurm": slurm,
-}
+LAUNCHERS = {function.__name__: function for function in (python, deepspeed, torchrun, accelerate, slurm)}

@@ -11,17 +11,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from finetune.errors import RequestError
 from finetune.run.files import DELETING, REPLACED, STATE_FILE, SUPERSEDED, UNFINISHED
-from finetune.safe_read import read_bounded
+from finetune.safe_read import read_bounded, read_json_object
 from finetune.training.checkpoints.manifest import (
     MANIFEST,
     Manifest,
     checkpoints_in,
     files_of,
     problems,
-    read_json,
     read_manifest,
 )
 
@@ -87,10 +87,9 @@ def _best(places: list[Path]) -> str | None:
     """The name of the best checkpoint, as the newest that can be read says."""
     for place in places:
         try:
-            state = read_json(place / STATE_FILE, STATE_FILE)
+            best = read_json_object(place / STATE_FILE, inside=place).get("best_model_checkpoint")
         except RequestError:
             continue
-        best = state.get("best_model_checkpoint") if isinstance(state, dict) else None
         return Path(best).name if isinstance(best, str) else None
     return None
 
@@ -113,7 +112,9 @@ def _record(one: Seen, best: str | None, latest: str | None) -> dict[str, Any]:
 
 
 def _show(run_folder: Path, seen: list[Seen], hashes: bool) -> None:
-    console = _console()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH, highlight=False)
     if not seen:
         console.print(f"{run_folder} holds no checkpoint.", markup=False)
     else:
@@ -129,14 +130,9 @@ def _show(run_folder: Path, seen: list[Seen], hashes: bool) -> None:
 
 def _table(seen: list[Seen], best: str | None, latest: str | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("step", "epoch"):
-        table.add_column(name, justify="right")
-    table.add_column("saved (UTC)")
-    table.add_column("size", justify="right")
-    table.add_column("layout")
-    table.add_column("ranks", justify="right")
-    table.add_column("state", overflow="fold")
-    table.add_column("")
+    for name in ("step", "epoch", "saved (UTC)", "size", "layout", "ranks", "state", ""):
+        table.add_column(name, justify="right" if name in ("step", "epoch", "size", "ranks") else "left")
+    table.columns[-2].overflow = "fold"  # a state says what is wrong
     for one in seen:
         manifest = one.manifest
         marks = [word for word, name in (("best", best), ("latest", latest)) if one.path.name == name]
@@ -146,15 +142,8 @@ def _table(seen: list[Seen], best: str | None, latest: str | None) -> Table:
             epoch = "" if manifest.epoch is None else f"{manifest.epoch:.2f}"
             layout, ranks = str(manifest.layout), str(manifest.layout.world_size)
             row = [str(manifest.step), epoch, manifest.saved.rstrip("Z").replace("T", " "), row[3], layout, ranks]
-        table.add_row(*row, _plain(one.state + why, COLOURS[one.state]), ", ".join(marks))
+        table.add_row(*row, Text(one.state + why, COLOURS[one.state]), ", ".join(marks))
     return table
-
-
-def _plain(text: str, colour: str) -> Any:
-    """What a file says is no markup."""
-    from rich.text import Text
-
-    return Text(text, style=colour)
 
 
 def _say_verified(seen: list[Seen], seconds: float) -> None:
@@ -168,13 +157,7 @@ def _say_verified(seen: list[Seen], seconds: float) -> None:
 
 
 def _size(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count = count / 1024  # type: ignore[assignment]
-    return f"{count:.2f} GiB"
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)
+    for power, unit, digits in ((30, "GiB", 2), (20, "MiB", 1), (10, "KiB", 1)):
+        if count >= 2**power:
+            return f"{count / 2**power:.{digits}f} {unit}"
+    return f"{count} B"

@@ -17,8 +17,8 @@ from datasets.utils.extract import Extractor
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line
 from finetune.safe_read import DEEPEST, TOKEN
-from finetune.safe_read.data_folder import check_data_folder
 from finetune.safe_read.files import open_plain
+from finetune.safe_read.folders import check_data_folder
 
 KINDS = {
     ".csv": "csv",

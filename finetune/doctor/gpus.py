@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.dsconfig.rules.precision import AMPERE
-from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result, verdict
+from finetune.host.hardware import driver_version
+from finetune.host.result import ABSENT, FAILED, WARNING, Asked, Result, verdict, warned
 
 
 def gpus(asked: Asked) -> Iterator[Result]:
@@ -34,11 +35,10 @@ def gpus(asked: Asked) -> Iterator[Result]:
         if (major, minor) < AMPERE:
             yield Result(f"GPU {index} bf16", WARNING, "before Ampere: no bf16 units", "Train with --fp16 True.")
     apart = [f"{a}-{b}" for a, b in combinations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
-    if apart:
+    if count > 1:
         mend = "Collectives go through host memory. Prefer ZeRO-1 or 2 to ZeRO-3; see `nvidia-smi topo -m`."
-        yield Result("GPU peers", WARNING, f"no direct access between {', '.join(apart)}", mend)
-    elif count > 1:
-        yield Result("GPU peers", OK, "all reach each other directly")
+        found = f"no direct access between {', '.join(apart)}" if apart else "all reach each other directly"
+        yield warned("GPU peers", not apart, found, mend)
 
 
 def _no_gpu(driver: str | None, torch: Any) -> Result:
@@ -96,12 +96,3 @@ def serves(architecture: str, major: int, minor: int) -> bool:
     if kind == "compute":
         return theirs <= (major, minor)
     return theirs[0] == major and theirs[1] <= minor
-
-
-def driver_version() -> str | None:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
-    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None

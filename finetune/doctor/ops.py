@@ -9,11 +9,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from finetune.dsconfig.toolchain import compiler, has_libaio
-from finetune.host.result import ABSENT, OK, WARNING, Asked, Result, verdict
+from finetune.host.result import ABSENT, Asked, Result, verdict, warned
 
 NVCC = "Install the CUDA toolkit that torch was built for, and set CUDA_HOME."
 # What for, how to get it, and whether it is for GPUs alone.
@@ -29,17 +29,16 @@ ON_DISK = (*ON_CPU, "PinMemoryBuilder", "AsyncIOBuilder")
 
 def compilers(asked: Asked) -> Iterator[Result]:
     """deepspeedai/DeepSpeed#1846: CPUAdam fails to build, and the message names a missing attribute."""
-    found = compiler()
+    gxx = compiler()
     mend = "Install g++: DeepSpeed builds its CPU collectives and its CPU optimizer with it. apt-get install g++."
-    yield verdict("C++ compiler", found is not None, found or "none", mend)
+    yield verdict("C++ compiler", gxx is not None, gxx or "none", mend)
     beside = Path(sys.executable).with_name("ninja")
     ninja = shutil.which("ninja") or (str(beside) if beside.exists() else None)
     yield verdict("ninja", ninja is not None, ninja or "none", "pip install ninja.")
     header = next((path for path in ("/usr/include", "/usr/local/include") if Path(path, "libaio.h").exists()), None)
-    if header and has_libaio():
-        yield Result("libaio", OK, f"{header}/libaio.h")
-    else:
-        yield Result("libaio", WARNING, "none: no NVMe offload", "apt-get install libaio-dev.")
+    there = bool(header and has_libaio())
+    found = f"{header}/libaio.h" if there else "none: no NVMe offload"
+    yield warned("libaio", there, found, "apt-get install libaio-dev.")
 
 
 def ops(asked: Asked) -> Iterator[Result]:
@@ -56,33 +55,29 @@ def ops(asked: Asked) -> Iterator[Result]:
             yield Result(f"op {name}", ABSENT, f"{use}: needs a GPU")
             continue
         builder = get_accelerator().create_op_builder(f"{name}Builder")
-        if builder is not None and builder.is_compatible(False):
-            yield Result(f"op {name}", OK, f"{use}: can be built")
-        else:
-            yield Result(f"op {name}", WARNING, f"{use}: cannot be built", mend)
+        fits = builder is not None and builder.is_compatible(False)
+        yield warned(f"op {name}", fits, f"{use}: {'can' if fits else 'cannot'} be built", mend)
 
 
 def locks(asked: Asked) -> Iterator[Result]:
     from finetune.training.builds import STALE_BUILD_SECONDS, stale_builds
 
     stale = [str(lock) for lock, _ in stale_builds()]
-    found = (
-        f"{len(stale)} lock(s) older than {STALE_BUILD_SECONDS / 60:.0f} minutes" if stale else "no build was cut off"
-    )
+    old = f"{len(stale)} lock(s) older than {STALE_BUILD_SECONDS / 60:.0f} minutes"
+    found = old if stale else "no build was cut off"
     mend = f"DeepSpeed waits for them without end. If no build is going on (ps -C ninja): rm {' '.join(stale)}"
     yield verdict("compiled ops", not stale, found, mend)
 
 
-def build(names: tuple[str, ...]) -> str | None:
-    """Compile DeepSpeed's collectives for the CPU and these ops, in a process that nobody kills, for it would leave a
-    lock. None, or what failed."""
+def build(names: Sequence[str]) -> str | None:
+    """Compile DeepSpeed's CPU collectives and these ops in a process that nobody kills: a kill leaves a lock."""
     command = [sys.executable, "-m", "finetune.doctor.ops", *names]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     last = (done.stderr.strip().splitlines() or ["without a word"])[-1]
     return f"an op cannot be built: {last[:200]}" if done.returncode else None
 
 
-def compile_ops(names: list[str]) -> None:
+def compile_ops(names: Sequence[str]) -> None:
     """In this process, which says much on stdout."""
     from deepspeed.accelerator import get_accelerator
 

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from finetune.doctor.gpus import collectives, driver_version, gpus, toolkit
+from finetune.doctor.gpus import collectives, gpus, toolkit
 from finetune.doctor.ops import compilers, locks, ops
-from finetune.doctor.releases import known_faults, untested
+from finetune.doctor.releases import known_faults
 from finetune.dsconfig.context import release
-from finetune.host.hardware import cores_here
+from finetune.host.hardware import cores_here, driver_version
 from finetune.host.network import hosts, hub, interfaces, meeting_place, names
-from finetune.host.result import FAILED, OK, WARNING, Asked, Result, verdict
+from finetune.host.result import FAILED, OK, WARNING, Asked, Result, verdict, warned
+from finetune.upstream.row import TESTED
 from finetune.versions import version
 
 GIB = 2**30
@@ -54,7 +55,7 @@ def packages(asked: Asked) -> Iterator[Result]:
         elif installed[name] < LEAST.get(name, ()):
             wanted = ".".join(map(str, LEAST[name]))
             yield Result(name, FAILED, text, f"Take {name} {wanted} or later: run install.sh.", needed=True)
-        elif tested := untested(name, installed[name]):
+        elif (tested := TESTED.get(name)) and installed[name] > release(tested):  # private names may be gone
             mend = f"Should a run fail in it, take {name} {tested}. finetune/upstream/ lists what may have changed."
             yield Result(name, WARNING, f"{text}, which is newer than {tested}, the release that was tested", mend)
         else:
@@ -85,7 +86,7 @@ def memory(asked: Asked) -> Iterator[Result]:
         total = int(granted[0])
         free = min(free, total - int(taken[0])) if taken else free
     mend = "Less than 4 GiB: two ranks of the defaults may not fit. Close something, or use --num_gpus 1."
-    yield _warned("memory", free < 4 * GIB, f"{free / GIB:.1f} of {total / GIB:.1f} GiB free", mend)
+    yield warned("memory", free >= 4 * GIB, f"{free / GIB:.1f} of {total / GIB:.1f} GiB free", mend)
     if Path("/dev/shm").is_dir():
         size = shutil.disk_usage("/dev/shm")
         found = f"{size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
@@ -100,18 +101,17 @@ def limits(asked: Asked) -> Iterator[Result]:
     found = "without a limit" if locked == resource.RLIM_INFINITY else f"{locked / 2**20:,.0f} MiB"
     little = locked != resource.RLIM_INFINITY and locked < GIB and driver_version() is not None
     mend = "Offload pins host memory, and RDMA too. `ulimit -l unlimited`, or docker run --ulimit memlock=-1."
-    yield _warned("locked memory", little, found, mend)
+    yield warned("locked memory", not little, found, mend)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield _warned("open files", files < 4096, f"{files:,}", "`ulimit -n 65536`.")
+    yield warned("open files", files >= 4096, f"{files:,}", "`ulimit -n 65536`.")
 
 
 def disks(asked: Asked) -> Iterator[Result]:
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     places = {"temporary files": Path(tempfile.gettempdir()), "run folder": asked.output_dir, "hub cache": cache}
     for name, path in places.items():
-        there, needed = path, name != "hub cache"
-        while not there.exists():
-            there = there.parent
+        there = next(place for place in (path, *path.absolute().parents) if place.exists())
+        needed = name != "hub cache"
         if not there.is_dir():
             found = f"{there} is a file, not a folder"
             yield Result(name, FAILED, found, "Give another folder.", needed)
@@ -144,7 +144,7 @@ def nvme(asked: Asked) -> Iterator[Result]:
         return
     writes, reads = speeds.bandwidth_write / 1e9, speeds.bandwidth_read / 1e9
     mend = "Offload waits for it in every step: ZeRO-Infinity wants several GB/s. Use CPU offload."
-    yield _warned("NVMe folder", min(writes, reads) < 1, f"writes {writes:.1f}, reads {reads:.1f} GB/s", mend)
+    yield warned("NVMe folder", min(writes, reads) >= 1, f"writes {writes:.1f}, reads {reads:.1f} GB/s", mend)
 
 
 Probe = Callable[[Asked], Iterator[Result]]
@@ -152,10 +152,6 @@ PROBES: tuple[Probe, ...] = (
     *(python, packages, gpus, toolkit, collectives, compilers, ops, locks),
     *(processor, memory, limits, disks, nvme, names, hosts, interfaces, meeting_place, hub),
 )
-
-
-def _warned(name: str, wrong: bool, found: str, mend: str) -> Result:
-    return Result(name, WARNING if wrong else OK, found, mend if wrong else "")
 
 
 def _lines(path: str) -> list[str]:

@@ -1,13 +1,9 @@
-"""Releases that are known to go wrong, alone or together (last looked through on 2026-11-21), and those that are newer
-than what was tested."""
+"""Releases that are known to go wrong, alone or together (last looked through on 2026-11-21)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-from finetune.dsconfig.context import release
-from finetune.upstream.row import TESTED
 
 Version = tuple[int, ...]
 
@@ -57,9 +53,3 @@ def known_faults(installed: Mapping[str, Version]) -> Iterator[Known]:
             name in installed and least <= installed[name] < beyond for name, (least, beyond) in known.between.items()
         ):
             yield known
-
-
-def untested(name: str, installed: Version) -> str | None:
-    """The release that was tested, where a newer one is installed: private names that we lean on may be gone."""
-    tested = TESTED.get(name)
-    return tested if tested is not None and installed > release(tested) else None

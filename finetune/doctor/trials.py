@@ -1,12 +1,11 @@
-"""What a run does, really done by two processes and a tiny model: `finetune doctor --deep`. A trial is a short run of a
-shipped config, as `finetune plan --verify` starts them."""
+"""`finetune doctor --deep`: short runs of shipped configs by two processes, as `finetune plan --verify` starts them."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,14 @@ ZERO_PLUS = {"zero_hpz_partition_size": 1, "zero_quantized_weights": False, "zer
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of `layout`, a shipped config, with `zero` over its section on ZeRO. `absent` says why it cannot be tried
-    here, or "". `ops` are DeepSpeed's compiled ones that it uses. `run` gives what went wrong, if anything."""
+    """A run of `layout`, a shipped config, with `zero` over its section on ZeRO. `needs` is "", "gpu", or
+    "pair": of what has GPUs, two. `ops` are DeepSpeed's compiled ones that it uses."""
 
     name: str
     layout: str
     mend: str
     needed: bool = False
-    absent: Callable[[], str] = lambda: ""
+    needs: str = ""
     ops: tuple[str, ...] = ()
     zero: dict[str, Any] | None = None
     resumes: bool = False
@@ -44,7 +43,7 @@ class Trial:
 def run_trials() -> Iterator[Result]:
     """Every trial, each a launch of its own, so that one that dies takes nothing else with it."""
     for trial in TRIALS:
-        if why := trial.absent():
+        if why := lacking(trial):
             yield Result(trial.name, ABSENT, why)
             continue
         if said := build(trial.ops):
@@ -52,8 +51,9 @@ def run_trials() -> Iterator[Result]:
             continue
         start = time.perf_counter()
         job, config = planned(trial)
-        said = (resumed if trial.resumes else ran)(job, config)
-        done = verdict(trial.name, said is None, said or f"{job.world_size} rank(s)", trial.mend, trial.needed)
+        got = resumed(job, config) if trial.resumes else attempt(job, config, steps=1)
+        found, works = (got, False) if isinstance(got, str) else (f"{job.world_size} rank(s)", True)
+        done = verdict(trial.name, works, found, trial.mend, trial.needed)
         yield replace(done, seconds=round(time.perf_counter() - start, 1))
 
 
@@ -85,12 +85,6 @@ def planned(trial: Trial) -> tuple[Job, dict[str, Any] | None]:
     return replace(job, stages=ranks if trial.layout == "pipeline" else 1), config
 
 
-def ran(job: Job, config: dict[str, Any] | None) -> str | None:
-    """None, or what went wrong."""
-    got = attempt(job, config, steps=1)
-    return got if isinstance(got, str) else None
-
-
 def resumed(job: Job, config: dict[str, Any] | None) -> str | None:
     """A run that goes on from the first step of another, and must lose as much at each."""
     with tempfile.TemporaryDirectory(prefix="finetune-trial-") as place:
@@ -110,24 +104,17 @@ def _losses(run: Path) -> list[float]:
     return [row["loss"] for row in log if "loss" in row]
 
 
-def _no_gpu() -> str:
+def lacking(trial: Trial) -> str:
+    """Why it cannot be tried here, or ""."""
     import torch
 
-    return "" if torch.cuda.is_available() else "needs a GPU: DeepSpeed's quantizer has no CPU build"
-
-
-def _no_pair() -> str:
-    import torch
-
-    return "needs two GPUs" if torch.cuda.device_count() == 1 else ""
-
-
-def _no_compiler() -> str:
-    return "" if compiler() else "needs a C++ compiler"
-
-
-def _no_aio() -> str:
-    return _no_compiler() or ("" if has_libaio() else "needs libaio: apt-get install libaio-dev")
+    if trial.needs == "gpu" and not torch.cuda.is_available():
+        return "needs a GPU: DeepSpeed's quantizer has no CPU build"
+    if trial.needs == "pair" and torch.cuda.device_count() == 1:
+        return "needs two GPUs"
+    if trial.ops and not compiler():
+        return "needs a C++ compiler"
+    return "needs libaio: apt-get install libaio-dev" if trial.ops == ON_DISK and not has_libaio() else ""
 
 
 BUILD = "See the C++ compiler and the CUDA toolkit above; `ds_report` lists what each op needs."
@@ -143,10 +130,10 @@ TRIALS = (
     Trial("ZeRO-2", "zero2", STEP, needed=True),
     Trial("ZeRO-3", "zero3", STEP),
     Trial("save and resume", "zero2", STEP, needed=True, resumes=True),
-    Trial("CPU offload", "zero3_offload", BUILD, absent=_no_compiler, ops=ON_CPU),
-    Trial("NVMe offload", "zero3_nvme", BUILD, absent=_no_aio, ops=ON_DISK),
-    Trial("pipeline", "pipeline", STEP, absent=_no_pair),
-    Trial("ZeRO++ hpZ", "zeropp", STEP, absent=_no_pair, zero=ZERO_PLUS | {"zero_hpz_partition_size": 2}),
-    Trial("ZeRO++ qwZ", "zeropp", BUILD, absent=_no_gpu, zero=ZERO_PLUS | {"zero_quantized_weights": True}),
-    Trial("ZeRO++ qgZ", "zeropp", BUILD, absent=_no_gpu, zero=ZERO_PLUS | {"zero_quantized_gradients": True}),
+    Trial("CPU offload", "zero3_offload", BUILD, ops=ON_CPU),
+    Trial("NVMe offload", "zero3_nvme", BUILD, ops=ON_DISK),
+    Trial("pipeline", "pipeline", STEP, needs="pair"),
+    Trial("ZeRO++ hpZ", "zeropp", STEP, needs="pair", zero=ZERO_PLUS | {"zero_hpz_partition_size": 2}),
+    Trial("ZeRO++ qwZ", "zeropp", BUILD, needs="gpu", zero=ZERO_PLUS | {"zero_quantized_weights": True}),
+    Trial("ZeRO++ qgZ", "zeropp", BUILD, needs="gpu", zero=ZERO_PLUS | {"zero_quantized_gradients": True}),
 )

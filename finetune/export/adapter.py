@@ -12,7 +12,7 @@ import torch
 from finetune.errors import RequestError, first_line
 from finetune.export.source import ADAPTER_CONFIG
 from finetune.safe_read import read_json_object
-from finetune.safe_read.model_folder import check_model_folder
+from finetune.safe_read.folders import check_model_folder
 from finetune.safe_read.pickles import refuse_unsafe
 
 CLASSES = {

@@ -14,12 +14,20 @@ def gpus_here() -> int:
 
 
 def gpu_names() -> list[str]:
-    """By nvidia-smi, which is there wherever an NVIDIA driver is; none without it."""
+    return NAME.findall(_nvidia_smi("-L"))
+
+
+def driver_version() -> str | None:
+    found = re.match(r"[\d.]+", _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader"))
+    return found[0] if found else None
+
+
+def _nvidia_smi(*asked: str) -> str:
+    """It is there wherever an NVIDIA driver is; "" without it."""
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+        return subprocess.run(["nvidia-smi", *asked], capture_output=True, text=True, timeout=20, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return NAME.findall(done.stdout)
+        return ""
 
 
 def cores_here() -> int:

@@ -12,26 +12,24 @@ from urllib.parse import urlsplit
 from psutil import net_if_addrs
 
 from finetune.errors import RequestError
-from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result
+from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result, warned
 from finetune.hostfile import read_hostfile
 
 
 def names(asked: Asked) -> Iterator[Result]:
-    here = socket.gethostname()
-    try:
-        address = socket.gethostbyname(here)
-        yield Result("this host's name", OK, f"{here} is {address}")
-    except OSError:
-        mend = "gloo looks it up. Add it to /etc/hosts with its address in the network, or set GLOO_SOCKET_IFNAME."
-        yield Result("this host's name", WARNING, f"{here} has no address", mend)
+    here, address = socket.gethostname(), _address(socket.gethostname())
+    mend = "gloo looks it up. Add it to /etc/hosts with its address in the network, or set GLOO_SOCKET_IFNAME."
+    found = f"{here} is {address}" if address else f"{here} has no address"
+    yield warned("this host's name", address is not None, found, mend)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", asked.port))
-            yield Result("rendezvous port", OK, f"{asked.port} is free")
+            taken = False
         except OSError:
-            mend = f"Another run has it: end it, or launch with --master_port {asked.port + 1}."
-            yield Result("rendezvous port", WARNING, f"{asked.port} is taken", mend)
+            taken = True
+    mend = f"Another run has it: end it, or launch with --master_port {asked.port + 1}."
+    yield warned("rendezvous port", not taken, f"{asked.port} is {'taken' if taken else 'free'}", mend)
 
 
 def why_ranks_do_not_meet(master_addr: str, port: int, said: str) -> list[str]:
@@ -108,7 +106,7 @@ def _own_address_towards(host: str) -> str | None:
 def _address(host: str) -> str | None:
     try:
         return socket.gethostbyname(host)
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return None
 
 
@@ -121,12 +119,9 @@ def hosts(asked: Asked) -> Iterator[Result]:
         yield Result("hostfile", FAILED, str(error), "Mend the file.", needed=True)
         return
     for host in named:
-        try:
-            address = socket.gethostbyname(host)
-        except (OSError, ValueError, TypeError):
-            yield Result(
-                f"host {host}", FAILED, "has no address", "Add it to DNS or /etc/hosts on every host.", needed=True
-            )
+        if (address := _address(host)) is None:
+            mend = "Add it to DNS or /etc/hosts on every host."
+            yield Result(f"host {host}", FAILED, "has no address", mend, needed=True)
             continue
         try:
             socket.create_connection((address, 22), timeout=3).close()
@@ -153,6 +148,5 @@ def hub(asked: Asked) -> Iterator[Result]:
         yield Result("hub", WARNING, f"cannot be reached ({type(error).__name__})", mend)
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     known = bool(os.environ.get("HF_TOKEN")) or (home / "token").is_file()
-    yield Result(
-        "hub token", OK if known else ABSENT, "present" if known else "none: public models alone, and no --push_to_hub"
-    )
+    found = "present" if known else "none: public models alone, and no --push_to_hub"
+    yield Result("hub token", OK if known else ABSENT, found)

@@ -35,3 +35,8 @@ class Result:
 def verdict(name: str, works: bool, found: str, mend: str, needed: bool = True) -> Result:
     """Of what works or fails, with the mend where it fails."""
     return Result(name, OK if works else FAILED, found, "" if works else mend, needed)
+
+
+def warned(name: str, works: bool, found: str, mend: str) -> Result:
+    """Of what works, or works worse."""
+    return Result(name, OK if works else WARNING, found, "" if works else mend)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line, plain
 from finetune.run import facts
-from finetune.safe_read.model_folder import check_model_folder, has_weights, refuse_code
+from finetune.safe_read.folders import check_model_folder, has_weights, refuse_code
 
 
 def positions_of(config: Any) -> int:

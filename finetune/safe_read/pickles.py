@@ -26,7 +26,7 @@ from finetune.safe_read.files import open_plain
 from finetune.safe_read.stand_ins import STAND_INS, TORCH_NAMES, Names, RefusedError
 
 WRITTEN_ONLY = ("training_args.bin", "adapter_args.bin")  # the Trainer writes it and nobody opens it
-TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+PICKLED = (".pt", ".pth", ".bin", ".metadata")  # what a library that resumes, loads or exports opens as a pickle
 OLDEST_FORM = ("pytorch_model", "adapter_model")  # weights of strangers may be in torch's form of before 2020
 LARGEST_PICKLE_BYTES = 64 * 2**20  # of names and shapes; a model of a thousand tensors has 0.2 MiB
 MOST_STEPS = 1_500_000  # a tensor takes 40 of them, and a million takes two seconds
@@ -42,9 +42,8 @@ BROKEN = (pickle.UnpicklingError, ValueError, TypeError, EOFError, LookupError, 
 
 def refuse_unsafe(path: Path) -> None:
     """Look at one file of a checkpoint before a library opens it. Raises RequestError where opening it could run code,
-    or where it is none that can be opened. Nothing for a file that nobody opens as a pickle; `.distcp` files are looked
-    at with their `.metadata`."""
-    if not holds_pickle(path):
+    or where it cannot be opened. `.distcp` files are looked at with their `.metadata`."""
+    if path.name in WRITTEN_ONLY or not path.name.endswith(PICKLED):
         return
     if path.name.endswith(".metadata"):
         from finetune.safe_read.sharded import check_sharded
@@ -55,15 +54,9 @@ def refuse_unsafe(path: Path) -> None:
 
 
 def load_checked(path: Path) -> Any:
-    """What a file of torch.save holds, with its tensors mapped. DeepSpeed's objects are their stand-ins; a ZeRO stage
-    is an integer. Raises RequestError."""
+    """What torch.save wrote, tensors mapped, DeepSpeed's objects as stand-ins. Raises RequestError."""
     with open_plain(path) as file:
         return _guarded(path, lambda: read_torch(file, path, path.name.startswith(OLDEST_FORM)))
-
-
-def holds_pickle(path: Path) -> bool:
-    """By its name: whether a library that resumes, loads or exports would open it as a pickle."""
-    return path.name not in WRITTEN_ONLY and (path.suffix in TORCH_SUFFIXES or path.name.endswith(".metadata"))
 
 
 def _guarded(path: Path, read: Callable[[], Any]) -> Any:

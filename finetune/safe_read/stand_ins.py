@@ -93,8 +93,7 @@ class ArrayClass(_StandIn):
 
 
 class Array(_StandIn):
-    """numpy's `_reconstruct(ndarray, (0,), b"b")`, which makes an empty array; it is filled with as many bytes as its
-    shape has."""
+    """numpy's `_reconstruct(ndarray, (0,), b"b")`: an empty array, filled with as many bytes as its shape has."""
 
     def __new__(cls, *given: Any) -> Any:
         if len(given) != 3 or given[0] is not ArrayClass or given[1] != (0,) or _text(given[2]) != "b":
@@ -113,8 +112,7 @@ class Array(_StandIn):
 
 
 class Record(_StandIn):
-    """One of torch's records of a sharded checkpoint, with whatever state, of which that which has names is kept; what
-    it holds has been looked at by itself."""
+    """One of torch's records of a sharded checkpoint, of whose state that which has names is kept."""
 
     def __setstate__(self, state: Any) -> None:
         if type(state) is dict:

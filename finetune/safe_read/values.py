@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,12 +27,13 @@ YAML_ERRORS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeErro
 
 
 def read_json_object(
-    path: Path, most: int = MOST_BYTES, inside: Path | None = None, strict: bool = False
+    path: Path, most: int = MOST_BYTES, inside: Path | None = None, strict: bool = False, name: str | None = None
 ) -> dict[str, Any]:
-    """A JSON object. Raises RequestError, with the path, for whatever is none."""
-    found = parse_json(read_bounded(path, most, inside), str(path), strict)
+    """A JSON object. Raises RequestError, with `name` or the path, for whatever is none."""
+    said = name or str(path)
+    found = parse_json(read_bounded(path, most, inside, said), said, strict)
     if not isinstance(found, dict):
-        raise RequestError(f"{path}: is no JSON object.")
+        raise RequestError(f"{said}: is no JSON object.")
     return found
 
 
@@ -52,8 +54,7 @@ def read_json_lines(path: Path, inside: Path | None = None) -> tuple[list[tuple[
 
 
 def parse_json(text: str, place: str, strict: bool = False) -> Any:
-    """JSON whose depth is looked at before it is parsed. `strict`: without NaN, and without a key that is there twice.
-    Raises RequestError that begins with `place`."""
+    """Raises RequestError that begins with `place`. `strict`: without NaN, and without a key that is there twice."""
     _refuse_bomb(text, place)
     try:
         if strict:
@@ -124,6 +125,15 @@ def _not_taken(event: Any, level: int) -> str | None:
     if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and event.value == "<<":
         return "has a merge key, which is not taken; write it out"
     return f"is nested deeper than {DEEPEST} levels" if level > DEEPEST else None
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What objects and lists hold at any depth, but for objects and lists."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from leaves(part)
+    else:
+        yield value
 
 
 def _refuse_huge(found: Any) -> None:

@@ -14,12 +14,10 @@ from transformers.trainer_utils import HubStrategy
 
 from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
-from finetune.training.checkpoints.best import best_to_load
-from finetune.training.checkpoints.final import save_final
-from finetune.training.checkpoints.opened import open_final
+from finetune.training.checkpoints.final import best_to_load, open_final, save_final
 from finetune.training.checkpoints.writing import outer_of
 from finetune.training.hub import open_repo
-from finetune.training.reshard.for_trainer import load_best
+from finetune.training.reshard.resuming import load_best
 from finetune.training.resuming import ended_early, restore_callbacks
 from finetune.training.saved_arguments import write_arguments
 

@@ -43,7 +43,7 @@ from finetune.training.interruption import DeafToSigterm, StopOnSignal, close_tr
 from finetune.training.loss import settle_trainer
 from finetune.training.offload import cpu_adam, left_to_the_trainer
 from finetune.training.own_settings import OwnSettings
-from finetune.training.reshard.for_trainer import Reshard
+from finetune.training.reshard.resuming import Reshard
 from finetune.training.resuming import GoOn, RunningLoss, SavesLast, kept_random_states
 from finetune.training.saving import SavingMixin, check_push
 from finetune.training.speed import (

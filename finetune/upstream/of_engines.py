@@ -10,7 +10,7 @@ PARTITION = "deepspeed.runtime.zero.partition_parameters:Init."
 
 ENGINE = (
     Row(
-        "training/reshard/for_trainer.py",
+        "training/reshard/resuming.py",
         "deepspeed.runtime.engine:DeepSpeedEngine._config",
         "write",
         "what is loaded after a universal checkpoint, such as the best one, is as DeepSpeed saves it",
@@ -19,7 +19,7 @@ ENGINE = (
         called_from=("deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",),
     ),
     Row(
-        "training/reshard/for_trainer.py",
+        "training/reshard/resuming.py",
         "deepspeed.runtime.config:DeepSpeedConfig.load_universal_checkpoint",
         "write",
         "as above",
@@ -28,7 +28,7 @@ ENGINE = (
         called_from=("deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",),
     ),
     Row(
-        "training/reshard/for_trainer.py",
+        "training/reshard/resuming.py",
         f"{ZERO}loss_scaler",
         "write",
         "fp16's scale goes along to another layout",
@@ -64,7 +64,7 @@ ENGINE = (
             ("training/checkpoints/space.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
             ("bench/meter.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
             ("bench/meter.py", "ds_tensor", "the bytes of this rank's shards"),
-            ("training/reshard/for_trainer.py", "ds_id", "whether ZeRO-3 has sharded a weight"),
+            ("training/reshard/resuming.py", "ds_id", "whether ZeRO-3 has sharded a weight"),
         )
     ),
     Row(

@@ -42,13 +42,15 @@ def test_trials_that_fail_are_named_with_their_mend(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(start, "started", lambda *_: ["sh", "-c", "echo 'ValueError: not here'; exit 1", "sh"])
     monkeypatch.setattr(trials, "build", lambda names: "no op" if names else None)
     step = trials.TRIALS[1]
-    lacking, unbuilt = replace(step, absent=lambda: "needs more"), replace(step, ops=("CPUAdamBuilder",))
+    lacking, unbuilt = replace(step, needs="gpu"), replace(step, ops=("CPUAdamBuilder",))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(trials, "compiler", lambda: "g++")
     monkeypatch.setattr(trials, "TRIALS", (step, replace(step, resumes=True), lacking, unbuilt))
     fails, resumes, absent, built = trials.run_trials()
     for result in (fails, resumes):
         assert (result.status, result.mend, result.needed) == (FAILED, trials.STEP, True)
         assert "ValueError: not here" in result.found
-    assert (absent.status, absent.found) == (ABSENT, "needs more")
+    assert (absent.status, absent.found) == (ABSENT, "needs a GPU: DeepSpeed's quantizer has no CPU build")
     assert (built.status, built.found, built.mend) == (FAILED, "no op", trials.BUILD)
 
 

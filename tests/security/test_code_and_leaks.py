@@ -24,7 +24,7 @@ from finetune.errors import RequestError
 from finetune.privacy import shown
 from finetune.report.text import cell, fenced
 from finetune.safe_read.bounded import SECONDS_EACH, each_bounded
-from finetune.safe_read.model_folder import check_model_folder
+from finetune.safe_read.folders import check_model_folder
 from finetune.training.results import write_predictions
 
 ASKS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_choice import FILES, MANIFEST, flip, save
 
-from finetune.training.checkpoints.best import best_to_load
+from finetune.training.checkpoints.final import best_to_load
 
 
 def test_one_that_verifies_is_loaded_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from finetune.errors import RunError
-from finetune.training.checkpoints.final import save_final
-from finetune.training.checkpoints.opened import open_final
+from finetune.training.checkpoints.final import open_final, save_final
 from finetune.training.saving import trained_shapes
 
 SHAPES = {"a.weight": [2, 3], "b.bias": [4]}

@@ -19,10 +19,10 @@ from finetune.run.run import Run
 from finetune.training.checkpoints.manifest import Manifest, Spread, files_of, write_manifest
 from finetune.training.checkpoints.tag import newest_tag
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
-from finetune.training.reshard.for_trainer import mend_optimizer
 from finetune.training.reshard.move import PREFIX, Mover
 from finetune.training.reshard.one_file import Names, read_plain
 from finetune.training.reshard.portable import Group, Portable
+from finetune.training.reshard.resuming import mend_optimizer
 from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, sharding_of
 from finetune.training.reshard.zero_shards import read_zero
 
@@ -243,11 +243,14 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = checkpoint(tmp_path, 2, 1)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 5})())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 10, "free": 5})())
     mover = Mover(place, tmp_path, Sharding("deepspeed", 1, 3), 0)
     with pytest.raises(RunError, match="moving checkpoint-7 to another layout needs"):
         mover.move(sharding_of(place), NAMES)
     assert not mover.folder.exists()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 0, "free": 0})())
+    mover.move(sharding_of(place), NAMES)  # a disk that does not say how much room it has
+    assert mover.folder.is_dir()
 
 
 def test_each_group_gets_its_own_settings_and_each_state_its_own_step() -> None:

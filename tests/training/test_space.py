@@ -59,8 +59,8 @@ def test_each_layout_writes_what_it_has(trainer: Any, zero_stage: int | None, by
 
 
 def test_a_stage_of_a_pipeline_writes_fp32_weights_and_states() -> None:
-    assert stage_bytes([10**8, 10**8], "AdamW", "", weights_only=False) == pytest.approx(12 * 2 * 10**8, rel=0.03)
-    assert stage_bytes([10**8], "AdamW", "", weights_only=True) == pytest.approx(4 * 10**8, rel=0.03)
+    assert stage_bytes([10**8, 10**8], "AdamW", weights_only=False) == pytest.approx(12 * 2 * 10**8, rel=0.03)
+    assert stage_bytes([10**8], "AdamW", weights_only=True) == pytest.approx(4 * 10**8, rel=0.03)
 
 
 def test_optimizers_keep_what_they_keep() -> None:

@@ -64,8 +64,9 @@ def settle(run: Run, chosen: Chosen) -> Chosen:
             raise RequestError(_refused(Path(chosen.checkpoint), found))
         return chosen
     seen_early, broken = chosen.checkpoint, dict[str, str]()
+    together(lambda: restore_replaced(Path(run.values["output_dir"]).expanduser()) if leads() else None)
     while True:
-        chosen = of_first(together(lambda: _newest_restored(run, broken) if leads() else Chosen(None)))
+        chosen = of_first(together(lambda: _newest(run, broken) if leads() else Chosen(None)))
         _refuse_other_disk(chosen.checkpoint, seen_early)
         if chosen.checkpoint is None or not (found := verify_together(Path(chosen.checkpoint))):
             return chosen
@@ -78,11 +79,6 @@ def newest_verified(run_folder: Path) -> Path:
         if not verify_together(path):
             return path
     raise RequestError(f"resume_from_checkpoint=True: {run_folder} holds no checkpoint that verifies. Name one.")
-
-
-def _newest_restored(run: Run, broken: dict[str, str]) -> Chosen:
-    restore_replaced(Path(run.values["output_dir"]).expanduser())
-    return _newest(run, broken)
 
 
 def _newest(run: Run, broken: dict[str, str]) -> Chosen:
@@ -153,8 +149,7 @@ def _glance(path: Path) -> list[str]:
 
 
 def _of_another_run(checkpoint: Path, own: tuple[str, tuple[Stretch, ...]] | None) -> str | None:
-    """The sentence that says so where it is neither of the run whose folder this is, nor of one that the run has gone
-    on from."""
+    """Says so where it is neither of the run whose folder this is, nor of one that the run has gone on from."""
     identity = read_identity(checkpoint)
     if identity is None or own is None or identity.run in (own[0], *(stretch.run for stretch in own[1])):
         return None
@@ -171,12 +166,9 @@ def _refused(path: Path, found: list[str]) -> str:
 def _refuse_other_sight(checkpoint: str | None) -> None:
     """Each rank has looked for the path that was given: on a disk that not all see, or not yet, some would not."""
     seen = every(checkpoint)
-    other = next((number for number, found in enumerate(seen) if found != seen[0]), None)
-    if other is not None:
-        raise RequestError(
-            f"--resume: rank 0 finds {seen[0] or 'no checkpoint'}, rank {other} {seen[other] or 'no checkpoint'}. "
-            "Put --output_dir on a disk that all hosts see."
-        )
+    for number, found in enumerate(seen):
+        if found != seen[0]:
+            raise _seen_otherwise(seen[0], number, found or "no checkpoint")
 
 
 def _refuse_other_disk(checkpoint: str | None, seen_early: str | None) -> None:
@@ -185,18 +177,20 @@ def _refuse_other_disk(checkpoint: str | None, seen_early: str | None) -> None:
     while checkpoint and not (Path(checkpoint) / STATE_FILE).is_file() and time.monotonic() < end:
         time.sleep(0.1)
     sees = (Path(checkpoint) / STATE_FILE).is_file() if checkpoint else seen_early is None
-    blind = next((number for number, found in enumerate(every(sees)) if not found), None)
-    if blind is not None:
-        other = "does not see it" if checkpoint else "one"
-        raise RequestError(
-            f"--resume: rank 0 finds {checkpoint or 'no checkpoint'}, rank {blind} {other}. "
-            "Put --output_dir on a disk that all hosts see."
-        )
+    for number, found in enumerate(every(sees)):
+        if not found:
+            raise _seen_otherwise(checkpoint, number, "does not see it" if checkpoint else "one")
+
+
+def _seen_otherwise(by_first: str | None, rank: int, says: str) -> RequestError:
+    return RequestError(
+        f"--resume: rank 0 finds {by_first or 'no checkpoint'}, rank {rank} {says}. "
+        "Put --output_dir on a disk that all hosts see."
+    )
 
 
 def _refuse_if_finished(run: Run, checkpoint: Path, kind: type[FinetuneError]) -> None:
-    """A run that has had all its steps is not trained further, and its results are kept. For a cluster that starts it
-    again that is no error."""
+    """A run that has had all its steps keeps its results. For a cluster that starts it again that is no error."""
     state = read_json_object(checkpoint / STATE_FILE)
     asked = run.value("max_steps")
     by_steps = asked > 0 and state["global_step"] >= asked

@@ -1,16 +1,62 @@
-"""The final model of a run folder, which `from_pretrained` opens: the old one, or none, or the new one."""
+"""The final model of a run folder: whose weights it gets, how it is put in place, and that it opens.
+
+A run is done only once its model has been opened: weights by name and shape, finite numbers, files by hash.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from finetune.training.checkpoints.manifest import FileRecord
-from finetune.training.checkpoints.writing import AtomicFolder, flush, leads, together
+import torch
+from safetensors import SafetensorError, safe_open
+
+from finetune.errors import FinetuneError, RunError, first_line
+from finetune.training.checkpoints.manifest import CHECKPOINT, FileRecord, checkpoints_in, hash_of, in_short, shares
+from finetune.training.checkpoints.verifying import verify_together
+from finetune.training.checkpoints.writing import AtomicFolder, every, flush, leads, of_first, rank, ranks, together
 
 FINAL = "final"  # where it is put together
+Shapes = Mapping[str, Sequence[int]]
+WEIGHTS = ".safetensors"
+
+
+def best_in(run_folder: Path, named: str | None) -> Path | None:
+    """The checkpoint of this run folder that trainer_state.json has `named` the best, by its last name alone: the file
+    may be a stranger's, and the folder may have moved since."""
+    name = Path(named or "").name
+    return run_folder / name if CHECKPOINT.fullmatch(name) else None
+
+
+def note_place_of_best(state: Any, place: Path) -> None:
+    """What trainer_state.json is to say of the best checkpoint when that of this step is saved at `place`."""
+    best = state.best_global_step
+    if best and (best == state.global_step or place.with_name(f"checkpoint-{best}").is_dir()):
+        state.best_model_checkpoint = str(place.with_name(f"checkpoint-{best}"))
+
+
+def best_to_load(run_folder: Path, named: str | None) -> Path | None:
+    """That one, if it verifies; else None, which rank 0 says: the last weights are kept. All ranks must call it."""
+    best, why = best_in(run_folder, named), None
+    if best is None or not of_first(together(lambda: best.is_dir() if leads() else False)):
+        why = "is gone"
+    else:
+        try:
+            found = verify_together(best)
+        except (FinetuneError, OSError) as error:  # the run is done: that must not end it
+            found = [first_line(error, 400)]
+        if found:
+            why = f"is not as it was saved: {found[0]}"
+    if why is None:
+        return best
+    if leads():
+        print(
+            f"warning: {best or named}, the best checkpoint, {why.rstrip('.')}. The last weights are kept.", flush=True
+        )
+    return None
 
 
 def save_final(run_folder: Path, write: Callable[[Path], None]) -> dict[str, FileRecord]:
@@ -46,3 +92,59 @@ def _weights(folder: Path) -> list[Path]:
     """What `from_pretrained` would open, the index first."""
     kinds = ("*.safetensors.index.json", "pytorch_model*.index.json", "model*.safetensors", "adapter_model.safetensors")
     return [path for kind in (*kinds, "pytorch_model*.bin", "adapter_model.bin") for path in sorted(folder.glob(kind))]
+
+
+def open_final(run_folder: Path, records: Mapping[str, FileRecord], expected: Shapes) -> None:
+    """The model that has just been moved into its place; `records` are of its files as they were written, `expected`
+    the weights that were trained, with their shapes. All ranks must call it, each reads its share. Raises RunError on
+    all of them."""
+    own = shares({name: record.bytes for name, record in records.items()}, ranks())[rank()]
+    parts = every(together(lambda: _look(run_folder, {name: records[name] for name in own})))
+    shapes = {name: shape for _, part, _ in parts for name, shape in part.items()}
+    problems = [problem for part, _, _ in parts for problem in part] + _unlike(shapes, expected)
+    diverged = [name for _, _, part in parts for name in part]
+    if diverged and not problems:
+        raise RunError(
+            f"{run_folder}: training has diverged: {', '.join(diverged[:3])} of the model that was saved "
+            f"{'hold' if len(diverged) > 1 else 'holds'} numbers that are not finite. Lower --learning_rate."
+        )
+    if problems:
+        newest = next(iter(checkpoints_in(run_folder)), None)
+        state = f"The training state is in {newest}" if newest else "No checkpoint was saved"
+        raise RunError(
+            f"{run_folder}: the model cannot be opened as it was trained: {in_short(problems)} {state}; once that is "
+            "mended, --resume auto saves the model again."
+        )
+
+
+def _unlike(there: Shapes, expected: Shapes) -> list[str]:
+    """What differs from the weights that were trained."""
+    if not there:
+        return [f"no weights ({WEIGHTS}) were written."]
+    missing = [f"{name} is missing." for name in expected if name not in there]
+    return missing + [
+        f"{name} is {there[name]}, and was trained as {list(shape)}."
+        for name, shape in expected.items()
+        if name in there and list(shape) != there[name]
+    ]
+
+
+def _look(folder: Path, records: Mapping[str, FileRecord]) -> tuple[list[str], dict[str, list[int]], list[str]]:
+    """What is wrong with files, the shapes of the weights in them, and the names of those that are not finite."""
+    problems: list[str] = []
+    shapes: dict[str, list[int]] = {}
+    diverged: list[str] = []
+    for name, record in records.items():
+        try:
+            if hash_of(folder / name) != record.xxh3_128:
+                problems.append(f"{name} has other content than was written.")
+            elif name.endswith(WEIGHTS):
+                with safe_open(folder / name, framework="pt") as file:
+                    for weight in file.keys():  # noqa: SIM118  (it is no dict)
+                        tensor = file.get_tensor(weight)
+                        shapes[weight] = list(tensor.shape)
+                        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                            diverged.append(weight)
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{name} cannot be read: {first_line(error)}.")
+    return problems, shapes, diverged

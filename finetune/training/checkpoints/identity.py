@@ -15,7 +15,8 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.run.files import IDENTITY
-from finetune.training.checkpoints.manifest import FileRecord, Manifest, read_json
+from finetune.safe_read import read_json_object
+from finetune.training.checkpoints.manifest import FileRecord, Manifest
 
 FORMAT = 1
 RUN_ID = re.compile("[0-9a-f]{32}")
@@ -72,7 +73,7 @@ def read_identity(folder: Path) -> Identity | None:
     place = f"{folder.name}/{IDENTITY}"
     if not (folder / IDENTITY).exists() and not (folder / IDENTITY).is_symlink():
         return None
-    content = read_json(folder / IDENTITY, place)
+    content = read_json_object(folder / IDENTITY, inside=folder, name=place)
     try:
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {str(content['format'])[:20]}")
@@ -92,7 +93,7 @@ def read_run(run_folder: Path) -> tuple[str, tuple[Stretch, ...]] | None:
     place = f"{run_folder.name}/{IDENTITY}"
     if not (run_folder / IDENTITY).exists():
         return None
-    content = read_json(run_folder / IDENTITY, place)
+    content = read_json_object(run_folder / IDENTITY, inside=run_folder, name=place)
     try:
         return _id(content["run"]), _lineage(content["lineage"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from finetune.errors import RequestError
-from finetune.safe_read import parse_json, read_bounded
+from finetune.safe_read import read_json_object
 from finetune.safe_read.files import is_hollow
 
 MANIFEST = "manifest.json"
@@ -134,11 +134,14 @@ def _shown(name: str) -> str:
 
 
 def files_of(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """The plain files below a folder by name, with their sizes; and the names of what is none. Links are not
-    followed."""
+    """The sizes of the plain files below a folder, and the names of what is none. Links are not followed."""
     files: dict[str, int] = {}
     strange: list[str] = []
-    for base, folders, names in os.walk(folder, onerror=_raise):
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for base, folders, names in os.walk(folder, onerror=fail):
         for name in (*names, *folders):
             path = Path(base, name)
             mode = path.lstat()
@@ -148,10 +151,6 @@ def files_of(folder: Path) -> tuple[dict[str, int], list[str]]:
             elif not stat.S_ISDIR(mode.st_mode):
                 strange.append(relative)
     return files, strange
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def hash_of(path: Path) -> str:
@@ -199,9 +198,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Raises RequestError, in a sentence, for whatever is not a manifest that we have written."""
     place = f"{folder.name}/{MANIFEST}"
-    content = read_json(folder / MANIFEST, place)
-    if not isinstance(content, dict):
-        raise RequestError(f"{place} is no JSON object.")
+    content = read_json_object(folder / MANIFEST, inside=folder, name=place)
     if content.get("format") != FORMAT:
         raise RequestError(f"{place} has format {str(content.get('format'))[:20]!r}, and this version reads {FORMAT}.")
     try:
@@ -216,11 +213,6 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def read_json(path: Path, place: str) -> Any:
-    """JSON from a plain file of a checkpoint. Raises RequestError that begins with `place`."""
-    return parse_json(read_bounded(path, inside=path.parent, name=place), place)
-
-
 def _own_hash(content: dict[str, Any]) -> str:
     rest = {key: value for key, value in content.items() if key != OWN_HASH}
     return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
@@ -232,7 +224,8 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     engine = layout["engine"]
     if engine not in ENGINES:
         raise ValueError(f"{str(engine)[:20]!r} is no engine")
-    optional = {name: layout[name] if layout[name] is None else _count(layout, name) for name in _OPTIONAL}
+    sizes = ("zero_stage", "stages", "pipelines")
+    optional = {name: layout[name] if layout[name] is None else _count(layout, name) for name in sizes}
     epoch = content["epoch"]
     if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int | float)):
         raise TypeError("epoch is no number")
@@ -250,9 +243,6 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         versions={_text({"": name}, ""): _text(content["versions"], name) for name in content["versions"]},
         files=files,
     )
-
-
-_OPTIONAL = ("zero_stage", "stages", "pipelines")
 
 
 def _count(content: dict[str, Any], name: str) -> int:

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from finetune.run.files import SUPERSEDED
-from finetune.training.checkpoints.best import best_in
-from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST, checkpoints_in, files_of, problems
+from finetune.training.checkpoints.final import best_in
+from finetune.training.checkpoints.manifest import MANIFEST, checkpoints_in, files_of, problems
 from finetune.training.checkpoints.writing import delete, flush, point_to
 
 Marks = dict[str, tuple[int, int]]  # of each file its size and the nanosecond at which it was last written
@@ -35,7 +35,8 @@ class Keeper:
         not lead here: they get a name that nobody chooses, or the next `--resume auto` would go on from them."""
         if (checkpoint / MANIFEST).is_file():
             self.trust(checkpoint)
-        aside = [path.name for path in self._later_than(step) if _set_aside(path)]
+        there = checkpoints_in(self.run_folder)
+        aside = [path.name for path in there if int(path.name.rpartition("-")[2]) > step and _set_aside(path)]
         if not aside:
             return
         if checkpoint.resolve().parent == self.run_folder.resolve():
@@ -64,10 +65,6 @@ class Keeper:
                     whole += 1
             except OSError as error:
                 _warn(checkpoint, error)
-
-    def _later_than(self, step: int) -> list[Path]:
-        found = [(CHECKPOINT.fullmatch(path.name), path) for path in checkpoints_in(self.run_folder)]
-        return [path for match, path in found if match and int(match[1]) > step]
 
     def _verifies(self, checkpoint: Path) -> bool:
         known = self.trusted.get(checkpoint.resolve())

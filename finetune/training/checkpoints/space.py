@@ -27,7 +27,8 @@ def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
     save_checkpoint; zero/stage3.py and stage_1_and_2.py, state_dict). Under ZeRO-3 no second copy is written.
     """
     parameters = [(getattr(p, "ds_numel", p.numel()), p) for p in trainer.model.parameters()]
-    weights = sum(count * p.element_size() for count, p in parameters if _is_saved(trainer, p))
+    saves_all = not hasattr(trainer.model, "peft_config")  # adapters are saved alone
+    weights = sum(count * p.element_size() for count, p in parameters if saves_all or p.requires_grad)
     if trainer.args.save_only_model:
         return int(MARGIN * weights) + OTHER_BYTES
     trained = sum(count for count, p in parameters if p.requires_grad)
@@ -40,16 +41,10 @@ def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
     return int(MARGIN * (weights + states)) + OTHER_BYTES
 
 
-def stage_bytes(counts: list[int], optim: str, optim_args: str, weights_only: bool) -> int:
-    """Of a pipeline's checkpoint, whose weights and states are in fp32, as many as one rank writes: `counts` are the
-    elements of each tensor that it saves."""
-    states = 0 if weights_only else states_bytes(optim, optim_args)
+def stage_bytes(counts: list[int], optim: str, weights_only: bool) -> int:
+    """What one rank writes of a pipeline's checkpoint, all in fp32: `counts` are the elements of each tensor."""
+    states = 0 if weights_only else states_bytes(optim)
     return int(MARGIN * sum(counts) * (FP32_BYTES + states))
-
-
-def _is_saved(trainer: Any, parameter: Any) -> bool:
-    """Adapters are saved alone."""
-    return bool(parameter.requires_grad) or not hasattr(trainer.model, "peft_config")
 
 
 def states_bytes(optim: str, optim_args: str = "") -> int:

@@ -16,8 +16,7 @@ LONGEST_NAME_BYTES = 200
 
 
 def named_tag(folder: Path, pointer: str = LATEST) -> Path | None:
-    """The folder that `pointer` names; None where there is no such file, or nothing in it. Raises RequestError for
-    what is no folder of this checkpoint."""
+    """The folder that `pointer` names, if it does. Raises RequestError for what is no folder of this checkpoint."""
     path = folder / pointer
     if not path.is_file():
         return None

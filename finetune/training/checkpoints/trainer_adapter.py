@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.run.files import STATE_FILE
-from finetune.training.checkpoints.best import note_place_of_best
+from finetune.training.checkpoints.final import note_place_of_best
 from finetune.training.checkpoints.manifest import Spread
 from finetune.training.checkpoints.rotation import Keeper
 from finetune.training.checkpoints.space import check_space, trainer_bytes
@@ -29,8 +29,7 @@ class TrainerSaves:
         return Path(self.trainer.args.output_dir) / f"checkpoint-{self.trainer.state.global_step}"
 
     def save(self, write: Callable[[], None]) -> None:
-        """`write` is the Trainer's own saving, which is sent to the unfinished folder; what it says of paths is then
-        made true of the place where they will be."""
+        """`write` is the Trainer's own saving, sent to the unfinished folder; its paths are then made those to come."""
         trainer, state, place, about = self.trainer, self.trainer.state, self.place, self._about()
         self.check_space(f"step {about.step}")
         with (whole := AtomicFolder(place, about)) as folder:

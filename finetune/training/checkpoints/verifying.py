@@ -35,8 +35,7 @@ def verify_together(folder: Path) -> list[str]:
 
 
 def _names_and_sizes(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """Of all files, and what is wrong with them. A link leads to what nobody has looked at, and may lead elsewhere a
-    moment later."""
+    """Of all files, and what is wrong with them. A link may lead elsewhere a moment later."""
     if (folder / MANIFEST).exists() and (found := problems(folder, hashes=False)):
         return {}, found
     sizes, strange = files_of(folder)

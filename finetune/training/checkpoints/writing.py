@@ -240,10 +240,6 @@ def together(do: Callable[[], T]) -> T:
         result = do()
     except Exception as met:
         error = met
-    if ranks() == 1:
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
     met_by = [said for said in every(_in_words(error)) if said is not None]
     if error is not None:
         raise error

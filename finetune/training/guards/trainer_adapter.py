@@ -13,7 +13,7 @@ from finetune.data.packing import REAL_TOKENS
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.training.guards.finder import Finder, Found, odd_inputs
 from finetune.training.guards.nan_guard import Finding
-from finetune.training.reshard.for_trainer import here_of
+from finetune.training.reshard.resuming import here_of
 from finetune.training.reshard.sharding import can_load_as_it_stands, sharding_of
 
 RUNNING = "running_"  # the statistics of batch norms, which a forward pass changes

@@ -22,10 +22,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from finetune.errors import RequestError
 from finetune.run.files import PIPELINE_RECORD, STATE_FILE
 from finetune.safe_read import read_json_object
-from finetune.training.checkpoints.final import save_final
+from finetune.training.checkpoints.final import open_final, save_final
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.manifest import Spread
-from finetune.training.checkpoints.opened import open_final
 from finetune.training.checkpoints.space import OTHER_BYTES, check_space, stage_bytes
 from finetune.training.checkpoints.writing import About, AtomicFolder, every
 from finetune.training.own_settings import OwnSettings
@@ -94,7 +93,7 @@ class Checkpoints:
     def check_space(self, run_folder: Path, when: str, weights_only: bool) -> None:
         """Raises RunError where the disk has no room for a checkpoint. All ranks must call it."""
         counts = [p.numel() for name, p in self.built.named.items() if name in self.mine and self.writes]
-        own = stage_bytes(counts, self.optim, "", weights_only)
+        own = stage_bytes(counts, self.optim, weights_only)
         check_space(run_folder, self.saved_bytes or sum(every(own)) + OTHER_BYTES, when)
 
     def load(self, folder: Path, record: dict[str, Any]) -> None:

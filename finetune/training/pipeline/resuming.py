@@ -11,10 +11,10 @@ from transformers.trainer_callback import ExportableState
 
 from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
-from finetune.training.checkpoints.best import best_to_load, note_place_of_best
+from finetune.training.checkpoints.final import best_to_load, note_place_of_best
 from finetune.training.guards.nan_guard import rng_state, set_rng_state
 from finetune.training.pipeline.checkpoint import read_record
-from finetune.training.reshard.for_pipeline import loadable
+from finetune.training.reshard.resuming import loadable
 from finetune.training.resuming import restore_callbacks
 
 

@@ -39,8 +39,7 @@ def read_any(checkpoint: Path, written: Sharding, names: Names) -> Portable:
 
 
 class Mover:
-    """Moves `checkpoint` to the layout `here`; every rank must call every method. `rank` of `ranks` writes its share of
-    the weights, so that no rank waits long for another."""
+    """Moves `checkpoint` to the layout `here`. Every rank must call every method, and writes a share of the weights."""
 
     def __init__(self, checkpoint: Path, run_folder: Path, here: Sharding, rank: int) -> None:
         self.checkpoint, self.run_folder, self.here = checkpoint, run_folder, here
@@ -51,9 +50,7 @@ class Mover:
         """Write the folder, and return what was read. `pipeline` is what a pipeline's record says beside: its global
         batch size and optimizer. Raises RequestError and RunError, the same on every rank."""
         start = time.monotonic()
-        read: list[Portable] = []
-        self._together(lambda: read.append(read_any(self.checkpoint, written, names)))
-        (portable,) = read
+        portable: Portable = self._together(lambda: read_any(self.checkpoint, written, names))
         self._together(lambda: self._begin(written, portable))
         share = list(portable.shapes)[self.rank :: self.ranks]
         self._together(lambda: self._write(portable, share))
@@ -64,17 +61,18 @@ class Mover:
     def link(self) -> None:
         """Make the folder of links alone: what the checkpoint holds, and random states for as many ranks as there are.
         The Trainer finds none in that of another number (transformers 5.23, trainer.py, _load_rng_state)."""
-        self._together(self._link_all)
 
-    def _link_all(self) -> None:
-        if self.rank != 0:
-            return
-        self.clear()
+        def make() -> None:
+            self.clear()
+            self._link(lambda path: not path.name.startswith(RANDOM_STATES))
+            self._link_random_states()
+
+        self._together(make if self.rank == 0 else lambda: None)
+
+    def _link(self, is_wanted: Callable[[Path], bool]) -> None:
         self.folder.mkdir(parents=True)
-        for path in self.checkpoint.iterdir():
-            if not path.name.startswith(RANDOM_STATES):
-                (self.folder / path.name).symlink_to(path.resolve())
-        self._link_random_states()
+        for path in filter(is_wanted, self.checkpoint.iterdir()):
+            (self.folder / path.name).symlink_to(path.resolve())
 
     def clear(self) -> None:
         """Take the folder away, and those that killed runs have left. Only rank 0 does."""
@@ -98,22 +96,19 @@ class Mover:
         if self.rank != 0:
             return
         self.clear()
-        free = shutil.disk_usage(self.run_folder).free
-        if free < portable.bytes:
+        disk = shutil.disk_usage(self.run_folder)
+        if disk.total and disk.free < portable.bytes:  # some network file systems do not say
             raise RunError(
                 f"{self.run_folder}: moving {self.checkpoint.name} to another layout needs "
-                f"{portable.bytes / 2**30:.1f} GiB for a while, and {free / 2**30:.1f} GiB are free."
+                f"{portable.bytes / 2**30:.1f} GiB for a while, and {disk.free / 2**30:.1f} GiB are free."
             )
         self._say(
             f"resume: {self.checkpoint.name} was written by {written}, this run has {self.here}: moving "
             f"{len(portable.shapes)} weights with their optimizer states ({portable.bytes / 2**20:,.1f} MiB)"
         )
-        self.folder.mkdir(parents=True)
+        self._link(lambda path: not path.name.startswith(OWN) and path.is_file())
         if self.here.engine == "deepspeed":
             self._engine_folder.mkdir()
-        for path in self.checkpoint.iterdir():
-            if not path.name.startswith(OWN) and path.is_file():
-                (self.folder / path.name).symlink_to(path.resolve())
         if "pipeline" not in (written.engine, self.here.engine):
             self._link_random_states()
 
@@ -151,15 +146,15 @@ class Mover:
         if self.rank == 0:
             print(line, flush=True)
 
-    def _together(self, do: Callable[[], Any]) -> None:
+    def _together(self, do: Callable[[], Any]) -> Any:
         """Do a part of it on every rank, and wait for all. What fails on one rank ends all, in its words."""
-        problem: tuple[type[FinetuneError], str] | None = None
+        result, problem = None, None
         try:
-            do()
+            result = do()
         except FinetuneError as error:
             problem = (type(error), str(error))
         except OSError as error:
-            problem = (RunError, f"{self.folder}: cannot be written ({error.strerror or first_line(error)}).")
+            problem = RunError, f"{self.folder}: cannot be written ({error.strerror or first_line(error)})."
         if problem is not None:
             with suppress(OSError):
                 self.clear()
@@ -173,3 +168,4 @@ class Mover:
         for found in met:
             if found is not None:
                 raise found[0](found[1])
+        return result

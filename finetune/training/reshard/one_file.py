@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from finetune.errors import RequestError
 from finetune.training.pipeline.files import find_tensors, read_tensor
 from finetune.training.reshard.portable import (
+    COUNTERS,
     WEIGHT,
     Group,
     Portable,
@@ -55,7 +56,7 @@ def read_plain(folder: Path, names: Names) -> Portable:
 
     known = {name for group in names.filled for name in group.names}
     buffers = {name: weight(name) for name in held if name not in known}
-    return _whole(folder, names, load_pickle(folder / "optimizer.pt"), weight, set(held), buffers, {}, {}, None)
+    return replace(_whole(folder, names, load_pickle(folder / "optimizer.pt"), weight, set(held)), buffers=buffers)
 
 
 def read_zero0(folder: Path, names: Names) -> Portable:
@@ -68,7 +69,7 @@ def read_zero0(folder: Path, names: Names) -> Portable:
     masters: dict[str, torch.Tensor] = {}
     for group, tensors in zip(names.filled, optimizer.get("fp32_groups", ()), strict=False):
         masters |= dict(zip(group.names, tensors, strict=True))
-    counters = {name: record[name] for name in ("global_steps", "skipped_steps", "global_samples")}
+    counters = {name: record[name] for name in COUNTERS}
     scale = {k: v for k, v in optimizer.items() if k != "dynamic_loss_scale" and isinstance(v, int | float)}
     buffers = {name: module[name] for name in record["buffer_names"]}
     states = optimizer.get("optimizer_state_dict", optimizer)
@@ -77,20 +78,14 @@ def read_zero0(folder: Path, names: Names) -> Portable:
         found: torch.Tensor = masters[name] if name in masters else module[name]
         return found
 
-    return _whole(folder, names, states, weight, set(module), buffers, scale, counters, record["lr_scheduler"])
+    whole = _whole(folder, names, states, weight, set(module))
+    return replace(whole, buffers=buffers, loss_scale=scale, counters=counters, schedule=record["lr_scheduler"])
 
 
 def _whole(
-    folder: Path,
-    names: Names,
-    optimizer: Mapping[str, Any],
-    weight: Callable[[str], torch.Tensor],
-    there: set[str],
-    buffers: Mapping[str, torch.Tensor],
-    scale: Mapping[str, Any],
-    counters: Mapping[str, Any],
-    schedule: Any,
+    folder: Path, names: Names, optimizer: Mapping[str, Any], weight: Callable[[str], torch.Tensor], there: set[str]
 ) -> Portable:
+    """Weights and states alone; `there` are the names that `weight` knows."""
     states, given = optimizer["state"], [group for group in optimizer["param_groups"] if group["params"]]
     if [len(group["params"]) for group in given] != [len(group.names) for group in names.filled]:
         raise RequestError(
@@ -117,8 +112,7 @@ def _whole(
         return joined([found], shapes[name])
 
     groups = tuple(Group(own.names, settings_of(group)) for own, group in zip(names.filled, given, strict=True))
-    steps = steps_of(states, given)
-    return Portable(shapes, keys, groups, steps, read, buffers, scale, counters, schedule)
+    return Portable(shapes, keys, groups, steps_of(states, given), read)
 
 
 def write_plain(folder: Path, portable: Portable, names: Names) -> None:
@@ -158,13 +152,9 @@ def _optimizer_record(portable: Portable) -> dict[str, Any]:
     """As torch's optimizers save themselves."""
     names = [name for group in portable.groups for name in group.names]
     index = {name: number for number, name in enumerate(names)}
-    steps: dict[str, Any] = {} if portable.steps is None else {"step": portable.steps}
-    states = {
-        index[name]: {key: portable.read(name, key) for key in portable.keys}
-        | {key: torch.tensor(value) for key, value in steps.items()}
-        for name in names
-    }
-    groups: Sequence[dict[str, Any]] = [
-        {**group.settings, "params": [index[name] for name in group.names]} for group in portable.groups
-    ]
-    return {"state": states, "param_groups": list(groups)}
+    states = {index[name]: {key: portable.read(name, key) for key in portable.keys} for name in names}
+    if portable.steps is not None:
+        for state in states.values():
+            state["step"] = torch.tensor(portable.steps)
+    groups = [{**group.settings, "params": [index[name] for name in group.names]} for group in portable.groups]
+    return {"state": states, "param_groups": groups}

@@ -17,6 +17,8 @@ from finetune.safe_read.pickles import load_checked
 
 WEIGHT = "fp32"  # the key of the weight itself, as in DeepSpeed's universal checkpoint
 
+COUNTERS = ("global_steps", "skipped_steps", "global_samples")  # of DeepSpeed's engine
+
 
 @dataclass(frozen=True)
 class Group:

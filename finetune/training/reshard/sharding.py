@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
 from finetune.run.files import PIPELINE_RECORD
 from finetune.training.checkpoints.tag import newest_tag
@@ -38,14 +40,8 @@ def sharding_of(checkpoint: Path) -> Sharding:
     if (checkpoint / PIPELINE_RECORD).is_file():
         return Sharding("pipeline", random_states)
     if folder := newest_tag(checkpoint):
-        record = load_pickle(model_file(folder))
-        zero = record["ds_config"].get("zero_optimization", {})
-        offload = [(zero.get(name) or {}).get("device", "none") for name in ("offload_optimizer", "offload_param")]
-        where = next((device for device in ("nvme", "cpu") if device in (str(o) for o in offload)), "none")
-        precision = next((n for n in ("bf16", "fp16") if record["ds_config"].get(n, {}).get("enabled") is True), "fp32")
-        stage = zero.get("stage", 0)
-        ranks = len(shard_files(folder)) if stage else random_states
-        return Sharding("deepspeed", ranks, stage, where, precision)
+        found = of_config(load_pickle(model_file(folder))["ds_config"], random_states)
+        return replace(found, ranks=len(shard_files(folder))) if found.zero_stage else found
     if (checkpoint / "optimizer.pt").is_file():
         return Sharding("ddp", random_states)
     if any(checkpoint.glob("optimizer_*")) or any(checkpoint.glob("pytorch_model_fsdp*")):
@@ -54,6 +50,15 @@ def sharding_of(checkpoint: Path) -> Sharding:
         f"--resume: {checkpoint} holds no optimizer states (--save_only_model): there is nothing to go on with. Start "
         "anew from its weights by --model_name_or_path."
     )
+
+
+def of_config(content: Any, ranks: int) -> Sharding:
+    """Of a run under DeepSpeed, by its config."""
+    config = Config(content)
+    devices = [config.offload(name) for name in ("offload_optimizer", "offload_param")]
+    where = next((device for device in ("nvme", "cpu") if device in devices), "none")
+    precision = next((name for name in ("bf16", "fp16") if config.is_on(f"{name}.enabled")), "fp32")
+    return Sharding("deepspeed", ranks, config.count("zero_optimization.stage") or 0, where, precision)
 
 
 def can_load_as_it_stands(written: Sharding, here: Sharding) -> bool:

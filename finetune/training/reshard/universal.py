@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from finetune.training.reshard.portable import WEIGHT, Portable
+from finetune.training.reshard.portable import COUNTERS, WEIGHT, Portable
 
 LATEST = "latest_universal"  # the engine looks for the name of the folder here
 
@@ -47,7 +47,6 @@ def engine_record(portable: Portable, world_size: int) -> dict[str, Any]:
     """What DeepSpeed's engine reads beside weights and optimizer (runtime/engine.py, _load_checkpoint)."""
     from deepspeed import __version__
 
-    counters = {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, **portable.counters}
     return {
         "module": {},
         "optimizer": None,
@@ -56,5 +55,6 @@ def engine_record(portable: Portable, world_size: int) -> dict[str, Any]:
         "mp_world_size": 1,
         "ds_config": {},
         "ds_version": __version__,
-        **counters,
+        **dict.fromkeys(COUNTERS, 0),
+        **portable.counters,
     }

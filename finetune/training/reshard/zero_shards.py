@@ -11,6 +11,7 @@ import torch
 
 from finetune.errors import RequestError, first_line
 from finetune.training.reshard.portable import (
+    COUNTERS,
     WEIGHT,
     Group,
     Portable,
@@ -23,6 +24,7 @@ from finetune.training.reshard.portable import (
 
 RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 Piece = tuple[int, int, int, int]  # rank, group, and where in its flat tensor: first element and number
+Places = tuple[tuple[Group, ...], dict[str, list[Piece]]]
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -51,18 +53,23 @@ def read_zero(folder: Path) -> Portable:
 
 def _read(folder: Path) -> Portable:
     shards = [load_pickle(path)["optimizer_state_dict"] for path in shard_files(folder)]
-    if len(shards) != (ranks := _ranks(shards[0]["partition_count"])):
+    counts = shards[0]["partition_count"]  # ZeRO-1 and 2 say it of each group
+    ranks = max(counts) if isinstance(counts, list) else int(counts)
+    if len(shards) != ranks:
         raise RequestError(f"{folder}: is of {ranks} ranks, and has shards of {len(shards)}. The others are missing.")
-    record = load_pickle(model_file(folder))
-    read = _third_stage if "fp32_flat_groups" in shards[0] else _first_stages
-    shapes, groups, flat, pieces = read(shards, record["param_shapes"])
-    states = _states(shards[0])
+    record, is_third = load_pickle(model_file(folder)), "fp32_flat_groups" in shards[0]
+    given, states = record["param_shapes"], _states(shards[0])
+    shapes = {name: torch.Size(shape) for group in given for name, shape in group.items()}
+    groups, pieces = (_third_stage if is_third else _first_stages)(shards, given, shapes)
+    weights = "fp32_flat_groups" if is_third else "single_partition_of_fp32_groups"
+
+    def flat(shard: Any, group: int, key: str) -> torch.Tensor:
+        return torch.as_tensor(shard[weights][group] if key == WEIGHT else _states(shard)["state"][group][key])
 
     def tensor(name: str, key: str) -> torch.Tensor:
         try:
-            return joined(
-                [flat(rank, group, key).narrow(0, at, n) for rank, group, at, n in pieces[name]], shapes[name]
-            )
+            parts = [flat(shards[rank], group, key).narrow(0, at, n) for rank, group, at, n in pieces[name]]
+            return joined(parts, shapes[name])
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             reason = f"its shards do not hold {key} of {name} whole ({first_line(error)})"
             raise RequestError(f"{folder}: {reason}. They are not of one checkpoint.") from error
@@ -76,14 +83,9 @@ def _read(folder: Path) -> Portable:
         read=tensor,
         buffers={name: record["module"][name] for name in record["buffer_names"]},
         loss_scale={} if scaler is None else {k: v for k, v in vars(scaler).items() if isinstance(v, int | float)},
-        counters={name: record[name] for name in ("global_steps", "skipped_steps", "global_samples")},
+        counters={name: record[name] for name in COUNTERS},
         schedule=record["lr_scheduler"],
     )
-
-
-def _ranks(counts: list[int] | int) -> int:
-    """ZeRO-1 and 2 say it of each group."""
-    return max(counts) if isinstance(counts, list) else int(counts)
 
 
 def _states(shard: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,10 +96,9 @@ def _states(shard: Mapping[str, Any]) -> dict[str, Any]:
     return states
 
 
-def _first_stages(shards: list[Any], given: list[Any]) -> tuple[Any, ...]:
+def _first_stages(shards: list[Any], given: list[Any], shapes: Mapping[str, torch.Size]) -> Places:
     """ZeRO-1 and 2: a flat tensor a group, cut between the ranks anywhere (deepspeed/runtime/zero/stage_1_and_2.py,
     and bf16_optimizer.py)."""
-    shapes = {name: torch.Size(shape) for group in given for name, shape in group.items()}
     settings = _states(shards[0])["param_groups"]
     groups = tuple(Group(tuple(names), settings_of(group)) for names, group in zip(given, settings, strict=True))
     pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
@@ -105,38 +106,23 @@ def _first_stages(shards: list[Any], given: list[Any]) -> tuple[Any, ...]:
         for group, mapping in enumerate(shard["param_slice_mappings"]):
             for name, place in mapping.items():
                 pieces[name].append((rank, group, place.start, place.numel))
-
-    def flat(rank: int, group: int, key: str) -> torch.Tensor:
-        shard = shards[rank]
-        found = (
-            shard["single_partition_of_fp32_groups"][group] if key == WEIGHT else _states(shard)["state"][group][key]
-        )
-        return torch.as_tensor(found)
-
-    return shapes, groups, flat, pieces
+    return groups, pieces
 
 
-def _third_stage(shards: list[Any], given: list[Any]) -> tuple[Any, ...]:
+def _third_stage(shards: list[Any], given: list[Any], shapes: Mapping[str, torch.Size]) -> Places:
     """ZeRO-3: a flat tensor a sub-group, of every weight an equal part a rank, filled up at the last one
     (deepspeed/runtime/zero/partition_parameters.py). `given` are the shapes of each sub-group."""
-    shapes = {name: torch.Size(shape) for group in given for name, shape in group.items()}
-    groups = []
-    for group in _states(shards[0])["param_groups"]:  # its parameters are the sub-groups
-        names = tuple(name for sub_group in group["params"] for name in given[sub_group])
-        groups.append(Group(names, settings_of(group)))
-    pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
+    settings = _states(shards[0])["param_groups"]  # whose parameters are the sub-groups
+    groups = tuple(
+        Group(tuple(n for sub in group["params"] for n in given[sub]), settings_of(group)) for group in settings
+    )
+    pieces: dict[str, list[Piece]] = {}
     for sub_group, names in enumerate(given):
         at = 0
         for name in names:
             size = shapes[name].numel()
             part = -(-size // len(shards))
-            for rank in range(len(shards)):
-                pieces[name].append((rank, sub_group, at, max(0, min(part, size - rank * part))))
+            lengths = (max(0, min(part, size - rank * part)) for rank in range(len(shards)))
+            pieces[name] = [(rank, sub_group, at, length) for rank, length in enumerate(lengths)]
             at += part
-
-    def flat(rank: int, sub_group: int, key: str) -> torch.Tensor:
-        shard = shards[rank]
-        found = shard["fp32_flat_groups"][sub_group] if key == WEIGHT else _states(shard)["state"][sub_group][key]
-        return torch.as_tensor(found)
-
-    return shapes, tuple(groups), flat, pieces
+    return groups, pieces

@@ -1,16 +1,18 @@
-"""Resuming from another layout under the Trainer: a folder for its loaders, and what DeepSpeed's loader leaves out."""
+"""Resuming from another layout, under the Trainer and in a pipeline: a folder for their loaders, and what DeepSpeed's
+loader leaves out."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
 from finetune.run.launch import accelerate_uses_fsdp
@@ -18,7 +20,7 @@ from finetune.safe_read import read_json_object
 from finetune.training.reshard.move import Mover, read_any
 from finetune.training.reshard.one_file import Names
 from finetune.training.reshard.portable import WEIGHT, Group, Portable, settings_of
-from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, sharding_of
+from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, of_config, sharding_of
 from finetune.training.run_folder import write_json
 
 UNIVERSAL = {"load_universal": True}
@@ -58,9 +60,7 @@ class Reshard(TrainerCallback):
         trainer, portable = self.trainer, self.portable
         if portable is None:
             return
-        for name, buffer in trainer.model.named_buffers():
-            if name in portable.buffers:  # the loader takes the weights alone (runtime/engine.py, _load_checkpoint)
-                buffer.copy_(portable.buffers[name])
+        put_buffers(trainer, portable)  # DeepSpeed loads the weights alone (runtime/engine.py, _load_checkpoint)
         if not self.is_universal:
             return
         outer = trainer.model_wrapped.optimizer
@@ -77,14 +77,11 @@ class Reshard(TrainerCallback):
             self.portable, self.folder = None, self.mover.checkpoint
             self.mover.clear()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Of a run that had all its steps."""
-        self.on_step_end(args, state, control)
+    on_train_end = on_step_end  # of a run that had all its steps
 
 
 def load_best(trainer: Any, checkpoint: Path) -> bool:
-    """Put in the weights of the best checkpoint where DeepSpeed's engine cannot load it, for another layout wrote it.
-    False where it can."""
+    """Put in the weights of the best checkpoint, if another layout than this DeepSpeed run's wrote it; else False."""
     if not trainer.is_deepspeed_enabled or not checkpoint.is_dir():
         return False
     written = sharding_of(checkpoint)
@@ -95,10 +92,14 @@ def load_best(trainer: Any, checkpoint: Path) -> bool:
         if name in portable.shapes:
             with gathered(weight), torch.no_grad():
                 weight.copy_(portable.read(name, WEIGHT))
+    put_buffers(trainer, portable)
+    return True
+
+
+def put_buffers(trainer: Any, portable: Portable) -> None:
     for name, buffer in trainer.model.named_buffers():
         if name in portable.buffers:
             buffer.copy_(portable.buffers[name])
-    return True
 
 
 def gathered(weight: Any) -> Any:
@@ -147,12 +148,7 @@ def here_of(trainer: Any) -> Sharding:
     """The layout of this run."""
     ranks = trainer.args.world_size
     if trainer.is_deepspeed_enabled:
-        config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
-        devices = [Config(config).offload(name) for name in ("offload_optimizer", "offload_param")]
-        where = next((device for device in ("nvme", "cpu") if device in devices), "none")
-        precision = next((n for n in ("bf16", "fp16") if config.get(n, {}).get("enabled") is True), "fp32")
-        stage = config.get("zero_optimization", {}).get("stage", 0)
-        return Sharding("deepspeed", ranks, stage, where, precision)
+        return of_config(trainer.accelerator.state.deepspeed_plugin.deepspeed_config, ranks)
     return Sharding("fsdp" if trainer.args.fsdp or accelerate_uses_fsdp() else "ddp", ranks)
 
 
@@ -160,19 +156,49 @@ def names_of(trainer: Any) -> Names:
     """As `Trainer.create_optimizer` will group them."""
     model = trainer.model
     decayed = set(trainer.get_decay_parameter_names(model))
-    learnt = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decays = {name: name in decayed for name, p in model.named_parameters() if p.requires_grad}
     choice = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
-    settings = settings_from(choice)
-    groups = []
-    for decays, rate in ((True, trainer.args.weight_decay), (False, 0.0)):
-        names = tuple(name for name in learnt if (name in decayed) == decays)
-        groups.append(Group(names, {**settings, "weight_decay": rate}))
+    groups = groups_of(choice, decays, trainer.args.weight_decay)
     first = {id(p): name for name, p in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
-    return Names(tuple(groups), {name: first[id(p)] for name, p in every if first[id(p)] != name})
+    return Names(groups, {name: first[id(p)] for name, p in every if first[id(p)] != name})
 
 
-def settings_from(choice: tuple[Any, dict[str, Any]]) -> dict[str, Any]:
-    """All settings of a group, also those that an optimizer's class fills in."""
+def groups_of(choice: tuple[Any, dict[str, Any]], decays: Mapping[str, bool], decay: float) -> tuple[Group, ...]:
+    """The weights that decay and those that do not, with all settings, also those that the optimizer's class fills in.
+    `choice` is that class with its arguments."""
     kind, given = choice
-    return settings_of(kind([torch.nn.Parameter(torch.zeros(1))], **given).param_groups[0])
+    settings = settings_of(kind([torch.nn.Parameter(torch.zeros(1))], **given).param_groups[0])
+    return tuple(
+        Group(tuple(name for name in decays if decays[name] == wanted), {**settings, "weight_decay": rate})
+        for wanted, rate in ((True, decay), (False, 0.0))
+    )
+
+
+@contextmanager
+def loadable(checkpoint: Path, trainer: Any) -> Iterator[Path]:
+    """Inside, a folder that a pipeline can load: the checkpoint itself, or one made of it. All ranks must call it."""
+    here = Sharding("pipeline", trainer.launch.world_size)
+    mover = Mover(checkpoint, Path(trainer.args.output_dir), here, trainer.launch.rank)
+    mover.clear()
+    written = sharding_of(checkpoint)
+    if can_load_as_it_stands(written, here):
+        yield checkpoint
+        return
+    optimizer = type(trainer.checkpoints.states.optimizer).__name__
+    mover.move(written, names_in_pipeline(trainer), (trainer.global_batch_size, optimizer))
+    yield mover.folder
+    distributed.barrier()  # all have read
+    mover.clear()
+
+
+def names_in_pipeline(trainer: Any) -> Names:
+    """As the Trainer groups the whole model's weights: from the list of layers, which come in the model's order."""
+    layers = [layer.look() for layer in trainer.parts.layers]
+    decayed = set(Trainer.get_decay_parameter_names(None, torch.nn.ModuleList(layers)))
+    decays: dict[str, bool] = {}
+    for index, (layer, module) in enumerate(zip(trainer.parts.layers, layers, strict=True)):
+        for inside, _ in module.named_parameters():
+            decays.setdefault(layer.weight_name(inside), f"{index}.{inside}" in decayed)
+    choice = Trainer.get_optimizer_cls_and_kwargs(trainer.args)
+    return Names(groups_of(choice, decays, trainer.args.weight_decay), {})

@@ -1,16 +1,17 @@
-"""A model's folder before transformers or peft open it: what they would read is plain, of bounded size, and inside; and
-nothing in it makes them fetch or import code, which takes --trust_remote_code."""
+"""A folder of a model or of data before a library opens it: what it would read is plain, of bounded size, and inside.
+Nothing in a model's makes transformers or peft fetch or import code, which takes --trust_remote_code."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.safe_read.files import open_plain, read_bounded
-from finetune.safe_read.values import read_json_object
+from finetune.safe_read.files import open_plain, read_bounded, refuse_outside
+from finetune.safe_read.values import leaves, parse_yaml, read_json_object
 
 MOST_TOKENIZER_BYTES = 64 * 2**20  # with the largest vocabularies 35
 MOST_TEMPLATE_BYTES = 2**20
@@ -21,10 +22,7 @@ JSON_OBJECTS = (
     "adapter_config.json",
 )  # fmt: skip
 CONFIGS = tuple(name for name in JSON_OBJECTS if name not in ("tokenizer.json", "added_tokens.json"))
-WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-)  # what is opened with use_safetensors
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what is opened with use_safetensors
 # How a config asks for code from elsewhere (transformers 5.23). An implementation with a slash is a kernel on the hub
 # (integrations/hub_kernels.py, is_kernel); some quantizers fetch kernels, all but these import packages by the config's
 # word (quantizers/auto.py); peft imports `megatron_core` and the parent of `auto_mapping` by name.
@@ -33,11 +31,13 @@ QUANTIZERS = ("bitsandbytes",)
 FETCHING = ("custom_generate", "custom_pipelines", "kernel_config", "kernel_mapping", "use_kernels",
             "megatron_config", "auto_mapping")  # fmt: skip
 NAMES_FILES = ("transformers_weights", "fast_tokenizer_files")
+DESCRIPTIONS = ("README.md", ".huggingface.yaml")  # datasets/config.py: REPOCARD_FILENAME, REPOYAML_FILENAME
+FRONT = re.compile(r"\A\s*---\r?\n(.*?)\r?\n---", re.DOTALL)
+TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet", ".arrow", ".md", ".yaml")
 
 
 def check_model_folder(folder: Path, said: str, trusts_code: bool = False) -> None:
-    """Raises RequestError, which begins with `said` or a path. `trusts_code`: the user lets the folder's code run, and
-    it may as well fetch more."""
+    """Raises RequestError, which begins with `said` or a path. `trusts_code`: the folder's code may run, and fetch."""
     for path in sorted(folder.iterdir()):
         if path.name in JSON_OBJECTS:
             content = read_json_object(path, MOST_TOKENIZER_BYTES, folder)
@@ -53,6 +53,26 @@ def check_model_folder(folder: Path, said: str, trusts_code: bool = False) -> No
             open_plain(path, folder).close()
     for path in sorted(folder.glob("additional_chat_templates/*")):
         read_bounded(path, MOST_TEMPLATE_BYTES, folder)
+
+
+def check_data_folder(folder: Path, said: str) -> None:
+    """In the hub's layout: its links and the patterns of its README.md, which say what to read, do not lead out of it
+    (datasets 5.2 follows both). Raises RequestError, which begins with `said` or a path."""
+    for base, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(base, name)
+            if path.is_symlink():
+                refuse_outside(path, folder)
+            if name in names and name.endswith(TABLES):
+                open_plain(path, folder).close()
+    for name in DESCRIPTIONS:
+        if os.path.lexists(path := folder / name):
+            text = read_bounded(path, inside=folder)
+            front = FRONT.match(text) if name.endswith(".md") else None
+            content = parse_yaml(front[1] if front else "" if name.endswith(".md") else text, str(path))
+            for place in map(str, leaves(content.get("configs") if isinstance(content, dict) else None)):
+                if PurePosixPath(place).is_absolute() or ".." in PurePosixPath(place).parts or "://" in place:
+                    raise RequestError(f"{said}: {name} names {place[:80]!r}, which leads out of the folder.")
 
 
 def has_weights(folder: Path) -> bool:
@@ -73,9 +93,9 @@ def refuse_code(content: dict[str, Any], name: str, said: str) -> None:
     """Raises RequestError where a config asks for code from elsewhere."""
     for key, value in _members(content):
         asks = key in FETCHING and bool(value)
-        asks |= key.endswith("_implementation") and any(not _is_plain(one) for one in _leaves(value))
+        asks |= key.endswith("_implementation") and any(not _is_plain(one) for one in leaves(value))
         asks |= key == "quantization_config" and bool(value) and _method(value) not in QUANTIZERS
-        asks |= key in NAMES_FILES and any(not _is_safe_file(one) for one in _leaves(value))
+        asks |= key in NAMES_FILES and any(not _is_safe_file(one) for one in leaves(value))
         if asks:
             raise RequestError(
                 f"{said}: {name} has {key} {str(value)[:80]!r}, which may fetch or import code. Delete it there, or "
@@ -104,11 +124,3 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _members(part)
     if isinstance(value, dict):
         yield from value.items()
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(part)
-    else:
-        yield value
