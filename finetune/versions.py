@@ -1,10 +1,13 @@
-"""Which releases are installed here: of Python, the toolkit and the packages that a run hangs on."""
+"""Which releases are installed here: of Python, the toolkit, its checkout and the packages that a run hangs on."""
 
 from __future__ import annotations
 
 import platform
+import subprocess
 from importlib import metadata
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("finetune", "torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers", "safetensors", "numpy"),
     *("scikit-learn", "peft", "bitsandbytes", "trl"),
@@ -17,6 +20,16 @@ def version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def revision() -> str:
+    """Of the toolkit's checkout, with -dirty where files differ from it; "unknown" outside of one."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def versions() -> dict[str, str]:

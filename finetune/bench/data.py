@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch.utils.data import Dataset
-from transformers import DistilBertForSequenceClassification, ResNetForImageClassification
 
 from finetune.bench.models import TEXT, BenchModel
 from finetune.measure.models import config_of
@@ -68,30 +68,18 @@ class MadeUp(Dataset):  # type: ignore[misc]
 
 def build(model: BenchModel, seed: int) -> Any:
     """The model as a Hugging Face one, its weights drawn by `seed`, and those of a pipeline's stages."""
-    kind, config = model.config["model_type"], settings(model)
-    if kind == "mlp":
-        built = mlp.MLPForClassification(config)
-        mlp.draw_weights(built, seed)
-    elif kind == "gptlite":
-        built = gptlite.GPTLiteForCausalLM(config)
-        gptlite_weights.draw_weights(built, seed)
-    elif kind == "alexnet":
-        built = alexnet.AlexNetForImageClassification(config)
-        alexnet.draw_weights(built, seed)
-    else:
-        torch.manual_seed(seed)
-        whole = {"distilbert": DistilBertForSequenceClassification, "resnet": ResNetForImageClassification}
-        built = whole[kind](config)
-    return built
+    config, kind = config_of(model.config), model.config["architectures"][0]
+    for module, drawn_by in ((mlp, mlp), (gptlite, gptlite_weights), (alexnet, alexnet)):
+        if hasattr(module, kind):
+            built = getattr(module, kind)(config)
+            drawn_by.draw_weights(built, seed)
+            return built
+    torch.manual_seed(seed)
+    return getattr(transformers, kind)(config)
 
 
 def build_stages(model: BenchModel, seed: int) -> PipelineModel:
     """The model as a list of layers; see IN_STAGES."""
     listed: dict[str, Any] = {"mlp": mlp.mlp_pipeline, "gptlite": gptlite_pipeline, "alexnet": alexnet.alexnet_pipeline}
-    made: PipelineModel = listed[model.config["model_type"]](settings(model), seed)
+    made: PipelineModel = listed[model.config["model_type"]](config_of(model.config), seed)
     return made
-
-
-def settings(model: BenchModel) -> Any:
-    """Its Hugging Face config."""
-    return config_of(model.config)

@@ -14,24 +14,55 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from finetune.bench.layouts import LAYOUTS
 from finetune.bench.models import BenchModel, find_model, nearest
 from finetune.dsconfig.check import read
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.load import find_config
 from finetune.dsconfig.parse import NotJsonError, parse
 from finetune.errors import RequestError
-from finetune.measure.processes import DEEPSPEED, PYTHON
+from finetune.measure.processes import DEEPSPEED, PYTHON, TORCHRUN
 from finetune.run.flat_yaml import read_flat_yaml
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 MOST_CELLS = 10_000
+# The lists of a block whose product it is, and what they hold where the YAML has none.
+LISTS: dict[str, list[Any]] = {
+    "models": [], "layouts": [], "ds_configs": [], "world_sizes": [1], "stages": [1], "micro_batches": [1],
+    "accumulations": [1], "checkpoint_intervals": [0], "precisions": ["fp32"],
+}  # fmt: skip
+LEAST = {  # of what is a whole number
+    "world_sizes": 1, "stages": 1, "micro_batches": 1, "accumulations": 1, "global_batch": 1, "repeats": 1, "steps": 1,
+    "timeout_seconds": 1, "checkpoint_intervals": 0, "warmup_steps": 0, "seed": 0, "dataloader_num_workers": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks. `ds_config` is the shipped one, None without DeepSpeed and where there is none
+    but the grid's; `flags` are those of the recipe."""
+
+    launcher: str
+    ds_config: str | None = None
+    flags: dict[str, object] = field(default_factory=dict)
+    has_stages: bool = False
+
+
+LAYOUTS: dict[str, Layout] = {
+    "none": Layout(PYTHON),  # one process, whatever the world
+    "ddp": Layout(TORCHRUN),
+    "checkpointing": Layout(TORCHRUN),  # ddp that computes activations again
+    "fsdp": Layout(TORCHRUN, flags={"fsdp": True}),
+    **{name: Layout(DEEPSPEED, name) for name in ("zero0", "zero1", "zero2", "zero3", "zeropp")},
+    **{name: Layout(DEEPSPEED, name) for name in ("zero2_offload", "zero3_offload", "zero3_nvme")},
+    "deepspeed": Layout(DEEPSPEED),  # whatever the grid's ds_configs say
+    "pipeline": Layout(DEEPSPEED, "pipeline", has_stages=True),
+}
 
 
 @dataclass(frozen=True)
@@ -66,22 +97,6 @@ class Cell:
     def samples(self) -> int:
         """Of a step, over all ranks."""
         return self.micro_batch * self.accumulation * (self.world_size // self.stages)
-
-
-@dataclass(frozen=True)
-class Block:
-    """The lists of one product, as the YAML has them."""
-
-    models: list[str]
-    layouts: list[str]
-    ds_configs: list[str] = field(default_factory=list)
-    world_sizes: list[int] = field(default_factory=lambda: [1])
-    stages: list[int] = field(default_factory=lambda: [1])
-    micro_batches: list[int] = field(default_factory=lambda: [1])
-    accumulations: list[int] = field(default_factory=lambda: [1])
-    checkpoint_intervals: list[int] = field(default_factory=lambda: [0])
-    precisions: list[str] = field(default_factory=lambda: ["fp32"])
-    global_batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,17 +138,12 @@ def read_grid(path: str, scale: float | None = None, repeats: int | None = None)
 
 
 def _grid(content: dict[str, Any]) -> Grid:
-    settings: dict[str, Any] = {f.name: f.default for f in fields(Grid) if f.name not in ("cells", "models", "changes")}
-    known = (*settings, "models", "grid")
-    for key in content:
-        if key not in known:
-            raise RequestError(f"{key!r} is no key of a grid.{nearest(key, known)}")
-    for name in ("repeats", "steps", "timeout_seconds"):
-        settings[name] = _whole(name, content.get(name, settings[name]), 1)
-    for name in ("warmup_steps", "seed", "dataloader_num_workers"):
-        settings[name] = _whole(name, content.get(name, settings[name]), 0)
-    settings["scale"] = content.get("scale", settings["scale"])
-    rate = settings["learning_rate"] = content.get("learning_rate", settings["learning_rate"])
+    defaults = {f.name: f.default for f in fields(Grid) if f.name not in ("cells", "models", "changes")}
+    _check_known(content, (*defaults, "models", "grid"), "key of a grid")
+    settings: dict[str, Any] = {name: content.get(name, default) for name, default in defaults.items()}
+    for name, value in settings.items():
+        _check_number(name, value)
+    rate = settings["learning_rate"]
     if isinstance(rate, bool) or not isinstance(rate, int | float) or rate < 0:
         raise RequestError(f"learning_rate is {rate!r}, but it must be a number of 0 or more, such as 1.0e-4.")
     changes = content.get("models") or {}
@@ -157,7 +167,7 @@ def _grid(content: dict[str, Any]) -> Grid:
     return Grid(tuple(places), models, changes, **settings)
 
 
-def _add(block: Block, places: dict[Cell, int], number: int) -> None:
+def _add(block: dict[str, Any], places: dict[Cell, int], number: int) -> None:
     """The cells of a block into `places`, with its number. Raises RequestError where one is there already."""
     seen = {cell.name: (cell, place) for cell, place in places.items()}
     for cell in _cells(block):
@@ -169,60 +179,63 @@ def _add(block: Block, places: dict[Cell, int], number: int) -> None:
         raise RequestError(f"with it there are more than {MOST_CELLS:,} cells. Mistyped?")
 
 
-def _block(content: Any) -> Block:
+def _block(content: Any) -> dict[str, Any]:
+    """LISTS as the YAML fills them, and `global_batch`, 0 where there is none. Raises RequestError."""
     if not isinstance(content, dict):
         raise RequestError(f"must hold `key: value` lines, but holds {content!r}.")
-    known = [f.name for f in fields(Block)]
-    if wrong := next((key for key in content if key not in known), None):
-        raise RequestError(f"{wrong!r} is no key of a block.{nearest(wrong, known)}")
+    _check_known(content, (*LISTS, "global_batch"), "key of a block")
     for name in ("models", "layouts"):
         if not content.get(name):
             raise RequestError(f"{name} is missing. Give a list.")
-    values: dict[str, Any] = {
-        name: value if name == "global_batch" or isinstance(value, list) else [value] for name, value in content.items()
-    }
-    for name in ("models", "layouts", "ds_configs", "precisions"):
-        if (other := next((one for one in values.get(name, ()) if not isinstance(one, str)), None)) is not None:
-            raise RequestError(f"{name} holds {other!r}, but it must hold names.")
-    for name in ("world_sizes", "stages", "micro_batches", "accumulations"):
-        values[name] = [_whole(name, one, 1) for one in values.get(name, [1])]
-    values["checkpoint_intervals"] = [
-        _whole("checkpoint_intervals", one, 0) for one in values.get("checkpoint_intervals", [0])
-    ]
-    if "global_batch" in values:
-        _whole("global_batch", values["global_batch"], 1)
+    lists = {name: content.get(name, usual) for name, usual in LISTS.items()}
+    block = {name: value if isinstance(value, list) else [value] for name, value in lists.items()}
+    for name, values in block.items():
+        for one in values:
+            _check_number(name, one)
+            if name not in LEAST and not isinstance(one, str):
+                raise RequestError(f"{name} holds {one!r}, but it must hold names.")
+    _check_names(block)
+    batch = content.get("global_batch", 0)
+    if "global_batch" in content:
+        _check_number("global_batch", batch)
         if "accumulations" in content:
             raise RequestError("global_batch says what accumulation there is, and accumulations too. Drop one.")
-    block = Block(**values)
-    _check(block)
-    return block
+    return {**block, "global_batch": batch}
 
 
-def _check(block: Block) -> None:
+def _check_known(names: Iterable[Any], known: Collection[str], what: str) -> None:
+    """Raises RequestError for the first that is none of them."""
+    for name in names:
+        if name not in known:
+            raise RequestError(f"{name!r} is no {what}.{nearest(name, known)}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    """Raises RequestError for what must be a whole number, and is none, or too small."""
+    if name in LEAST and (isinstance(value, bool) or not isinstance(value, int) or value < LEAST[name]):
+        raise RequestError(f"{name} is {value!r}, but it must be a whole number of {LEAST[name]} or more.")
+
+
+def _check_names(block: dict[str, list[Any]]) -> None:
     """Raises RequestError for a name that is none, and for a list that nothing in the block takes."""
-    for model in block.models:
+    for model in block["models"]:
         find_model(model)
-    for layout in block.layouts:
-        if layout not in LAYOUTS:
-            raise RequestError(f"{layout!r} is no layout.{nearest(layout, LAYOUTS)}")
-    for precision in block.precisions:
-        if precision not in PRECISIONS:
-            raise RequestError(f"{precision!r} is no precision.{nearest(precision, PRECISIONS)}")
-    kinds = [LAYOUTS[layout] for layout in block.layouts]
-    if block.ds_configs and not any(kind.launcher == DEEPSPEED for kind in kinds):
+    _check_known(block["layouts"], LAYOUTS, "layout")
+    _check_known(block["precisions"], PRECISIONS, "precision")
+    kinds = [LAYOUTS[layout] for layout in block["layouts"]]
+    if block["ds_configs"] and not any(kind.launcher == DEEPSPEED for kind in kinds):
         raise RequestError("ds_configs: no layout of the block is DeepSpeed's. Drop it, or add zero1 for instance.")
-    if block.stages != [1] and not any(kind.has_stages for kind in kinds):
+    if block["stages"] != [1] and not any(kind.has_stages for kind in kinds):
         raise RequestError("stages: no layout of the block is a pipeline. Drop it, or add the layout pipeline.")
-    if "deepspeed" in block.layouts and not block.ds_configs:
+    if "deepspeed" in block["layouts"] and not block["ds_configs"]:
         raise RequestError("the layout deepspeed is what ds_configs say, and there are none. Give a list.")
-    for layout, config in product(block.layouts, block.ds_configs):
+    for layout, config in product(block["layouts"], block["ds_configs"]):
         _check_same(layout, config)
 
 
 def _check_same(layout: str, config: str) -> None:
     """Raises RequestError for a config that does something else than the layout in whose place it is to stand."""
-    shipped = LAYOUTS[layout].ds_config
-    theirs = _does(config)
+    shipped, theirs = LAYOUTS[layout].ds_config, _does(config)
     if shipped is not None and not LAYOUTS[layout].has_stages and theirs != _does(shipped):
         raise RequestError(
             f"ds_configs: {config} is {theirs}, but the layout {layout} is {_does(shipped)}. Put them into a block of "
@@ -237,52 +250,38 @@ def _does(name: str) -> str:
     moved = [
         f"{what} to {to}" for what in ("optimizer", "param") if (to := config.offload(f"offload_{what}")) != "none"
     ]
-    plus = config.is_on("zero_optimization.zero_quantized_weights")
-    plus |= config.is_on("zero_optimization.zero_quantized_gradients")
+    plus = any(config.is_on(f"zero_optimization.zero_quantized_{what}") for what in ("weights", "gradients"))
     plus |= config.get("zero_optimization.zero_hpz_partition_size") not in (None, 1)
     said = f"ZeRO{'++' if plus else ''} stage {stage}"
     return said + (f" with offload of {' and '.join(moved)}" if moved else "")
 
 
-def _cells(block: Block) -> Iterator[Cell]:
-    for model, layout in product(block.models, block.layouts):
+def _cells(block: dict[str, Any]) -> Iterator[Cell]:
+    for model, layout in product(block["models"], block["layouts"]):
         kind = LAYOUTS[layout]
-        own = block.ds_configs if kind.launcher == DEEPSPEED else []
-        configs: Sequence[str | None] = own or [kind.ds_config]
-        worlds = [1] if kind.launcher == PYTHON else block.world_sizes
-        lists = (
-            *(configs, worlds, block.stages if kind.has_stages else [1], block.micro_batches),
-            *(block.accumulations, block.checkpoint_intervals, block.precisions),
-        )
-        for config, world, stages, micro, accumulation, interval, precision in product(*lists):
+        own = block["ds_configs"] if kind.launcher == DEEPSPEED else []
+        worlds = [1] if kind.launcher == PYTHON else block["world_sizes"]
+        stages_of = block["stages"] if kind.has_stages else [1]
+        batches = (block[name] for name in ("micro_batches", "accumulations", "checkpoint_intervals", "precisions"))
+        for config, world, stages, micro, accumulation, interval, precision in product(
+            own or [kind.ds_config], worlds, stages_of, *batches
+        ):
             if world % stages:
                 raise RequestError(
                     f"{layout} of stages {stages} on world_sizes {world}: {world} ranks are no multiple of {stages} "
                     f"stages. Give world_sizes {stages} or a multiple, or a block of their own."
                 )
-            if block.global_batch:
-                accumulation = _accumulation(block.global_batch, micro, world, stages)
+            batch, share = block["global_batch"], micro * (world // stages)
+            if batch % share:
+                near = max(1, round(batch / share)) * share
+                raise RequestError(
+                    f"global_batch {batch} is no multiple of {micro} x {world // stages} = {share} (micro-batch x "
+                    f"ranks that read different samples). Give {near}, or another micro-batch."
+                )
+            accumulation = batch // share or accumulation
             if layout == "checkpointing":
                 interval = max(1, interval)
-            yield Cell(model, layout, config, world, stages, micro, accumulation, interval, precision,
-                       block.global_batch)  # fmt: skip
-
-
-def _accumulation(global_batch: int, micro: int, world: int, stages: int) -> int:
-    """What makes up the global batch. Raises RequestError where nothing does."""
-    share = micro * (world // stages)
-    if global_batch % share:
-        raise RequestError(
-            f"global_batch {global_batch} is no multiple of {micro} x {world // stages} = {share} (micro-batch x ranks "
-            f"that read different samples). Give {max(1, round(global_batch / share)) * share}, or another micro-batch."
-        )
-    return global_batch // share
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise RequestError(f"{name} is {value!r}, but it must be a whole number of {least} or more.")
-    return value
+            yield Cell(model, layout, config, world, stages, micro, accumulation, interval, precision, batch)
 
 
 def config_sha256(name: str | None) -> str | None:

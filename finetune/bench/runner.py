@@ -15,21 +15,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.bench import provenance
-from finetune.bench.cell_plan import parameters_of, plan_of_cell
-from finetune.bench.cell_process import command_of, why_not
+from finetune.bench.cell import command_of, parameters_of, plan_of_cell, why_not
 from finetune.bench.grid import Cell, Grid, config_sha256
 from finetune.bench.models import TEXT
-from finetune.bench.result import RESULTS, Row, append, checked, read_rows
+from finetune.bench.result import GRID, RECORD, RESULTS, Row, append, checked, read_rows
 from finetune.errors import RequestError
-from finetune.host.hardware import gpus_here
+from finetune.host.hardware import gpus_here, machine
 from finetune.measure.outcome import CRASHED, DONE, UNSUPPORTED
 from finetune.measure.processes import run
 from finetune.plan.machine import Machine
 from finetune.safe_read import read_json_object
-from finetune.versions import versions
+from finetune.versions import revision, versions
 
-RECORD, LOGS, WORK = "grid.json", "logs", "work"
+LOGS, WORK = "logs", "work"
+OF_CELL = ("model", "layout", "ds_config", "world_size", "micro_batch", "accumulation", "checkpoint_interval",
+           "precision")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Bench:
                 )
             self._write_record(record)
         (self.folder / LOGS).mkdir(exist_ok=True)
-        if not (yaml := self.folder / "grid.yaml").is_file():
+        if not (yaml := self.folder / GRID).is_file():
             shutil.copyfile(self.source, yaml)
 
     @property
@@ -106,9 +106,9 @@ class Bench:
     def run(self, only: str | None) -> Iterator[Row]:
         """Gives each row once it is on the disk."""
         due = self.due(only)
-        installed, machine, revision = versions(), provenance.machine(), provenance.revision()
+        where: dict[str, Any] = {"versions": versions(), "machine": machine(), "git_revision": revision()}
         for repeat, cell in due:
-            row = replace(self.one(cell, repeat), versions=installed, machine=machine, git_revision=revision)
+            row = replace(self.one(cell, repeat), **where)
             append(self.folder, row)
             yield row
 
@@ -116,17 +116,10 @@ class Bench:
         """One launch, whatever comes of it."""
         model, begun, start = self.grid.models[cell.model], time.time(), time.monotonic()
         row = Row(
+            **{name: getattr(cell, name) for name in OF_CELL},
             cell=cell.name,
-            model=cell.model,
-            layout=cell.layout,
-            ds_config=cell.ds_config,
             ds_config_sha256=config_sha256(cell.ds_config),
-            world_size=cell.world_size,
             pipeline_parallel_size=cell.stages,
-            micro_batch=cell.micro_batch,
-            accumulation=cell.accumulation,
-            checkpoint_interval=cell.checkpoint_interval,
-            precision=cell.precision,
             scale=self.grid.scale,
             model_sha256=model.sha256,
             global_batch=cell.samples,
@@ -153,30 +146,29 @@ class Bench:
             shutil.rmtree(self.folder / WORK, ignore_errors=True)
 
     def _with_figures(self, row: Row, cell: Cell, work: Path) -> Row:
+        """What the ranks have written. A step lasts as long as its slowest rank."""
+        model, held = self.grid.models[cell.model], ("peak_bytes", "average_bytes", "rss_peak_bytes")
         try:
-            return checked(replace(row, **self._figures(cell, work)))
+            ranks = [json.loads((work / f"rank-{rank}.json").read_text()) for rank in range(cell.world_size)]
+            seconds = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+            speed = cell.samples / statistics.median(seconds)
+            counted = sum(rank["parameters"] for rank in ranks) * cell.stages // cell.world_size
+            whole = {name: ranks[0][name] for name in ("by_kind", "measured_by")}
+            found = replace(
+                row,
+                step_seconds=seconds,
+                samples_per_second=speed,
+                tokens_per_second=speed * model.sequence_tokens if model.name in TEXT else None,
+                losses=ranks[0]["losses"],
+                parameters=row.parameters or counted,
+                memory={name: [rank[name] for rank in ranks] for name in held} | whole,
+            )
+            return checked(found)
         except FileNotFoundError as error:
             reason = f"it ended well, and left no {Path(error.filename).name}"
         except (OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             reason = f"it ended well, and its figures cannot be used ({type(error).__name__}: {error})"
         return replace(row, status=CRASHED, reason=reason)
-
-    def _figures(self, cell: Cell, work: Path) -> dict[str, Any]:
-        """What the ranks have written. A step lasts as long as its slowest rank."""
-        ranks = [json.loads((work / f"rank-{rank}.json").read_text()) for rank in range(cell.world_size)]
-        model = self.grid.models[cell.model]
-        seconds = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-        speed = cell.samples / statistics.median(seconds)
-        held = sum(rank["parameters"] for rank in ranks) * cell.stages // cell.world_size
-        memory = {name: [rank[name] for rank in ranks] for name in ("peak_bytes", "average_bytes", "rss_peak_bytes")}
-        return {
-            "step_seconds": seconds,
-            "samples_per_second": speed,
-            "tokens_per_second": speed * model.sequence_tokens if model.name in TEXT else None,
-            "losses": ranks[0]["losses"],
-            "parameters": parameters_of(model) or held,
-            "memory": {**memory, "by_kind": ranks[0]["by_kind"], "measured_by": ranks[0]["measured_by"]},
-        }
 
 
 def is_named(name: str, pattern: str) -> bool:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from finetune.bench.compare import CONFIDENCE, Change, Ratio
+from finetune.bench.compare import Change, Ratio
 from finetune.bench.result import Row
 from finetune.report.bench import Bench, Cell, cells_of
 from finetune.report.published import AVERAGE_MEMORY, THROUGHPUT, published, study
 from finetune.report.table import Table, print_table
-from finetune.report.text import MIB
+from finetune.report.text import MIB, fixed
 
 HEADER = ("cell", "samples/s", "step ms", "planned", "by DDP", "published", "peak MiB", "planned", "average", "by DDP",
           "published", "last loss")  # fmt: skip
@@ -31,17 +31,13 @@ def _line(bench: Bench, cell: Cell) -> tuple[str, ...]:
         return (cell.name, f"{cell.status}: {cell.word('reason')}", *[""] * (len(HEADER) - 2))
     what = cell.model, cell.layout, cell.count("pipeline_parallel_size", 1)
     return (
-        cell.name, _number(cell.rate, 1, 1), _number(cell.step_seconds, 1e-3, 1),
-        _number(cell.planned("step_seconds"), 1e-3, 1), _number(bench.rate_to_ddp(cell)),
-        _number(published(*what, THROUGHPUT)),
-        _number(cell.most("peak_bytes"), MIB, 1), _number(cell.planned("peak_bytes"), MIB, 1),
-        _number(cell.most("average_bytes"), MIB, 1), _number(bench.memory_to_ddp(cell)),
-        _number(published(*what, AVERAGE_MEMORY)), _number(cell.final_loss, 1, 4),
+        cell.name, fixed(cell.rate, ",.1f"), fixed(cell.step_seconds, ",.1f", 1e-3),
+        fixed(cell.planned("step_seconds"), ",.1f", 1e-3), fixed(bench.rate_to_ddp(cell), ",.2f"),
+        fixed(published(*what, THROUGHPUT)),
+        fixed(cell.most("peak_bytes"), ",.1f", MIB), fixed(cell.planned("peak_bytes"), ",.1f", MIB),
+        fixed(cell.most("average_bytes"), ",.1f", MIB), fixed(bench.memory_to_ddp(cell), ",.2f"),
+        fixed(published(*what, AVERAGE_MEMORY)), fixed(cell.final_loss, ",.4f"),
     )  # fmt: skip
-
-
-def _number(value: float | None, unit: float = 1.0, digits: int = 2) -> str:
-    return "" if value is None else f"{value / unit:,.{digits}f}"
 
 
 def changes(found: Sequence[Change], threshold: float) -> list[tuple[str, ...]]:
@@ -75,27 +71,23 @@ def notes(rows: Sequence[Row]) -> list[str]:
     if (apart := losses_apart(rows)) is not None:
         lines.append(f"losses of the same model and global batch differ by at most {apart:.2%} in any step")
     if any(row.planned for row in rows):
-        lines.append(f"planned: step ms and peak MiB by `finetune plan` on the profile {_profiles(rows)}")
+        profiles = ", ".join(sorted({str(row.planned.get("machine")) for row in rows if row.planned}))
+        lines.append(f"planned: step ms and peak MiB by `finetune plan` on the profile {profiles}")
     lines.append(f"published: {study()['title']}, {study()['machine']}, as ratios to its DDP ({study()['source']})")
     return lines
-
-
-def _profiles(rows: Sequence[Row]) -> str:
-    return ", ".join(sorted({str(row.planned.get("machine")) for row in rows if row.planned}))
 
 
 def losses_apart(rows: Sequence[Row]) -> float | None:
     """The most that losses of one step differ among cells that train the same, as a share: 0 where all are equal, NaN
     where one is no number, None where no two cells train the same."""
-    groups: dict[object, list[list[float]]] = {}
-    cells: dict[object, set[str]] = {}
+    groups: dict[object, list[Cell]] = {}
     for cell in cells_of(map(asdict, rows)):
-        for row in cell.done:
-            groups.setdefault(cell.setting, []).append(row["losses"])
-            cells.setdefault(cell.setting, set()).add(cell.name)
-    if not any(len(names) > 1 for names in cells.values()):
+        if cell.done:
+            groups.setdefault(cell.setting, []).append(cell)
+    if all(len(cells) < 2 for cells in groups.values()):
         return None
-    steps = [step for group in groups.values() for step in zip(*group, strict=False)]
+    runs = ([row["losses"] for cell in cells for row in cell.done] for cells in groups.values())
+    steps = [step for losses in runs for step in zip(*losses, strict=False)]
     if not all(map(math.isfinite, (loss for step in steps for loss in step))):
         return math.nan
     return max(((max(step) - min(step)) / max(map(abs, step)) for step in steps if any(step)), default=0.0)
@@ -116,8 +108,3 @@ def write_markdown(folder: Path, rows: Sequence[Row]) -> Path:
         "\n".join(["# Benchmark", "", table.markdown, "", *(f"- {note}" for note in notes(rows)), ""]), "utf-8"
     )
     return path
-
-
-def worded(confidence: float = CONFIDENCE) -> str:
-    """What the intervals are."""
-    return f"in brackets the {confidence:.0%} interval: Welch's on logarithms of the repeats' medians"

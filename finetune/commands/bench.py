@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 from finetune.bench import table
-from finetune.bench.cell_plan import machine_for, plan_of_cell
-from finetune.bench.cell_process import why_not
-from finetune.bench.compare import compare
-from finetune.bench.folder import command_to_go_on, left_to_run
+from finetune.bench.cell import machine_for, plan_of_cell, why_not
+from finetune.bench.compare import CONFIDENCE, compare
 from finetune.bench.grid import read_grid
-from finetune.bench.result import Row, read_results, read_rows
+from finetune.bench.result import Row, command_to_go_on, left_to_run, read_results, read_rows
 from finetune.bench.runner import Bench, progress_line
 from finetune.errors import RequestError
 from finetune.host.hardware import gpu_names
@@ -129,7 +127,7 @@ def _judge(rows: list[Row], old: list[Row] | None, threshold: float) -> int:
         return status
     found = compare(rows, old)
     table.show(table.CHANGES, table.changes(found, threshold))
-    print(table.worded())
+    print(f"in brackets the {CONFIDENCE:.0%} interval: Welch's on logarithms of the repeats' medians")
     if rows[-1].machine != old[-1].machine:
         print("warning: the two are not of one machine, and their times not comparable")
     worse = [one.cell for one in found if one.is_worse(threshold)]

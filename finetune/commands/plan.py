@@ -126,7 +126,7 @@ def _say(asked: argparse.Namespace, found: Plan, layouts: Found | None, notes: l
     if asked.json:
         print(json.dumps(as_json(found, layouts, notes), indent=1))
         return
-    from finetune.report.plan_show import show
+    from finetune.report.plan_tables import show
 
     show(found, layouts, mends(found) if not found.fits else [], notes)
     command = shlex.join(["finetune", *sys.argv[1:]])

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from finetune.errors import RequestError, RunError
-from finetune.export.weight import Weight, cast_of
+from finetune.export.weights import Weight, cast_of
 from finetune.run.files import UNFINISHED
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST
@@ -73,36 +74,23 @@ def whole(place: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def shards_of(weights: dict[str, Weight], dtype: torch.dtype, most_bytes: int) -> list[list[str]]:
-    """The names, in order, in as few files as their order allows; a weight that is larger than a file has its own."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, weight in weights.items():
-        size = weight.bytes_in(dtype)
-        if shards[-1] and filled + size > most_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
-
-
-def write_weights(folder: Path, stem: str, weights: dict[str, Weight], dtype: torch.dtype, most_bytes: int) -> int:
-    """`stem`.safetensors, or several and their index; each is read again and compared. Gives the bytes of all."""
-    shards = shards_of(weights, dtype, most_bytes)
-    places, total = dict[str, str](), 0
-    for number, names in enumerate(shards, 1):
-        file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+def write_weights(folder: Path, stem: str, weights: dict[str, Weight], dtype: torch.dtype, most_bytes: int) -> None:
+    """`stem`.safetensors, or several and their index, in order; each is read again and compared. A weight that is
+    larger than `most_bytes` has a file of its own."""
+    split = split_state_dict_into_shards_factory(
+        weights,
+        get_storage_size=lambda weight: weight.bytes_in(dtype),
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=most_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
         tensors = {name: weights[name].read().to(cast_of(weights[name].dtype, dtype)).contiguous() for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         _compare(folder / file, tensors)
-        places |= dict.fromkeys(names, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
         del tensors
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write(folder / f"{stem}.safetensors.index.json", index)
-    return total
 
 
 def _compare(path: Path, tensors: dict[str, torch.Tensor]) -> None:

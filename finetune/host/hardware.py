@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
+from pathlib import Path
+from typing import Any
 
 NAME = re.compile(r"^GPU \d+: (.*?)(?: \(UUID: .*)?$", re.MULTILINE)
 
@@ -33,3 +36,22 @@ def _nvidia_smi(*asked: str) -> str:
 def cores_here() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that may be used, memory in bytes, and GPUs by name: nothing that names a host or a user."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": cores_here(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": gpu_names(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

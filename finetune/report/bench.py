@@ -10,9 +10,8 @@ from typing import Any
 
 from finetune.privacy import HIDDEN, TOKEN
 from finetune.report.published import BASE
-from finetune.report.published import FILE as PUBLISHED
 from finetune.report.run_folder import read_json, read_lines, read_text, without_secrets
-from finetune.report.text import as_number, gib
+from finetune.report.text import as_dict, as_list, as_number, gib
 
 RESULTS = "results.jsonl"
 GRID = "grid.json"  # the cells that were asked for
@@ -82,7 +81,7 @@ class Cell:
     @property
     def averages(self) -> dict[Any, float]:
         """The average bytes of the fullest rank, by repeat."""
-        return self.by_repeat(lambda row: max(numbers(_part(row, "memory").get("average_bytes")), default=None))
+        return self.by_repeat(lambda row: max(numbers(_memory(row).get("average_bytes")), default=None))
 
     @property
     def setting(self) -> tuple[str, int, int, str]:
@@ -102,7 +101,7 @@ class Cell:
 
     def memory(self, key: str) -> list[float]:
         """Bytes by rank, the most of all repeats."""
-        each = [ranks for row in self.done if (ranks := numbers(_part(row, "memory").get(key))) and min(ranks) >= 0]
+        each = [ranks for row in self.done if (ranks := numbers(_memory(row).get(key))) and min(ranks) >= 0]
         return [max(sizes) for sizes in zip(*each, strict=False)]
 
     def most(self, key: str) -> float | None:
@@ -115,11 +114,11 @@ class Cell:
     @property
     def by_kind(self) -> dict[str, int]:
         """Bytes of rank 0."""
-        kinds = next((kinds for row in self.done if (kinds := _part(_part(row, "memory"), "by_kind"))), {})
+        kinds = next((kinds for row in self.done if (kinds := as_dict(_memory(row).get("by_kind")))), {})
         return {str(kind): int(size) for kind, value in kinds.items() if (size := as_number(value)) and size > 0}
 
     def planned(self, key: str) -> float | None:
-        values = (as_number(_part(row, "planned").get(key)) for row in self.rows)
+        values = (as_number(as_dict(row.get("planned")).get(key)) for row in self.rows)
         return next((value for value in values if value and value > 0), None)
 
     @property
@@ -134,7 +133,6 @@ class Bench:
     name: str
     folder: Path
     cells: list[Cell]
-    study: dict[str, Any] = field(default_factory=dict)  # what others have measured
     scale: str = ""  # of all cells, where their rows do not say it
     grids: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -153,7 +151,7 @@ class Bench:
     @property
     def measured_by(self) -> list[str]:
         """What the bytes of memory are."""
-        return self._said(_part(row, "memory").get("measured_by") for cell in self.cells for row in cell.done)
+        return self._said(_memory(row).get("measured_by") for cell in self.cells for row in cell.done)
 
     def _said(self, values: Iterable[Any]) -> list[str]:
         return list(dict.fromkeys(_fact(value) for value in values if value))
@@ -197,18 +195,14 @@ def read_bench(folder: Path, name: str) -> Bench:
     if not cells:
         notes.append(f"{RESULTS}: it has no results yet.")
     grid = without_secrets(read_json(folder / GRID, notes))
-    asked = grid.get("cells")
-    due = (
-        [cell for cell in asked if isinstance(cell, str) and cell not in {one.name for one in cells}]
-        if isinstance(asked, list)
-        else []
-    )
+    had = {cell.name for cell in cells}
+    due = [cell for cell in as_list(grid.get("cells")) if isinstance(cell, str) and cell not in had]
     if due and cells:
         shown = ", ".join(due[:SHOWN]) + (f" and {len(due) - SHOWN} more" if len(due) > SHOWN else "")
         notes.append(f"Not run yet, `--resume` does: {shown}.")
     texts = {path.name: read_text(path, notes) for path in sorted(folder.glob("*.yaml"))}
     grids = {file: TOKEN.sub(HIDDEN, text) for file, text in texts.items() if text}
-    return Bench(name, folder, cells, read_json(PUBLISHED, notes), _fact(grid.get("scale") or ""), grids, notes)
+    return Bench(name, folder, cells, _fact(grid.get("scale") or ""), grids, notes)
 
 
 def paired(ours: Mapping[Any, float], base: Mapping[Any, float]) -> float | None:
@@ -221,10 +215,8 @@ def paired(ours: Mapping[Any, float], base: Mapping[Any, float]) -> float | None
     return statistics.median(ours.values()) / middle if ours and middle else None
 
 
-def _part(of: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """An object inside of a row; empty where it is none."""
-    found = of.get(key)
-    return found if isinstance(found, dict) else {}
+def _memory(row: Mapping[str, Any]) -> dict[str, Any]:
+    return as_dict(row.get("memory"))
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -232,12 +224,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def numbers(found: Any) -> list[float]:
-    some: Iterable[Any] = found if isinstance(found, list) else ()
-    return [value for one in some if (value := as_number(one)) is not None]
-
-
-def of_done(cells: Sequence[Cell]) -> list[Cell]:
-    return [cell for cell in cells if cell.done]
+    return [value for one in as_list(found) if (value := as_number(one)) is not None]
 
 
 def _fact(value: Any) -> str:

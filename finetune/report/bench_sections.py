@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.report.axes import SECONDS, STEP
-from finetune.report.bench import Bench, Cell, numbers, of_done, paired
+from finetune.report.bench import Bench, Cell, numbers, paired
 from finetune.report.bench_pictures import (
     cell_words,
     kind_memory,
@@ -12,12 +11,12 @@ from finetune.report.bench_pictures import (
     throughput_bars,
 )
 from finetune.report.colours import colour_of
-from finetune.report.curves import Curve, Panel
+from finetune.report.curves import SECONDS, STEP, Curve, Panel
 from finetune.report.page import Block, Curves, Section, drawn
-from finetune.report.published import AVERAGE_MEMORY, Published, ratios
+from finetune.report.published import AVERAGE_MEMORY, Published, ratios, study
 from finetune.report.shapes import Point
 from finetune.report.table import Table
-from finetune.report.text import Unit, number, ratio, said, unit_for
+from finetune.report.text import fixed, number, ratio, said, unit_for
 
 FIGURES = (
     "Figures are medians over the repeats; the spread is half of their range. x DDP: throughput against DDP with the "
@@ -28,24 +27,19 @@ MEMORY = {"peak_bytes": "peak", "average_bytes": "average", "rss_peak_bytes": "r
 
 def bench_sections(bench: Bench, *, named: bool = False) -> list[Section]:
     """`named`: with the bench's name in each title, where there are several."""
-    sections = [
-        Section("Summary", tuple(_summary(bench))),
-        Section("Throughput", tuple(_throughput(bench))),
-        Section("Memory", tuple(_memory(bench))),
-        Section("Planned against measured", tuple(_planned(bench))),
-        Section("Loss", tuple(_losses(bench))),
-        Section("Published figures beside ours", tuple(_published(bench))),
-        Section("What failed", tuple(_failures(bench))),
-        Section("Machine, versions and grid", tuple(_made(bench))),
-    ]
-    titled = f" of {bench.name}" if named else ""
-    return [Section(one.title + titled, one.blocks) for one in sections if one.blocks]
+    sections = {
+        "Summary": _summary, "Throughput": _throughput, "Memory": _memory, "Planned against measured": _planned,
+        "Loss": _losses, "Published figures beside ours": _published, "What failed": _failures,
+        "Machine, versions and grid": _made,
+    }  # fmt: skip
+    of = f" of {bench.name}" if named else ""
+    return [Section(title + of, tuple(blocks)) for title, made in sections.items() if (blocks := made(bench))]
 
 
 def _summary(bench: Bench) -> list[Block]:
-    done = of_done(bench.cells)
-    words = f"{len(done)} of {len(bench.cells)} cells were measured"
     rest = [cell for cell in bench.cells if not cell.done]
+    done = len(bench.cells) - len(rest)
+    words = f"{done} of {len(bench.cells)} cells were measured"
     words += f"; {', '.join(f'{cell.name} ({cell.status})' for cell in rest[:6])} failed." if rest else "."
     blocks = [Block("verdict" if done else "bad", words), *(Block("muted", note) for note in bench.notes)]
     if bench.cells:
@@ -60,19 +54,14 @@ def _summary_table(bench: Bench) -> Table:
                "ranks", "micro-batch")  # fmt: skip
     rows = []
     for cell in bench.cells:
-        spread, share = cell.spread, bench.rate_to_ddp(cell)
         rows.append((
-            cell.name, cell.status, "" if share is None else f"{share:.2f}", number(cell.rate),
-            "" if spread is None else f"{spread:.1%}", number(cell.median("tokens_per_second")),
-            *(_in(unit, cell.most(key)) for key, unit in memory.items()),
+            cell.name, cell.status, fixed(bench.rate_to_ddp(cell)), number(cell.rate),
+            fixed(cell.spread, ".1%"), number(cell.median("tokens_per_second")),
+            *(unit(cell.most(key)) for key, unit in memory.items()),
             number(cell.final_loss), cell.model, cell.layout, cell.word("world_size"), cell.word("micro_batch"),
         ))  # fmt: skip
     table = Table("All cells", columns, tuple(rows), texts=("model", "layout", "status"))
     return table.without(name for name, column in zip(columns, zip(*rows, strict=True), strict=True) if not any(column))
-
-
-def _in(unit: Unit, size: float | None) -> str:
-    return "" if size is None else unit(size)
 
 
 def _throughput(bench: Bench) -> list[Block]:
@@ -88,10 +77,8 @@ def _memory(bench: Bench) -> list[Block]:
 
 
 def _planned(bench: Bench) -> list[Block]:
-    drawn = [
-        planned_against_measured(bench, "step_seconds", "Time of a step"),
-        planned_against_measured(bench, "peak_bytes", "Peak memory of a rank"),
-    ]
+    titles = {"step_seconds": "Time of a step", "peak_bytes": "Peak memory of a rank"}
+    drawn = (planned_against_measured(bench, what, title) for what, title in titles.items())
     pictures = tuple(picture for picture in drawn if picture is not None)
     if not pictures:
         return []
@@ -99,9 +86,9 @@ def _planned(bench: Bench) -> list[Block]:
     unit = unit_for(max((peak for peak in peaks if peak), default=0))
     rows = tuple(
         (cell.name, number(cell.planned("step_seconds")), number(cell.step_seconds),
-         ratio(cell.planned("step_seconds"), cell.step_seconds), _in(unit, cell.planned("peak_bytes")),
-         _in(unit, cell.most("peak_bytes")), ratio(cell.planned("peak_bytes"), cell.most("peak_bytes")),
-         _in(unit, cell.most("average_bytes")))
+         ratio(cell.planned("step_seconds"), cell.step_seconds), unit(cell.planned("peak_bytes")),
+         unit(cell.most("peak_bytes")), ratio(cell.planned("peak_bytes"), cell.most("peak_bytes")),
+         unit(cell.most("average_bytes")))
         for cell in bench.cells if cell.planned("step_seconds") or cell.planned("peak_bytes")
     )  # fmt: skip
     columns = ("cell", "step s\nplanned", "step s\nmeasured", "planned /\nmeasured", f"peak {unit.name}\nplanned",
@@ -112,7 +99,7 @@ def _planned(bench: Bench) -> list[Block]:
 def _losses(bench: Bench) -> list[Block]:
     """A panel for all that should be the same: the cells of one model and one number of samples a step."""
     groups: dict[tuple[str, int], list[Cell]] = {}
-    for cell in of_done(bench.cells):
+    for cell in bench.cells:
         if any(len(numbers(row.get("losses"))) > 1 for row in cell.done):
             groups.setdefault((cell.model, cell.global_batch), []).append(cell)
     if not groups:
@@ -139,19 +126,17 @@ def _points(cell: Cell) -> dict[str, list[Point]]:
 
 
 def _published(bench: Bench) -> list[Block]:
-    found = bench.study.get("figures")
-    theirs = ratios(found if isinstance(found, list) else [])
-    rows = [_beside(bench, one) for one in theirs if one.model in bench.models]
+    known = study()
+    rows = [_beside(bench, one) for one in ratios(known["figures"]) if one.model in bench.models]
     if not rows:
         return []
     columns = ("model", "layout", "figure", "published", "ours", "ours / published")
     title = "As ratios to DDP of the same model, or of stages to fewer"
     table = Table(title, columns, tuple(rows), texts=("layout", "figure"))
-    study = bench.study
-    source = f"Published: {said(study.get('title'))}, on {said(study.get('machine'))} ({said(study.get('source'))}). "
+    source = f"Published: {known['title']}, on {known['machine']} ({known['source']}). "
     dates = sorted(day[:10] for day in bench.facts("started"))
     when = "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    ours = f"Ours: {' | '.join(bench.facts('machine'))}; {when}. {said(study.get('note'))}"
+    ours = f"Ours: {' | '.join(bench.facts('machine'))}; {when}. {known['note']}"
     return [Block("table", table), Block("muted", source + ours)]
 
 
@@ -171,8 +156,7 @@ def _beside(bench: Bench, one: Published) -> tuple[str, ...]:
     ours = next((value for value in found if value is not None), None)
     layout = f"{one.layout}, {one.stages} stages" if one.stages != 1 else one.layout
     figure = one.figure if one.by_stages is None else f"{one.figure}, by that of {one.by_stages} stages"
-    mine = "" if ours is None else f"{ours:.2f}"
-    return one.model, layout, figure, f"{one.ratio:.2f}", mine, ratio(ours, one.ratio)
+    return one.model, layout, figure, fixed(one.ratio), fixed(ours), ratio(ours, one.ratio)
 
 
 def _failures(bench: Bench) -> list[Block]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from finetune.report.colours import ACCENT, GRID, INK, LIMIT, MUTED
 from finetune.report.scales import Scale, ticks_below
 from finetune.report.shapes import NORMAL, SMALL, Box, Line, Picture, Shape, Word, letters
-from finetune.report.text import as_number, shortened
+from finetune.report.text import as_list, as_number, shortened
 
 OFF_SCALE = 5.0  # times the longest bar, from where on the limit would make the bars too small to be read
 BOLD = 1.12  # times as wide
@@ -151,7 +151,7 @@ def confusion_picture(found: dict[str, Any], width: float, most: int = MOST_CLAS
 
 def _counts(found: Any) -> list[list[int]] | None:
     """Where it is a square of counts."""
-    rows = found if isinstance(found, list) else []
+    rows = as_list(found)
     if not rows or not all(isinstance(row, list) and len(row) == len(rows) for row in rows):
         return None
     each = [as_number(count) for row in rows for count in row]

@@ -1,15 +1,18 @@
-"""Curves over an axis, small enough for a telephone, several beside each other on a screen."""
+"""Curves over an axis, as small as a telephone needs them, several beside each other on a screen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from finetune.report.axes import AXES, WORDS, envelope, smoothed
 from finetune.report.scales import Scale, shortly, ticks_below, ticks_left
 from finetune.report.shapes import SMALL, Dot, Line, Picture, Point, letters
 from finetune.report.text import number, shortened
 
+STEP, TOKENS, SAMPLES, SECONDS = "step", "tokens", "samples", "time"
+AXES = (STEP, TOKENS, SAMPLES, SECONDS)
+WORDS = {STEP: "optimizer step", TOKENS: "tokens seen", SAMPLES: "samples seen", SECONDS: "seconds of training"}
 WIDTH, HEIGHT = 420.0, 190.0  # of a panel in pixels; the height is that of the curves alone
 POINTS = 320  # of all curves of a panel together, about two to a pixel column
 FEWEST_POINTS = 60  # of a curve, however many there are
@@ -110,3 +113,23 @@ def _said(curve: Curve, axis: str) -> str:
         return f"{curve.name}: {number(values[0])}"
     ends = f"from {number(values[0])} to {number(values[-1])}"
     return f"{curve.name}: {ends}, lowest {number(min(values))}, highest {number(max(values))}"
+
+
+def envelope(points: Sequence[Point], most: int) -> tuple[list[Point], list[Point]]:
+    """The lowest and the highest of at most `most` stretches, so that no peak is lost, from end to end."""
+    parts = _stretches(points, most)
+    places = [part[len(part) // 2][0] for part in parts]
+    places[0], places[-1] = points[0][0], points[-1][0]
+    lowest = [(x, min(y for _, y in part)) for x, part in zip(places, parts, strict=True)]
+    return lowest, [(x, max(y for _, y in part)) for x, part in zip(places, parts, strict=True)]
+
+
+def smoothed(points: Sequence[Point], most: int) -> list[Point]:
+    """The means of at most `most` stretches."""
+    parts = _stretches(points, most)
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def _stretches(points: Sequence[Point], count: int) -> list[Sequence[Point]]:
+    edges = [round(index * len(points) / count) for index in range(count + 1)]
+    return [points[a:b] for a, b in pairwise(edges) if b > a]

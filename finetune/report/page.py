@@ -20,9 +20,8 @@ from markupsafe import Markup
 
 from finetune.errors import RequestError, plain
 from finetune.report import text
-from finetune.report.axes import WORDS
 from finetune.report.colours import DAY, NIGHT, variables
-from finetune.report.curves import Panel, draw
+from finetune.report.curves import WORDS, Panel, draw
 from finetune.report.shapes import NARROW, WIDE, Picture
 from finetune.report.svg import LOOK, escaped, svg, svg_file
 

@@ -1,16 +1,27 @@
-"""A plan's tables, as texts: memory, a step's time, layouts."""
+"""A plan's tables: memory, a step's time, layouts; and all of it on a terminal, as wide as that is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from finetune.errors import plain
 from finetune.plan.search import slower_by
-from finetune.report.plan_words import in_order, moment_words, rank_kinds
-from finetune.report.table import Table
+from finetune.report.plan_words import (
+    fills_host,
+    headline,
+    in_order,
+    moment_words,
+    more_words,
+    rank_kinds,
+    verdict,
+)
+from finetune.report.table import Table, print_table
 from finetune.report.text import GIB, gib, number, seconds_words, spelled
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from finetune.plan.memory import RankMemory
     from finetune.plan.plan import Plan
     from finetune.plan.search import Candidate, Found
@@ -19,6 +30,51 @@ AS_FAST = 1e-3  # a plan is no better than this
 LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES = "layout", "micro", "accum", "ckpt", "stages"
 PEAK, OF_LIMIT, STEP, RATE, RELATIVE = "peak GiB", "of limit", "step s", "samples/s", "relative"
 WHY = "why slower, a sample"
+
+
+def show(plan: Plan, found: Found | None = None, mends: Sequence[Candidate] = (), notes: Sequence[str] = (),
+         console: Console | None = None) -> None:  # fmt: skip
+    """Print it all. `mends`: what would make a plan fit that does not."""
+    from rich.console import Console
+
+    console = console or Console()
+    _say(console, headline(plan), "bold")
+    _say(console, verdict(plan), "green" if plan.fits else "bold red")
+    for mend in mends:
+        peak, rate = gib(mend.plan.peak_bytes), number(mend.samples_per_second)
+        _say(console, f"  fits with {mend.layout}: {peak} GiB, {rate} samples/s")
+    table, left_out = memory_table_that_fits(plan, console.width)
+    print_table(console, table)
+    if left_out:
+        print_table(console, summary_table(plan))
+    for name, rank in () if left_out else rank_kinds(plan):
+        _say(console, f"  The peak of {name} is in {moment_words(rank.peak)}.")
+    if fills_host(plan):
+        print_table(console, host_table(plan))
+    print_table(console, step_table(plan))
+    for line in (*more_words(plan), *(f"note: {plain(note)}" for note in notes)):
+        _say(console, f"  {line}")
+    if found is not None:
+        _show_layouts(console, plan, found)
+
+
+def _show_layouts(console: Console, plan: Plan, found: Found) -> None:
+    if found.fitting:
+        table = layout_table(plan, found)
+        shown = table.fitted(console.width)
+        print_table(console, shown)
+        if WHY not in shown.columns:
+            for line in slower_words(found):
+                _say(console, f"  {line}")
+        _say(console, f"  {found.seen:,} layouts were looked at.")
+    if found.failing:
+        _say(console, "\nThese do not fit, at the smallest batch that was looked at:", "bold")
+        for one in found.failing:
+            _say(console, f"  {one.words}: {one.why_not}")
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, style=style, markup=False, highlight=False, emoji=False)
 
 
 def memory_table(plan: Plan, kinds: Sequence[tuple[str, RankMemory]]) -> Table:
@@ -109,15 +165,8 @@ def layout_table(plan: Plan, found: Found) -> Table:
     columns = ("#", LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES, PEAK, OF_LIMIT, STEP, RATE, RELATIVE, WHY)
     title = f"Layouts that fit, of {gib(plan.limit_bytes)} GiB a rank, the fastest first"
     table = Table(title, columns, tuple(rows), expendable=(OF_LIMIT, WHY, STEP), texts=(LAYOUT, WHY), folding=(WHY,))
-    jobs = [one.plan.job for one in found.fitting]
-    same = [
-        name for name, values in (
-            (ACCUMULATION, {job.accumulation for job in jobs} - {1}),
-            (CHECKPOINTING, {job.checkpoint_interval for job in jobs} - {0}),
-            (STAGES, {job.stages for job in jobs} - {1}),
-        ) if not values
-    ]  # fmt: skip
-    return table.without(same)
+    usual = {ACCUMULATION: "1", CHECKPOINTING: "no", STAGES: "1"}
+    return table.without([name for name, said in usual.items() if {row[columns.index(name)] for row in rows} == {said}])
 
 
 def _why(best: Candidate, other: Candidate) -> str:

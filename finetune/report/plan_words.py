@@ -16,7 +16,6 @@ from finetune.report.text import count_words, gib, number, seconds_words
 if TYPE_CHECKING:
     from finetune.plan.memory import RankMemory
     from finetune.plan.plan import Plan
-    from finetune.plan.search import Candidate
     from finetune.plan.step import Moment
 
 # As they are stacked, from what stays to what comes and goes. Any two are at least 18 apart in CIELAB, also as people
@@ -109,14 +108,5 @@ def more_words(plan: Plan) -> list[str]:
     return lines
 
 
-def mend_words(mend: Candidate) -> str:
-    """Of a candidate whose layout is the change, in words."""
-    return f"{mend.layout}: {gib(mend.plan.peak_bytes)} GiB, {number(mend.samples_per_second)} samples/s"
-
-
 def moment_words(moment: Moment) -> str:
     return plain(f"{moment.phase}, {moment.where}" if moment.where else moment.phase)
-
-
-def peak_words(plan: Plan) -> list[str]:
-    return [f"The peak of {name} is in {moment_words(rank.peak)}." for name, rank in rank_kinds(plan)]

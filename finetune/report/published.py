@@ -40,30 +40,24 @@ def published(model: str, layout: str, stages: int, figure: str) -> float | None
     return 1.0 if layout == BASE and any(entry["model"] == model for entry in study()["figures"]) else None
 
 
-def ratios(figures: Sequence[Any]) -> list[Published]:
-    """Of all figures of such a file that have something to be compared with; what is none is left out."""
-    entries = [one for one in figures if isinstance(one, dict)]
+def ratios(figures: Sequence[dict[str, Any]]) -> list[Published]:
+    """Of all figures that have something to be compared with."""
     found = []
-    for one in entries:
-        model, layout, stages = str(one.get("model")), str(one.get("layout")), _stages(one)
-        same = [other for other in entries if other.get("model") == model]
-        if throughput := _number(one, "throughput_to_ddp"):
+    for one in figures:
+        model, layout, stages = one["model"], one["layout"], _stages(one)
+        same = [other for other in figures if other["model"] == model]
+        if throughput := one.get("throughput_to_ddp"):
             found.append(Published(model, layout, stages, THROUGHPUT, throughput))
-        base = next((other for other in same if other.get("layout") == BASE), {})
-        held, by = _number(one, "average_memory_gb"), _number(base, "average_memory_gb")
+        base = next((other for other in same if other["layout"] == BASE), {})
+        held, by = one.get("average_memory_gb"), base.get("average_memory_gb")
         if held and by and one is not base:
             found.append(Published(model, layout, stages, AVERAGE_MEMORY, held / by))
-        fewest = min((other for other in same if other.get("layout") == layout), key=_stages)
-        rate, by = _number(one, "samples_per_second"), _number(fewest, "samples_per_second")
+        fewest = min((other for other in same if other["layout"] == layout), key=_stages)
+        rate, by = one.get("samples_per_second"), fewest.get("samples_per_second")
         if rate and by and one is not fewest:
             found.append(Published(model, layout, stages, THROUGHPUT, rate / by, _stages(fewest)))
     return found
 
 
 def _stages(entry: dict[str, Any]) -> int:
-    return int(_number(entry, "pipeline_parallel_size") or 1)
-
-
-def _number(entry: dict[str, Any], name: str) -> float | None:
-    value = entry.get(name)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return int(entry.get("pipeline_parallel_size", 1))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.report.axes import SAMPLES, STEP, TOKENS, is_summary, places
 from finetune.report.colours import colour_of
-from finetune.report.curves import Curve, Panel, draw
+from finetune.report.curves import SAMPLES, SECONDS, STEP, TOKENS, Curve, Panel, draw
 from finetune.report.page import Curves
 from finetune.report.run_folder import RunFolder
 from finetune.report.shapes import WIDE, Picture, Point
@@ -35,7 +34,7 @@ MOST_PANELS = 14
 
 def curves_of(runs: Sequence[RunFolder]) -> Curves | None:
     """None where nothing has been logged."""
-    drawn = [run for run in runs if any(not is_summary(row) for row in run.rows)]
+    drawn = [run for run in runs if run.logged]
     if not drawn:
         return None
     panels = tuple(panel for key in _keys(drawn) if (panel := _panel(drawn, key)) is not None)[:MOST_PANELS]
@@ -58,10 +57,10 @@ def training_curves(rows: Sequence[dict[str, Any]], metric: str) -> list[Picture
 def _keys(runs: Iterable[RunFolder]) -> list[str]:
     """What there is to draw: the loss, what evaluation says, how the optimizer fares, how fast it is, the rest."""
     seen = {
-        key: None for run in runs for row in run.rows if not is_summary(row)
+        key: None for run in runs for row in run.logged
         for key, value in row.items() if key not in NOT_DRAWN and as_number(value) is not None
     }  # fmt: skip
-    if any(as_number(row.get("eval_loss")) is not None for run in runs for row in run.rows if not is_summary(row)):
+    if any(as_number(row.get("eval_loss")) is not None for run in runs for row in run.logged):
         seen[LOSS] = None  # a short run may be evaluated before it logs a loss of training
     if "real_tokens_per_second" in seen:
         seen.pop("samples_per_second", None)
@@ -88,14 +87,44 @@ def _panel(runs: Sequence[RunFolder], key: str) -> Panel | None:
 
 def _curve(run: RunFolder, key: str, name: str, index: int, dashed: bool) -> Curve | None:
     points: dict[str, list[Point]] = {}
-    for row, at in zip(run.rows, places(run.rows), strict=True):
-        value = None if is_summary(row) else as_number(row.get(key))
-        if value is None:
+    for row, at in zip(run.logged, places(run.logged), strict=True):
+        if (value := as_number(row.get(key))) is None:
             continue
         for axis, place in at.items():
             some = points.setdefault(axis, [])
             if some and some[-1][0] == place:
-                some[-1] = (place, value)  # the evaluation at the end repeats that of the last step
-            else:
-                some.append((place, value))
+                some.pop()  # the evaluation at the end repeats that of the last step
+            some.append((place, value))
     return Curve(name, colour_of(index), points, dashed) if points else None
+
+
+def places(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Of each row the place on each axis that its run can be drawn over.
+
+    A row's `step_seconds` and its figures a second are means over the steps since the row before
+    (`finetune.training.speed`), so evaluation and saving do not count as training. A run without them is timed by the
+    clock of its rows.
+    """
+    found, at = list[dict[str, float]](), dict.fromkeys((TOKENS, SAMPLES, SECONDS), 0.0)
+    last_step, clock, lost = 0.0, None, set[str]()
+    for row in rows:
+        step = as_number(row.get("step")) or 0.0
+        if ("loss" in row or "step_seconds" in row) and step > last_step:
+            seconds = _seconds(row, step - last_step, clock)
+            tokens, samples = as_number(row.get("real_tokens_per_second")), as_number(row.get("samples_per_second"))
+            for axis, rate in ((SECONDS, 1.0), (TOKENS, tokens), (SAMPLES, samples)):
+                if seconds is None or rate is None:
+                    lost.add(axis)
+                else:
+                    at[axis] += seconds * rate
+            last_step, clock = step, as_number(row.get("time"))
+        found.append({STEP: step, **at})
+    lost |= {axis for axis, end in at.items() if not end}
+    return [{axis: place for axis, place in one.items() if axis not in lost} for one in found]
+
+
+def _seconds(row: Mapping[str, Any], steps: float, clock: float | None) -> float | None:
+    each, now = as_number(row.get("step_seconds")), as_number(row.get("time"))
+    if each is not None and each > 0:
+        return each * steps
+    return None if now is None else 0.0 if clock is None else max(now - clock, 0.0)

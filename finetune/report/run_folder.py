@@ -6,12 +6,13 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
 from finetune.privacy import HIDDEN, TOKEN, hidden, is_secret, names_a_secret
-from finetune.report.text import as_number
+from finetune.report.text import as_dict, as_list, as_number
 from finetune.run.files import RUN_RECORD
 from finetune.safe_read import read_bytes, read_json_lines, read_json_object, read_yaml
 
@@ -43,11 +44,12 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        return "train_runtime" in self.results or (bool(self.results) and not self.training_rows)
+        return "train_runtime" in self.results or (bool(self.results) and not any("loss" in row for row in self.rows))
 
     @property
-    def training_rows(self) -> list[dict[str, Any]]:
-        return [row for row in self.rows if "loss" in row]
+    def logged(self) -> list[dict[str, Any]]:
+        """All but the Trainer's last row, of means over the whole run."""
+        return [row for row in self.rows if "train_runtime" not in row]
 
     @property
     def steps(self) -> int:
@@ -56,8 +58,7 @@ class RunFolder:
     @property
     def ranks(self) -> int:
         """Of which the memory was written down; 1 where it was not."""
-        per_rank = self.results.get("peak_memory_gib_per_rank")
-        return len(per_rank) if isinstance(per_rank, list) and per_rank else 1
+        return len(as_list(self.results.get("peak_memory_gib_per_rank"))) or 1
 
 
 def is_run(folder: Path) -> bool:
@@ -67,11 +68,12 @@ def is_run(folder: Path) -> bool:
 def read_run(folder: Path, name: str) -> RunFolder:
     """Never raises for what is in the folder; it is said in `notes`."""
     run = RunFolder(name, folder)
-    notes = run.notes
+    notes, recipe = run.notes, folder / RECIPE
     run.rows = read_lines(folder / METRICS, notes)
-    run.results = _first(folder, (RESULTS, "train_results.json", "eval_results.json"), notes)
+    results = (read_json(folder / name, notes) for name in (RESULTS, "train_results.json", "eval_results.json"))
+    run.results = next(filter(None, results), {})
     run.environment = without_secrets(read_json(folder / ENVIRONMENT, notes))
-    run.recipe = without_secrets(_read_yaml(folder / RECIPE, notes))
+    run.recipe = without_secrets(as_dict(_tried(recipe, notes, lambda: read_yaml(recipe, inside=folder))))
     run.ds_config = without_secrets(read_json(folder / "ds_config.json", notes))
     run.schedule = read_json(folder / "schedule.json", notes)
     run.confusion = read_json(folder / "confusion_matrix.json", notes)
@@ -79,8 +81,8 @@ def read_run(folder: Path, name: str) -> RunFolder:
     run.samples = TOKEN.sub(HIDDEN, read_text(folder / "samples.md", notes))
     run.card = TOKEN.sub(HIDDEN, read_text(folder / "README.md", notes))
     for picture in sorted((*folder.glob("*.png"), *folder.glob("profile/*.png")))[:MOST_PICTURES]:
-        data = _read_picture(picture, folder, notes)
-        if data:
+        data = _tried(picture, notes, partial(read_bytes, picture, LARGEST_PICTURE_BYTES, folder)) or b""
+        if data.startswith(b"\x89PNG\r\n\x1a\n"):
             run.pictures[picture.relative_to(folder).as_posix()] = data
     if not run.finished:
         notes.append(
@@ -129,25 +131,10 @@ def _shown(key: str, value: Any) -> Any:
     return value
 
 
-def _first(folder: Path, names: tuple[str, ...], notes: list[str]) -> dict[str, Any]:
-    return next((found for name in names if (found := read_json(folder / name, notes))), {})
-
-
-def _read_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
-    found = _tried(path, notes, lambda: read_yaml(path, inside=path.parent))
-    return found if isinstance(found, dict) else {}
-
-
-def read_text(path: Path, notes: list[str], most: int = LONGEST_TEXT) -> str:
-    """Of `most` letters the last; "" for what is no file."""
+def read_text(path: Path, notes: list[str]) -> str:
+    """Its last letters where there are too many; "" for what is no file."""
     content: bytes = _tried(path, notes, lambda: read_bytes(path, inside=path.parent)) or b""
     text = content.decode("utf-8", errors="replace")
-    if len(text) > most:
-        notes.append(f"{path.name}: of {len(text):,} letters the last {most:,} are shown.")
-        return text[-most:]
-    return text
-
-
-def _read_picture(path: Path, folder: Path, notes: list[str]) -> bytes:
-    data = _tried(path, notes, lambda: read_bytes(path, LARGEST_PICTURE_BYTES, folder)) or b""
-    return data if data.startswith(b"\x89PNG\r\n\x1a\n") else b""
+    if len(text) > LONGEST_TEXT:
+        notes.append(f"{path.name}: of {len(text):,} letters the last {LONGEST_TEXT:,} are shown.")
+    return text[-LONGEST_TEXT:]

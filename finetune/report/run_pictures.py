@@ -13,7 +13,7 @@ from finetune.report.page import Block, drawn
 from finetune.report.plan_pictures import lanes
 from finetune.report.shapes import Picture
 from finetune.report.table import Table
-from finetune.report.text import GIB, as_number, gib, number, seconds_words, shortened, spelled
+from finetune.report.text import GIB, as_dict, as_list, as_number, gib, number, seconds_words, shortened, spelled
 
 MOST_RANKS, MOST_LABELS, MOST_STAGES = 8, 60, 1024  # of a run
 KINDS = [FORWARD, BACKWARD, SEND, RECEIVE, IDLE]
@@ -60,11 +60,9 @@ def profile_blocks(found: dict[str, Any]) -> list[Block]:
 
 def _ranks(found: Any) -> Ranks:
     ranks = []
-    for place, rank in enumerate(found if isinstance(found, list) else []):
-        steps = rank.get("steps") if isinstance(rank, dict) else None
-        traced = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
-        each = [parts for step in traced if isinstance(parts := step.get("parts_nanoseconds"), dict) and parts]
-        if each:
+    for place, rank in enumerate(map(as_dict, as_list(found))):
+        steps = map(as_dict, as_list(rank.get("steps")))
+        if each := [parts for step in steps if (parts := as_dict(step.get("parts_nanoseconds")))]:
             names = dict.fromkeys(str(name) for parts in each for name in parts)
             seconds = {
                 name: mean(max(as_number(parts.get(name)) or 0.0, 0.0) for parts in each) * 1e-9 for name in names
@@ -117,8 +115,8 @@ def schedule_blocks(found: dict[str, Any]) -> list[Block]:
 
 
 def _schedule(found: Any) -> Schedule | None:
-    events = found.get("events") if isinstance(found, dict) else None
-    read = [event for one in events if (event := _event(one)) is not None] if isinstance(events, list) else []
+    events = as_list(as_dict(found).get("events"))
+    read = [event for one in events if (event := _event(one)) is not None]
     if not read or max(event.end for event in read) <= min(event.start for event in read):
         return None
     stages = max(event.stage for event in read) + 1

@@ -11,7 +11,7 @@ from finetune.plan.machine import Machine, find_machine
 from finetune.plan.plan import Plan, plan
 from finetune.plan.run_model import run_of_record
 from finetune.report.run_folder import RunFolder
-from finetune.report.text import as_number
+from finetune.report.text import as_list, as_number
 from finetune.run.launch import Launch
 
 # What a recipe.yaml leads to that no run has written.
@@ -62,5 +62,5 @@ def _as_it_was(run: RunFolder, job: Job) -> Job:
 
 
 def _machine(run: RunFolder) -> Machine:
-    gpus = run.environment.get("gpus")
-    return find_machine(str(gpus[0]) if isinstance(gpus, list) and gpus else "cpu")
+    gpus = as_list(run.environment.get("gpus"))
+    return find_machine(str(gpus[0]) if gpus else "cpu")

@@ -15,7 +15,7 @@ from finetune.report.run_folder import RunFolder
 from finetune.report.run_pictures import profile_blocks, rank_bars, schedule_blocks
 from finetune.report.run_plan import has_one_length, plan_of_run
 from finetune.report.table import Table
-from finetune.report.text import GIB, as_number, duration, gib, number, ratio, said, spelled
+from finetune.report.text import GIB, as_dict, as_list, as_number, duration, gib, number, ratio, said, spelled
 
 TILES = {
     "eval_f1": "entity F1", "eval_accuracy": "accuracy", "eval_f1_macro": "macro F1", "eval_pearson": "Pearson",
@@ -32,7 +32,7 @@ SHOWN_BY_SVG = {"confusion_matrix.png", "schedule.png", "training_curve.png"}
 
 
 def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
-    plans = [plan_of_run(run) for run in runs]
+    plans = [plan_of_run(run) for run in runs]  # which may add to a run's notes
     curves = curves_of(runs)
     sections = [
         Section("Runs" if len(runs) > 1 else "The run", tuple(_overview(runs))),
@@ -83,7 +83,7 @@ def _overview(runs: Sequence[RunFolder]) -> list[Block]:
         blocks.append(Block("table", _beside(runs)))
     if names:
         rows = tuple((name, *(said(run.results.get(name)) for run in runs)) for name in names)
-        table = Table("Results", ("metric", *_columns(runs, "value")), rows)
+        table = Table("Results", ("metric", *_columns(runs)), rows)
         blocks.append(Block("folded", [Block("table", table)], "All results"))
     return blocks
 
@@ -108,8 +108,8 @@ def card_heading(run: RunFolder) -> str:
     return line[2:].replace("\\", "").strip()
 
 
-def _columns(runs: Sequence[RunFolder], alone: str) -> tuple[str, ...]:
-    return (alone,) if len(runs) == 1 else tuple(run.name for run in runs)
+def _columns(runs: Sequence[RunFolder]) -> tuple[str, ...]:
+    return ("value",) if len(runs) == 1 else tuple(run.name for run in runs)
 
 
 def _cost(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> list[Block]:
@@ -129,8 +129,7 @@ def _cost(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> list[Block
 
 def _peaks(run: RunFolder) -> list[float]:
     """Bytes, by rank."""
-    found = run.results.get("peak_memory_gib_per_rank")
-    found = found if isinstance(found, list) else [run.results.get("peak_memory_gib")]
+    found = as_list(run.results.get("peak_memory_gib_per_rank")) or [run.results.get("peak_memory_gib")]
     return [size * GIB for one in found if (size := as_number(one)) is not None and size > 0]
 
 
@@ -143,7 +142,7 @@ def _planned_table(pairs: Sequence[tuple[RunFolder, Plan]]) -> Table:
             (run.name, "step, s", number(made.seconds.total), number(step), ratio(made.seconds.total, step)),
             (run.name, "samples/s", number(made.seconds.samples_per_second), number(rate),
              ratio(made.seconds.samples_per_second, rate)),
-            (run.name, "peak of a rank, GiB", gib(made.peak_bytes), gib(peak) if peak else "",
+            (run.name, "peak of a rank, GiB", gib(made.peak_bytes), gib(peak),
              ratio(made.peak_bytes, peak) if run.environment.get("gpus") and has_one_length(run) else ""),
         ]  # fmt: skip
     columns = ("run", "figure", "planned", "measured", "planned / measured")
@@ -161,13 +160,13 @@ def _planned_words(pairs: Sequence[tuple[RunFolder, Plan]]) -> str:
 
 
 def _confusion(run: RunFolder) -> list[Block]:
-    matrix = drawn(confusion_picture, run.confusion, caption=True)
-    return matrix or _image(run, "confusion_matrix.png", "True against predicted labels")
+    words = "True against predicted labels"
+    return drawn(confusion_picture, run.confusion, caption=True) or _image(run, "confusion_matrix.png", words)
 
 
 def _schedule(run: RunFolder) -> list[Block]:
-    lanes = schedule_blocks(run.schedule)
-    return lanes or _image(run, "schedule.png", "A step of the pipeline, planned and measured")
+    words = "A step of the pipeline, planned and measured"
+    return schedule_blocks(run.schedule) or _image(run, "schedule.png", words)
 
 
 def _samples(run: RunFolder) -> list[Block]:
@@ -191,7 +190,7 @@ def _image(run: RunFolder, name: str, alt: str) -> list[Block]:
 def _settings(runs: Sequence[RunFolder]) -> list[Block]:
     flags = sorted({key for run in runs for key in run.recipe})
     rows = tuple((flag, *(said(run.recipe.get(flag)) for run in runs)) for flag in flags)
-    other, texts = tuple(row for row in rows if len(set(row[1:])) > 1), _columns(runs, "value")
+    other, texts = tuple(row for row in rows if len(set(row[1:])) > 1), _columns(runs)
     blocks = [Block("table", Table("Flags", ("flag", *texts), rows, texts=texts))] if flags else []
     if flags and len(runs) > 1:
         blocks = [Block("folded", blocks, "All flags")]
@@ -207,11 +206,10 @@ def _settings(runs: Sequence[RunFolder]) -> list[Block]:
 
 def _environment(run: RunFolder) -> list[Block]:
     known = run.environment
-    packages = known.get("packages")
     facts = [(key, said(known.get(key))) for key in ("started", "machine", "python") if known.get(key)]
     if gpus := known.get("gpus"):
         facts.append(("GPUs", ", ".join(map(str, gpus)) if isinstance(gpus, list) else said(gpus)))
-    if isinstance(packages, dict):
+    if packages := as_dict(known.get("packages")):
         facts.append(("versions", ", ".join(f"{name} {version}" for name, version in packages.items())))
     blocks = [Block("facts", facts)] if facts else []
     if command := known.get("command"):

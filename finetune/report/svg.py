@@ -106,19 +106,18 @@ def write_png(path: Path, pictures: Sequence[Picture], words: Sequence[Word] = (
 
 def _paint(axes: Any, shapes: Sequence[Shape], down: float) -> None:
     """On axes whose unit is a pixel, `down` pixels below, and over what is there. Boxes in one go: they may be many."""
-    from matplotlib.collections import PolyCollection
+    from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgba
-    from matplotlib.patches import Ellipse
+    from matplotlib.patches import Ellipse, Rectangle
 
     points = POINTS_PER_INCH / PIXELS_PER_INCH
     level: dict[str, Any] = {"zorder": 1}  # one for all: then they are drawn in the order in which they come
     for _, some in groupby(shapes, type):
         run = list(some)
         if boxes := [one for one in run if isinstance(one, Box)]:
-            corners = [[(b.x, b.y + down), (b.x + b.width, b.y + down), (b.x + b.width, b.y + b.height + down),
-                        (b.x, b.y + b.height + down)] for b in boxes]  # fmt: skip
+            places = [Rectangle((b.x, b.y + down), b.width, b.height) for b in boxes]
             colours = [to_rgba(DAY.get(b.colour, b.colour), b.opacity) for b in boxes]
-            axes.add_collection(PolyCollection(corners, facecolors=colours, linewidths=0, **level), autolim=False)
+            axes.add_collection(PatchCollection(places, facecolors=colours, linewidths=0, **level), autolim=False)
             continue
         for shape in run:
             colour = DAY.get(shape.colour, shape.colour)

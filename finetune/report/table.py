@@ -36,7 +36,8 @@ class Table:
         return sum(max(map(len, (*head, *column))) + GAP for head, column in cells)
 
     def without(self, names: Iterable[str]) -> Table:
-        kept = [index for index, name in enumerate(self.columns) if name not in set(names)]
+        gone = set(names)
+        kept = [index for index, name in enumerate(self.columns) if name not in gone]
         rows = tuple(tuple(row[index] for index in kept) for row in self.rows)
         return dataclasses.replace(self, columns=tuple(self.columns[index] for index in kept), rows=rows)
 

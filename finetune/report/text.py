@@ -22,8 +22,10 @@ class Unit:
     name: str
     size: int
 
-    def __call__(self, size: float) -> str:
-        """The number alone."""
+    def __call__(self, size: float | None) -> str:
+        """The number alone; "" where there is none."""
+        if size is None:
+            return ""
         value = size / self.size
         return f"{value:,.2f}" if abs(value) >= 0.1 or not size else f"{value:,.4f}"
 
@@ -50,6 +52,11 @@ def spelled(kind: str) -> str:
 
 def number(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def fixed(value: float | None, form: str = ".2f", unit: float = 1.0) -> str:
+    """With as many places as `form` says; "" where there is none."""
+    return "" if value is None else format(value / unit, form)
 
 
 def ratio(value: float | None, of: float | None) -> str:
@@ -86,6 +93,16 @@ def as_number(value: Any) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:
         return None
+
+
+def as_list(value: Any) -> list[Any]:
+    """Empty for what is none."""
+    return value if isinstance(value, list) else []
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """Empty for what is none."""
+    return value if isinstance(value, dict) else {}
 
 
 def said(value: Any) -> str:

@@ -12,10 +12,8 @@ import pytest
 import yaml
 from conftest import REPO
 
-from finetune.bench.cell_plan import machine_for, plan_of_cell
-from finetune.bench.cell_process import command_of, why_not
-from finetune.bench.grid import Grid, read_grid
-from finetune.bench.layouts import LAYOUTS
+from finetune.bench.cell import command_of, machine_for, plan_of_cell, why_not
+from finetune.bench.grid import LAYOUTS, Grid, read_grid
 from finetune.bench.models import PRESETS, find_model
 from finetune.errors import RequestError
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+from page_reader import PageReader
 
 from finetune.errors import RequestError
 from finetune.plan.job import PIPELINE, Job
@@ -32,7 +32,6 @@ MODEL = model_of(find_model_config("gptlite-post"), "gptlite-post")
 MACHINE = find_machine("H100-80GB")
 JOB = Job(MODEL, world_size=8, precision="bf16", micro_batch=8, tokens=2048)
 SCALING = [(1, 100.0, 100.0), (8, 760.0, 800.0), (4096, 300_000.0, 409_600.0)]
-VOID = {"meta", "br", "rect", "circle", "polyline"}  # these are written without an end, as `<br>` or `<rect/>`
 
 
 @pytest.fixture(scope="module")
@@ -55,45 +54,8 @@ def found() -> Found:
     return Found((three, two, one), (Candidate("hopeless", huge, "needs <far> too much"),), 77)
 
 
-class Reader(HTMLParser):
-    """Refuses what is not closed; keeps texts, tags and addresses."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.titles: list[list[str]] = []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag == "svg":
-            self.titles.append([])
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in VOID
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-        if self.open[-2:] == ["svg", "title"]:
-            self.titles[-1].append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.texts)
-
-
-def read(path: Path) -> Reader:
-    return Reader(path.read_text(encoding="utf-8"))
+def read(path: Path) -> PageReader:
+    return PageReader(path.read_text(encoding="utf-8"))
 
 
 def test_the_page_has_all_pictures_and_all_numbers(tmp_path: Path, small: Plan, found: Found) -> None:
@@ -124,7 +86,7 @@ def test_the_page_has_all_pictures_and_all_numbers(tmp_path: Path, small: Plan, 
     }
     cells = set(page.texts)
     assert not [one for one in shown if one not in cells and one not in page.text]
-    assert [title for (title,) in page.titles[::2]] == [
+    assert page.titles[::2] == [
         "Memory of the device, by kind",
         "Memory of a node's host, by kind",
         "Memory over a step, ranks 0-7",
@@ -156,23 +118,13 @@ def test_each_picture_is_named_and_described(tmp_path: Path, piped: Plan, found:
         assert attributes["role"] == "img"
         assert set(str(attributes["aria-labelledby"]).split()) <= set(ids)
     assert len(page.titles) == len(drawn)
-    assert all(page.titles)
 
 
 def test_nothing_is_loaded_from_anywhere(tmp_path: Path, piped: Plan, found: Found) -> None:
     path = tmp_path / "plan.html"
     write_page(path, piped, found, scaling=SCALING, notes=["see https://example.org/a?b=1&c=2, there"])
     page = read(path)
-    assert not {tag for tag, _ in page.tags} & {
-        "link",
-        "img",
-        "iframe",
-        "object",
-        "embed",
-        "image",
-        "use",
-        "base",
-    }
+    assert not {tag for tag, _ in page.tags} & set("link img iframe object embed image use base".split())
     links = [
         (tag, attributes) for tag, attributes in page.tags if {"src", "href", "xlink:href", "srcset"} & set(attributes)
     ]

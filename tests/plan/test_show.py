@@ -21,8 +21,7 @@ from finetune.plan.search import Candidate, Found, slower_by
 from finetune.plan.seconds import StepSeconds
 from finetune.plan.step import Moment
 from finetune.plan.zero import Zero
-from finetune.report.plan_show import show
-from finetune.report.plan_tables import layout_table, memory_table, step_table
+from finetune.report.plan_tables import layout_table, memory_table, show, step_table
 from finetune.report.plan_words import rank_kinds
 from finetune.report.text import gib, number, seconds_words
 
@@ -183,7 +182,7 @@ def test_names_cannot_write_to_the_terminal() -> None:
 
 def test_it_is_there_without_torch_numpy_or_matplotlib() -> None:
     look = (
-        "import sys, finetune.report.plan_show, finetune.report.plan_page\n"
+        "import sys, finetune.report.plan_tables, finetune.report.plan_page\n"
         "print([name for name in ('torch', 'transformers', 'numpy', 'matplotlib', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ import pytest
 from page_reader import PageReader
 from report_folders import GIB, HOSTILE, LAYOUTS, MODELS, bench_folder, run_folder
 
-from finetune.report import bench as bench_module
+from finetune.report import bench_sections
 from finetune.report.bench import Bench, Cell, read_bench
 from finetune.report.bench_pictures import throughput_bars
 from finetune.report.shapes import Word, letters
@@ -128,9 +128,9 @@ def test_a_repeat_that_was_run_again_counts_once(folder: Path) -> None:
     assert bench.notes == ["results.jsonl: 1 line left out, torn or no JSON object."]
 
 
-def test_published_figures_stand_beside_ours(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_figures_stand_beside_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published = {
-        "title": "the post", "source": "https://example.org/post", "machine": "8 x A100",
+        "title": "the post", "source": "https://example.org/post", "machine": "8 x A100", "note": "",
         "figures": [
             {"model": "gptlite", "layout": "zero2", "throughput_to_ddp": 0.9},
             {"model": "gptlite", "layout": "ddp", "average_memory_gb": 4.0},
@@ -139,8 +139,7 @@ def test_published_figures_stand_beside_ours(folder: Path, tmp_path: Path, monke
             {"model": "unknown", "layout": "zero2", "throughput_to_ddp": 0.1},
         ],
     }  # fmt: skip
-    (tmp_path / "published.json").write_text(json.dumps(published))
-    monkeypatch.setattr(bench_module, "PUBLISHED", tmp_path / "published.json")
+    monkeypatch.setattr(bench_sections, "study", lambda: published)
     page = page_of(folder)
     section = page.text.partition("As ratios to DDP")[2].partition("What failed")[0]
     bench = read_bench(folder, "bench")
@@ -211,6 +210,13 @@ def test_hostile_text_stays_text_in_a_bench(tmp_path: Path) -> None:
     assert tags.count("script") == 1
     assert "img" not in tags
     assert page.text.count("<script>alert(1)</script>") > 20
+
+
+def test_columns_that_hold_nothing_are_left_out(tmp_path: Path) -> None:
+    """The MLPs have no tokens."""
+    with_text, without = (page_of(bench_folder(tmp_path / m, models=(m,))).texts for m in ("gptlite", "mlp_deep"))
+    assert "tokens/s" in with_text
+    assert "tokens/s" not in without
 
 
 def test_runs_and_benches_go_on_one_page(tmp_path: Path) -> None:

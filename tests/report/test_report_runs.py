@@ -20,8 +20,8 @@ from report_folders import HOSTILE, run_folder
 
 from finetune.cli import main
 from finetune.errors import RequestError
-from finetune.report.axes import SECONDS, STEP, TOKENS, envelope, places, smoothed
-from finetune.report.run_curves import curves_of
+from finetune.report.curves import SECONDS, STEP, TOKENS, envelope, smoothed
+from finetune.report.run_curves import curves_of, places
 from finetune.report.run_folder import read_run
 from finetune.report.run_plan import has_one_length, plan_of_run
 from finetune.report.text import as_number, cell

@@ -8,13 +8,14 @@ VOID = {"meta", "br", "img", "input"}
 
 
 class PageReader(HTMLParser):
-    """Keeps texts, and tags with their attributes."""
+    """Keeps texts, tags with their attributes, and the titles of pictures."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
+        self.titles: list[str] = []
         self.feed(text)
         self.close()
         assert not self.open
@@ -33,6 +34,8 @@ class PageReader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
+        if self.open[-2:] == ["svg", "title"]:
+            self.titles.append(data)
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""From a cell to the command that runs it; and why some are not run at all. Never imports torch."""
+"""From a cell to its plan and to the command that runs it; and why some are not run at all. Never imports torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,58 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.bench.grid import Cell, Grid
-from finetune.bench.layouts import LAYOUTS
-from finetune.bench.models import IN_STAGES
+from finetune.bench.grid import LAYOUTS, Cell, Grid
+from finetune.bench.models import IN_STAGES, BenchModel
+from finetune.bench.recipe import BENCHMARK
 from finetune.dsconfig.load import find_config
+from finetune.errors import RequestError
 from finetune.host.hardware import cores_here, gpus_here
 from finetune.measure.processes import DEEPSPEED, started, words
+from finetune.plan.families import FAMILIES
+from finetune.plan.from_run import Subject, job_of
+from finetune.plan.machine import Machine, find_machine
+from finetune.plan.memory import plan_memory
+from finetune.plan.model import model_of
+from finetune.plan.plan import kinds_of_rank
+from finetune.plan.seconds import plan_seconds
+from finetune.run.launch import Launch
+from finetune.run.resolve import resolve
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "benchmark.py"
+PER_NODE = 8  # ranks of a node, of plans for more than a machine has
+
+
+def machine_for(name: str | None, gpus: list[str]) -> Machine | None:
+    """By name or file; without one that of this machine, where a profile of it is known. Raises RequestError."""
+    if name is not None:
+        return find_machine(name)
+    try:
+        return find_machine(gpus[0] if gpus else "cpu")
+    except RequestError:
+        return None
+
+
+def parameters_of(model: BenchModel) -> int | None:
+    """None of a family that `finetune plan` does not know."""
+    return model_of(model.config).parameters if model.config["model_type"] in FAMILIES else None
+
+
+def plan_of_cell(cell: Cell, model: BenchModel, machine: Machine | None) -> dict[str, Any] | None:
+    """`peak_bytes` of the fullest rank in a step and `step_seconds`; None of what is not planned: AlexNet, FSDP,
+    and what would be refused."""
+    layout = LAYOUTS[cell.layout]
+    if machine is None or model.config["model_type"] not in FAMILIES or layout.flags:
+        return None
+    flags = words(flags_of(cell) | {"deepspeed": cell.ds_config or "none"})
+    launch = Launch(world_size=cell.world_size, local_world_size=min(cell.world_size, PER_NODE), launcher="torchrun")
+    subject = Subject(model_of(model.config), model.sequence_tokens or 1, model.image_size)
+    try:
+        job, _, _ = job_of(resolve(BENCHMARK, flags, launch, is_here=False), machine, subject=subject)
+        peak = max(plan_memory(job, machine, rank).step_peak.bytes for rank in kinds_of_rank(job))
+        seconds = plan_seconds(job, machine).total
+    except RequestError:
+        return None
+    return {"peak_bytes": peak, "step_seconds": seconds, "machine": machine.name}
 
 
 def why_not(cell: Cell, gpus: int | None = None, cores: int | None = None) -> str | None:

@@ -1,0 +1,177 @@
+"""The weights of a checkpoint, each by its name and read when it is asked for, from whatever form they were saved in.
+
+In ZeRO's shards lie the fp32 weights, which in runs of bf16 and fp16 are the truth: the model's own are rounded from
+them after every step. DeepSpeed's zero_to_fp32.py reads them too, but opens the shards as plain pickles, and for ZeRO-1
+and 2 joins whole groups in memory. Here they are read as a run reads them that goes on in another layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from finetune.errors import RequestError, first_line
+from finetune.safe_read import read_json_object
+from finetune.safe_read.files import open_plain
+from finetune.safe_read.pickles import load_checked, refuse_unsafe
+from finetune.training.reshard.portable import WEIGHT, load_pickle
+from finetune.training.reshard.zero_shards import model_file, read_zero, shard_files
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+PREFIX = "model."  # under which accelerate saves FSDP's (accelerate 1.15, utils/fsdp_utils.py, save_fsdp_model)
+SWAPPED = "offloaded_tensors"
+WEIGHTS_ARE_SHARDED = 3  # the ZeRO stage
+
+
+@dataclass(frozen=True)
+class Weight:
+    """`read` gives it, of `shape` and `dtype`, in memory of its own."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+    def bytes_in(self, dtype: torch.dtype) -> int:
+        return math.prod(self.shape) * int(cast_of(self.dtype, dtype).itemsize)
+
+
+def cast_of(stored: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    """Numbers with a fraction are cast, others keep their kind."""
+    return wanted if stored.is_floating_point else stored
+
+
+def of_tensor(tensor: torch.Tensor) -> Weight:
+    return Weight(tuple(tensor.shape), tensor.dtype, lambda: tensor.detach().clone())
+
+
+def read_safetensors(folder: Path, stem: str) -> dict[str, Weight]:
+    """Of `stem`.safetensors, or of the files that its index names: files of this folder, and no others."""
+    index, whole = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    if not index.is_file():
+        return _of_file(whole) if whole.is_file() else {}
+    places = read_json_object(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+        raise RequestError(f"{index}: has no weight_map of names to files.")
+    held = dict[str, dict[str, Weight]]()
+    for place in sorted(set(places.values())):
+        if Path(place).name != place or not place.endswith(".safetensors"):
+            raise RequestError(f"{index}: names {place[:80]!r}, which is no safetensors file beside it.")
+        if not (folder / place).is_file():
+            raise RequestError(f"{index}: names {place}, which is not there.")
+        held[place] = _of_file(folder / place)
+    if absent := next((name for name, place in places.items() if name not in held[place]), None):
+        raise RequestError(f"{index}: says that {places[absent]} holds {absent}, and it does not.")
+    return {name: held[place][name] for name, place in places.items()}
+
+
+def _of_file(path: Path) -> dict[str, Weight]:
+    def read(name: str) -> torch.Tensor:
+        with safe_open(path, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor.clone()  # off the map of the file, which then lets go of its pages
+
+    open_plain(path, path.parent).close()
+    try:
+        with safe_open(path, framework="pt") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
+            return {name: Weight(tuple(part.get_shape()), DTYPES[part.get_dtype()], partial(read, name))
+                    for name, part in parts.items()}  # fmt: skip
+    except (SafetensorError, OSError, KeyError) as error:
+        raise RequestError(f"{path}: is no whole safetensors file ({first_line(error)}).") from error
+
+
+def read_pickles(folder: Path, pattern: str) -> dict[str, Weight]:
+    """Such as `pytorch_model*.bin`, through the guard."""
+    found: dict[str, Weight] = {}
+    for path in sorted(folder.glob(pattern)):
+        content = load_checked(path)
+        if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
+            raise RequestError(f"{path}: holds something else than tensors by their names.")
+        found |= {str(name): of_tensor(tensor) for name, tensor in content.items()}
+    return found
+
+
+def read_sharded(folder: Path) -> dict[str, Weight]:
+    """Of FSDP's sharded form (torch.distributed.checkpoint), in one process. Raises RequestError where the folder's
+    pickles ask for more than they may."""
+
+    def read(name: str, kind: TensorStorageMetadata) -> torch.Tensor:
+        state = {name: torch.empty(kind.size, dtype=kind.properties.dtype)}
+        load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+        return state[name]
+
+    refuse_unsafe(folder / ".metadata")
+    kinds = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix(PREFIX): Weight(tuple(kind.size), kind.properties.dtype, partial(read, name, kind))
+        for name, kind in kinds.items()
+        if isinstance(kind, TensorStorageMetadata) and not name.startswith("optim.")
+    }
+
+
+@dataclass(frozen=True)
+class ZeroShards:
+    """`aliases` are names of weights that others' names have already (tied weights)."""
+
+    stage: int
+    ranks: int
+    weights: dict[str, Weight]
+    aliases: dict[str, str]
+
+
+def has_zero_shards(folder: Path) -> bool:
+    """False where NVMe offload has left them in swap files, which do not say what they hold."""
+    return not (folder / SWAPPED).is_dir() and any(folder.glob("*zero_pp_rank_*_optim_states.pt"))
+
+
+def read_zero_shards(folder: Path) -> ZeroShards:
+    """Of a `global_stepN` folder. Raises RequestError for shards that are missing, or of another kind."""
+    if list(folder.glob("layer_*-model_states.pt")) or list(folder.glob("*expert*_states.pt")):
+        raise RequestError(
+            f"{folder}: holds the layers of DeepSpeed's own pipeline, or experts of its mixture, each in a file. These "
+            "recipes do not write them, and they are not read."
+        )
+    if other := next((path for path in folder.glob("*mp_rank_*_states.pt") if "mp_rank_00_" not in path.name), None):
+        raise RequestError(f"{other}: is of a tensor-parallel run, which these recipes do not write.")
+    if not model_file(folder).is_file():
+        raise RequestError(f"{folder}: has no *_model_states.pt, which says what the shards are parts of.")
+    try:
+        return _read_zero_shards(folder)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        reason = first_line(error)
+        raise RequestError(f"{folder}: its shards are not as DeepSpeed 0.19 writes them ({reason}).") from error
+
+
+def _read_zero_shards(folder: Path) -> ZeroShards:
+    portable, places = read_zero(folder), shard_files(folder)
+    stage = int(load_pickle(places[0])["optimizer_state_dict"]["zero_stage"])
+    model = load_pickle(model_file(folder))
+    weights = {name: of_tensor(tensor) for name, tensor in portable.buffers.items()}
+    if frozen := model.get("frozen_param_shapes"):  # as under LoRA: they have no fp32 copy
+        names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(places))]
+        parts = [load_pickle(folder / name) for name in names] if stage == WEIGHTS_ARE_SHARDED else [model]
+        for name, shape in frozen.items():
+            pieces = [part["frozen_param_fragments"][name].flatten() for part in parts]
+            if min(shape, default=0) < 0 or sum(piece.numel() for piece in pieces) < torch.Size(shape).numel():
+                raise RequestError(f"{folder}: its shards end before {name}: they are not of one checkpoint.")
+            weights[name] = Weight(tuple(shape), pieces[0].dtype, partial(_joined, pieces, torch.Size(shape)))
+    for name, shape in portable.shapes.items():
+        weights[name] = Weight(tuple(shape), torch.float32, partial(portable.read, name, WEIGHT))
+    aliases = {str(name): str(kept) for name, kept in model.get("shared_params", {}).items()}
+    return ZeroShards(stage, len(places), weights, aliases)
+
+
+def _joined(pieces: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """The last piece is filled up to the others' size."""
+    return torch.cat(pieces)[: shape.numel()].reshape(shape)
