@@ -65,17 +65,26 @@ def _tell(ops: frozenset[str]) -> None:
     told: set[str] = set()
     while True:
         now = time.monotonic()
-        locked = {lock.parent.name for lock, _ in _locks(ops)}
-        for op in locked:
+        locked = {lock.parent.name: lock for lock, _ in _locks(ops)}
+        for op, lock in locked.items():
             if now - seen.setdefault(op, now) > SAID_AFTER_SECONDS and op not in told:
                 told.add(op)
-                print(f"compiling DeepSpeed's {op}, once on this machine; this takes minutes", flush=True)
+                print(_at_work(op, lock), flush=True)
         for op in [op for op in seen if op not in locked]:
             if op in told:
                 print(f"compiled {op} in {now - seen[op]:.0f} s", flush=True)
                 told.discard(op)
             del seen[op]
         time.sleep(LOOKS_EVERY_SECONDS)
+
+
+def _at_work(op: str, lock: Path) -> str:
+    if str(lock.resolve()) in _open_files():
+        return f"compiling DeepSpeed's {op}, once on this machine; this takes minutes"
+    return (
+        f"waiting for a build of DeepSpeed's {op} that no process here is at: one that was killed has left {lock}. "
+        "Stop this run, delete the file and start again, unless another machine or container is compiling there now."
+    )
 
 
 def _locks(ops: Collection[str] | None) -> Iterator[tuple[Path, float]]:

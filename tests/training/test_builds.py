@@ -60,11 +60,21 @@ def test_a_long_build_says_what_it_is_doing(
     monkeypatch.setattr("finetune.training.builds.SAID_AFTER_SECONDS", 0.0)
     monkeypatch.setattr("finetune.training.builds.LOOKS_EVERY_SECONDS", 0.01)
     lock = lock_of("async_io", home, age=0)
-    tell_of_builds({"async_io"})
-    said = _until("compiling DeepSpeed's async_io", capsys)
+    with lock.open():  # as its builder has it
+        tell_of_builds({"async_io"})
+        said = _until("compiling DeepSpeed's async_io", capsys)
     lock.unlink()
     assert "compiled async_io in" in _until("compiled", capsys)
     assert "compiled" not in said
+
+
+def test_waiting_for_a_build_that_was_killed_is_said_at_once(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("finetune.training.builds.SAID_AFTER_SECONDS", 0.0)
+    lock = lock_of("cpu_adam", home, age=0)
+    tell_of_builds({"cpu_adam"})
+    assert f"that no process here is at: one that was killed has left {lock}" in _until("start again", capsys)
 
 
 def _until(words: str, capsys: pytest.CaptureFixture[str]) -> str:
