@@ -12,9 +12,9 @@ from finetune.dsconfig.shape import schema
 
 # ${NAME}, $NAME, {{ name }}, <name>, __NAME__, @NAME@, %(name)s; without quotes also a name in capitals.
 MARK = r"\$\{[^}\n]*\}|\$[A-Za-z_]\w*|\{\{[^}\n]*\}\}|\{%[^\n]*?%\}|<[A-Za-z][\w .-]*>|__[A-Za-z]\w*__|@\w+@|%\(\w+\)s"
-QUOTED = rf'"(?P<key>\w+)"\s*:\s*"(?P<quoted>{MARK})"'
-BARE = rf"[:,\[]\s*(?P<bare>{MARK}|[A-Z][A-Z\d_]+)(?=\s*[,\]}}\n])"
-MARKED = re.compile(f"{QUOTED}|{BARE}")
+QUOTED = re.compile(rf'"(?P<key>\w+)"\s*:\s*"(?P<quoted>{MARK})"')
+BARE = re.compile(rf"[:,\[]\s*(?P<bare>{MARK}|[A-Z][A-Z\d_]+)(?=\s*[,\]}}\n])")
+TEXT_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|(?:#|//)[^\n]*|/\*.*?\*/', re.DOTALL)
 LITERALS = {"TRUE", "FALSE", "NULL", "NONE", "NAN", "INF"}
 # Fields of deepspeed.init_inference alone (deepspeed 0.19.8, inference/config.py). A test holds them against it.
 OF_INFERENCE = (
@@ -28,10 +28,14 @@ OF_TRAINING = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 def template(text: str) -> Finding | None:
     """DS009 for a text with placeholders, which stand where no text can."""
-    marks = [mark for mark in MARKED.finditer(text) if _counts(mark)]
+    code = TEXT_OR_COMMENT.sub(lambda found: found[1] or "", text)
+    texts = set(_text_keys(schema()))  # a job's name may well have a dollar sign
+    marks = [(mark.start(), mark["quoted"]) for mark in QUOTED.finditer(code) if mark["key"] not in texts]
+    bare = TEXT_OR_COMMENT.sub(lambda found: f'"{" " * (len(found[0]) - 2)}"', code)
+    marks += [(mark.start(), mark["bare"]) for mark in BARE.finditer(bare) if mark["bare"] not in LITERALS]
     if not marks:
         return None
-    names = list(dict.fromkeys(mark["quoted"] or mark["bare"] for mark in marks))
+    names = list(dict.fromkeys(name for _, name in sorted(marks)))
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     said = f"this is a template: {len(marks)} value(s) are still to be filled in ({shown}). Check what is made from it."
     return Finding("DS009", "error", (), said)
@@ -61,18 +65,8 @@ def other_program(config: dict[str, Any]) -> Finding | None:
     return None
 
 
-def _counts(mark: re.Match[str]) -> bool:
-    if mark["bare"]:
-        return mark["bare"] not in LITERALS
-    return mark["key"] not in _texts(schema())
-
-
-def _texts(part: dict[str, Any]) -> set[str]:
-    """The keys whose values are texts that somebody makes up: a job's name may well have a dollar sign."""
-    return {*_text_keys(part)}
-
-
 def _text_keys(part: dict[str, Any]) -> Iterator[str]:
+    """The keys whose values are texts that somebody makes up."""
     for key, inner in part.get("properties", {}).items():
         kinds = inner.get("type", [])
         if kinds in ("string", ["string", "null"]) and key != "type":

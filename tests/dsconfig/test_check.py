@@ -97,11 +97,17 @@ def test_files_of_another_purpose_get_one_message() -> None:
     [
         '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "wandb": {"group": "$USER", "team": "<us>"}}',
         '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "communication_data_type": "FP32"}',
+        '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "wandb": {"group": "as in: <us>, [TODO]"}}',
     ],
-    ids=["texts of a monitor", "capitals"],
+    ids=["texts of a monitor", "capitals", "a text with marks in it"],
 )
 def test_what_only_looks_like_a_placeholder_is_none(text: str) -> None:
     assert check(text, a_run()).found == ()
+
+
+def test_a_placeholder_in_a_comment_hides_no_other_finding() -> None:
+    text = '{"zero_optimization": {"stage": 2}, # before: ${STAGE},\n "gradient_clipping": 1.0}'
+    assert [placed.finding.code for placed in check(text, a_run()).found] == ["DS002"]
 
 
 def test_fields_of_inference_are_those_of_deepspeed_and_of_no_training() -> None:
