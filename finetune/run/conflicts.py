@@ -31,6 +31,11 @@ def conflicts(run: Run) -> Iterator[str]:
     best = run.value("metric_for_best_model")
     if "block_size" in run.recipe.flags and best and best.removeprefix("eval_") not in LANGUAGE_FIGURES:
         yield f"{run.said('metric_for_best_model')}, but a language model has {', '.join(LANGUAGE_FIGURES)}. Give one."
+    if run.value("ddp_comm_hook") == "powersgd" and run.given.get("ddp_find_unused_parameters") is False:
+        yield (
+            f"{run.said('ddp_find_unused_parameters')}, and {run.said('ddp_comm_hook')}: PowerSGD keeps its errors by "
+            "bucket, and DDP keeps its buckets only where that is True. Drop one of them."
+        )
     if run.value("use_peft") and run.value("resize_embeddings"):
         yield (
             f"{run.said('resize_embeddings')}, and {run.said('use_peft')}: an adapter leaves the embeddings as they "
