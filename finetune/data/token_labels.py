@@ -22,6 +22,7 @@ from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most
 from finetune.data.tag_schemes import OUTSIDE, find_scheme, read_conll, to_bio
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
+from finetune.safe_read.files import open_plain
 
 TOKEN_NAMES, TAG_NAMES = ("tokens", "words"), ("tags", "ner_tags", "labels", "label")
 PARSED = (".json", ".jsonl", ".parquet")  # every other file is CoNLL text
@@ -48,6 +49,7 @@ def _open(split: str, name: str) -> Dataset:
     path = Path(name).expanduser()
     if path.suffix.lower() in PARSED or not path.is_file():
         return open_file(f"{split}_file", name)
+    open_plain(path, name=f"--{split}_file {name}").close()
     try:
         rows = list(read_conll(path))
     except UnicodeDecodeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data.columns import IGNORED, TOKENS, Columns, Labels
 from finetune.data.python_names import name_rows
 from finetune.data.tables import CleanTables
-from finetune.data.token_labels import clean_sentences, word_encoder
+from finetune.data.token_labels import clean_sentences, load_sentences, word_encoder
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
@@ -77,6 +78,14 @@ def test_a_trained_models_tags_keep_their_ids() -> None:
 def test_bad_sentences_are_refused(tables: dict[str, Dataset], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         clean(tables)
+
+
+def test_a_file_that_is_nearly_all_a_hole_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.conll"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(RequestError, match="--train_file .* is nearly all a hole"):
+        load_sentences(TokenDataArguments(train_file=str(path)))
 
 
 def test_bad_sentences_are_left_out_where_asked_and_a_test_row_keeps_its_number() -> None:
