@@ -84,7 +84,7 @@ def test_a_file_that_is_nearly_all_a_hole_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "train.conll"
     with path.open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(RequestError, match="--train_file .* is nearly all a hole"):
+    with pytest.raises(RequestError, match=r"--train_file .* is nearly all a hole"):
         load_sentences(TokenDataArguments(train_file=str(path)))
 
 
