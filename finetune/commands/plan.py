@@ -49,7 +49,7 @@ def run(asked: argparse.Namespace) -> int:
         from finetune.measure.estimator import show as show_estimates
 
         return show_estimates(job, machine)
-    found = plan(job, machine, with_timeline=bool(asked.html or asked.png or asked.json))
+    found = plan(job, machine)
     if asked.verify:
         from finetune.measure.start import verify
 

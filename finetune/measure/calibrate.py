@@ -214,9 +214,8 @@ def _base(device: str) -> Machine:
     """The shipped profile of this device: what is not measured stays as it is there."""
     import torch
 
-    if device == "cpu":
-        return replace(find_machine("cpu"), name="this CPU")
-    return known_gpu(torch.cuda.get_device_name())
+    is_cpu = device == "cpu"
+    return replace(find_machine("cpu"), name="this CPU") if is_cpu else known_gpu(torch.cuda.get_device_name())
 
 
 def known_gpu(name: str) -> Machine:

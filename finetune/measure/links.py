@@ -10,18 +10,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed, nn
 
 from finetune.measure.rates import WIDTH, Budget, seconds_of, synchronize
 from finetune.plan.machine import Link, Nvme
+from finetune.plan.optimizers import KINDS
 from finetune.plan.tape import Tape
-from finetune.plan.update import DOUBLE_NORM_BYTES, RULES
+from finetune.plan.update import DOUBLE_NORM_BYTES
 from finetune.plan.values import Numbers
 
 SIZES = (2**10, 2**16, 2**19, 2**21, 2**23, 2**25)  # bytes of what is sent
 DISK_BYTES, DISK_BLOCK = 128 * 2**20, 2**20
 LAYERS = 12
+TIMES = 9  # that a collective is timed, the first of them to warm up
 
 
 def collective_links(device: str, meet: Callable[[], None], most: int = SIZES[-1]) -> dict[str, Link]:
@@ -57,28 +60,24 @@ def collective_links(device: str, meet: Callable[[], None], most: int = SIZES[-1
     return found
 
 
-def together(run: Callable[[int], None], meet: Callable[[], None], times: int = 9) -> float:
+def together(run: Callable[[int], None], meet: Callable[[], None]) -> float:
     """Seconds of what all ranks must do as often as one another: the median."""
     found = []
-    for index in range(times):
+    for index in range(TIMES):
         meet()
         start = time.perf_counter()
         run(index)
         synchronize()
         found.append(time.perf_counter() - start)
-    return sorted(found[1:])[(times - 1) // 2]
+    return sorted(found[1:])[(TIMES - 1) // 2]
 
 
 def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
     """Seconds at no bytes, and bytes a second, of (bytes, seconds): the line of least squared relative errors."""
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    size = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    slope = sum(w * (x - size) * (y - mean) for w, (x, y) in zip(weights, points, strict=True))
-    slope /= sum(w * (x - size) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    slope = max(slope, 1e-15)
-    return max(mean - slope * size, min(y for _, y in points) / 4), 1 / slope
+    sizes, seconds = zip(*points, strict=True)
+    slope, start = np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds))
+    slope = max(float(slope), 1e-15)
+    return max(float(start), min(seconds) / 4), 1 / slope
 
 
 def launch_seconds(device: str, least: float = 0.2) -> float:
@@ -94,12 +93,13 @@ def launch_seconds(device: str, least: float = 0.2) -> float:
             parameter.grad = None
         (x + network(x)).sum().backward()
 
-    tape = Tape(Numbers(device="cuda" if device != "cpu" else "cpu"))
+    shapes = {"norm.weight": (8,), "norm.bias": (8,), "up.weight": (8, 8), "up.bias": (8,)}
+    tape = Tape(Numbers(device="cuda" if device != "cpu" else "cpu"), shapes)
     with tape.segment("network"):
         value = tape.given(16, needs_grad=True)
         for _ in range(LAYERS):
-            value = tape.linear(tape.layer_norm(value, "norm", 2), "up", 2, 8, 8)
-            value = tape.linear(tape.unary("gelu", value), "down", 2, 8, 8)
+            value = tape.linear(tape.layer_norm(value, "norm"), "up")
+            value = tape.linear(tape.unary("gelu", value), "up")
     return seconds_of(step, least) / sum(op.kernels + op.kernels_back for op in tape.ops)
 
 
@@ -133,7 +133,7 @@ def update_rows(device: str, budget: Budget, meet: Callable[[], None]) -> list[l
             optimizer = make(weights)
             meet()
             seconds = seconds_of(lambda _, step=optimizer.step: step(), budget.seconds) / len(weights)  # type: ignore[misc]
-            moved = RULES[kind].moved * elements
+            moved = KINDS[kind].moved * elements
             rows.append([kind, "fp32", moved, round(moved / seconds)])
     return rows
 

@@ -61,21 +61,21 @@ PROBES = (
     Probe("mul", lambda x, y: x * y, lambda tape, x, _: tape.multiply(x, _like(tape, x)), two=True),
     Probe("scale", lambda x: x * 0.5, lambda tape, x, _: tape.scale(x)),
     Probe("pow", lambda x: x**2, lambda tape, x, _: tape.power(x)),
-    Probe("rsqrt", torch.rsqrt, lambda tape, x, _: tape.unary("rsqrt", x, saves_output=True)),
-    Probe("relu", functional.relu, lambda tape, x, _: tape.unary("relu", x, saves_output=True)),
+    Probe("rsqrt", torch.rsqrt, lambda tape, x, _: tape.unary("rsqrt", x)),
+    Probe("relu", functional.relu, lambda tape, x, _: tape.unary("relu", x)),
     Probe("gelu", functional.gelu, lambda tape, x, _: tape.unary("gelu", x)),
     Probe("silu", functional.silu, lambda tape, x, _: tape.unary("silu", x)),
-    Probe("tanh", torch.tanh, lambda tape, x, _: tape.unary("tanh", x, saves_output=True)),
-    Probe("exp", torch.exp, lambda tape, x, _: tape.unary("exp", x, saves_output=True)),
+    Probe("tanh", torch.tanh, lambda tape, x, _: tape.unary("tanh", x)),
+    Probe("exp", torch.exp, lambda tape, x, _: tape.unary("exp", x)),
     Probe("mean", lambda x: x.mean(-1), lambda tape, x, rows: tape.mean(x, rows)),
     Probe("copy", lambda x: _heads(x).contiguous(), lambda tape, x, _: tape.copy(x), back=False),
     Probe("dropout", lambda x: functional.dropout(x, 0.1), lambda tape, x, _: tape.dropout(x, 0.1)),
     Probe("layer_norm", lambda x, w: functional.layer_norm(x, (WIDTH,), w, w),
-          lambda tape, x, rows: tape.layer_norm(x, "norm", rows)),
+          lambda tape, x, _: tape.layer_norm(x, "norm")),
     Probe("softmax", lambda x: functional.softmax(x.view(-1, KEYS), -1), lambda tape, x, _: tape.softmax(x)),
     Probe("log_softmax", lambda x: functional.log_softmax(x.view(-1, VOCABULARY), -1),
-          lambda tape, x, _: tape.op("log_softmax", (x,), x.elements, saves_output=True, bytes_each=x.bytes_each)),
-    Probe("embedding", functional.embedding, lambda tape, _, rows: tape.embedding(rows, "e", WIDTH)),
+          lambda tape, x, _: tape.op("log_softmax", (x,), x.elements, saves_output=True)),
+    Probe("embedding", functional.embedding, lambda tape, _, rows: tape.embedding("words", rows)),
 )  # fmt: skip
 
 
@@ -161,7 +161,8 @@ def kernel_rows(device: str, precision: str, budget: Budget, meet: Callable[[], 
 
 
 def _noted(probe: Probe, elements: int, numbers: Numbers) -> Op:
-    tape = Tape(numbers)
+    shapes = {"norm.weight": (WIDTH,), "norm.bias": (WIDTH,), "words.weight": (VOCABULARY, WIDTH)}
+    tape = Tape(numbers, shapes)
     with tape.segment("probe"):
         probe.note(tape, tape.given(elements, needs_grad=True), elements // WIDTH)
     return next(op for op in tape.ops if op.name == probe.name)
@@ -220,11 +221,11 @@ def attention_rows(device: str, precision: str, budget: Budget, meet: Callable[[
         def back(index: int, sets: list[Any] = sets, made: list[Any] = made, given: Any = given) -> Any:
             return torch.autograd.grad(made[index % 4], sets[index % 4], given, retain_graph=True)
 
-        tape = Tape(Numbers(given.element_size(), device))
-        heads = Heads(batch, tokens, HEADS, WIDTH // HEADS, HEADS, tokens)
+        tape, samples = Tape(Numbers(given.element_size(), device), {}), Batch(batch, tokens)
+        heads = Heads(samples, HEADS, WIDTH // HEADS, HEADS)
         with tape.segment("probe"):
             x = tape.given(batch * tokens * WIDTH, needs_grad=True)
-            attend(Setting(tape, Sizes({}, "probe"), Batch(batch, tokens), ""), heads, x, x, x)
+            attend(Setting(tape, Sizes({}, "probe"), samples), heads, x, x, x)
         op = next(op for op in tape.ops if op.name == "attention")
         for name, gemms, seconds in (
             ("attention", op.gemms, seconds_of(run, budget.seconds)),

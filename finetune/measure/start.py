@@ -165,8 +165,8 @@ def autotune(found: Found, many: int) -> Found:
 
 def check_room(job: Job, machine: Machine) -> None:
     """Raises RequestError for what is not tried, or not here."""
-    if job.lora is not None or job.model.family == "resnet":
-        what = "adapters" if job.lora is not None else "ResNets"
+    if job.model.lora is not None or job.model.family == "resnet":
+        what = "adapters" if job.model.lora is not None else "ResNets"
         raise RequestError(
             f"--verify and --autotune do not train {what}. Drop them, and the plan is made all the same."
         )

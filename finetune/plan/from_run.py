@@ -9,9 +9,10 @@ from typing import Any
 
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
+from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.parts import CAUSAL, MOST
-from finetune.plan.forward import LISTED
-from finetune.plan.job import DEEPSPEED, NO_TEXT, PIPELINE, TRAINER, Job
+from finetune.plan.forward.listed import LISTED
+from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, read_config, with_lora
 from finetune.plan.optimizers import optimizer_of
@@ -96,7 +97,6 @@ def job_of(
         checkpoint_interval=checkpoint_interval(run),
         attention=_one_of(run, "attn_implementation", ATTENTIONS, "sdpa"),
         loss_chunk_tokens=subject.loss_chunk_tokens,
-        lora=lora,
         device=_device(machine),
     )
     if not asked:

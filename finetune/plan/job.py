@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from finetune.plan.forward import build_tape
+from finetune.plan.forward.listed import entries_of
 from finetune.plan.forward.parts import Batch, Part
-from finetune.plan.forward.stages import entries_of
 from finetune.plan.model import Model
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.tape import Tape
-from finetune.plan.values import FP32_BYTES, HALF_BYTES, Lora, Numbers
+from finetune.plan.values import FP32_BYTES, HALF_BYTES, Numbers
 from finetune.plan.zero import Zero
 
 TRAINER, DEEPSPEED, PIPELINE = "trainer", "deepspeed", "pipeline"
-NO_TEXT = ("mlp", "resnet")  # families whose samples are no tokens
 NO_ZERO, ADAM = Zero(), Optimizer("adam")
 
 
@@ -42,7 +41,6 @@ class Job:
     checkpoint_interval: int = 0
     attention: str = "sdpa"
     loss_chunk_tokens: int = 0
-    lora: Lora | None = None
     device: str = "cuda"
 
     @property
@@ -75,20 +73,14 @@ class Job:
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:
     """A micro-batch of one rank, or of the stage that has `part` of a pipeline's layers."""
-    return _tape(job.model, job.batch, job.numbers, job.checkpoint_interval, job.loss_chunk_tokens, job.lora, part)
+    return _tape(job.model, job.batch, job.numbers, job.checkpoint_interval, part, job.loss_chunk_tokens)
 
 
 def layers_of(job: Job) -> Tape:
     """Of a pipeline's job, each entry of the flat list of layers as a segment of its own."""
     entries = entries_of(job.model.family, job.model.layers)
     interval = min(job.checkpoint_interval, 1)  # groups of layers are recomputed whole, however large
-    return _tape(job.model, job.batch, job.numbers, interval, job.loss_chunk_tokens, job.lora, entries)
+    return _tape(job.model, job.batch, job.numbers, interval, entries, job.loss_chunk_tokens)
 
 
-@lru_cache(maxsize=128)
-def _tape(
-    model: Model, batch: Batch, numbers: Numbers, interval: int, chunk_tokens: int, lora: Lora | None, part: Part | None
-) -> Tape:
-    return build_tape(
-        model, batch, numbers, checkpoint_interval=interval, part=part, loss_chunk_tokens=chunk_tokens, lora=lora
-    )
+_tape = lru_cache(maxsize=128)(build_tape)

@@ -80,41 +80,39 @@ class Kernels:
                op.outputs[0].elements if op.outputs else 0)  # fmt: skip
         found = self._ops.get(key)
         if found is None:
-            found = self._ops[key] = (self._forward(op, size), self._backward(op, size, given))
+            # A GPU adds a bias in the product's kernel; its gradient is a sum over rows.
+            forward = self._work(op, op.name, op.gemms, op.moved, op.kernels, size, "" if self.is_gpu else "add")
+            found = self._ops[key] = (forward, self._backward(op, size, given))
         return found
 
-    def _forward(self, op: Op, size: int) -> Work:
-        if not op.kernels:
+    def _work(
+        self, op: Op, name: str, gemms: tuple[Gemm, ...], moved: float, kernels: int, size: int, bias: str
+    ) -> Work:
+        """Of one direction. `bias`: the operator that a bias costs beside the product."""
+        if not kernels:
             return NOTHING
         if op.name == "attention":
-            return Work(self._attention(op, "attention", op.gemms, op.moved), op.kernels)
-        if op.gemms:
-            seconds = self._products(op, op.gemms)
-            if op.name == CHUNKED_LOSS:
-                seconds += self.moved(op.name, op.moved, op.inputs[0].bytes_each)
-            if len(op.weights) > 1 and not self.is_gpu:  # a GPU adds the bias in the product's kernel
-                seconds += self.moved("add", op.outputs[0].bytes, size)
-            return Work(seconds, op.kernels)
-        return Work(self.moved(op.name, op.moved, size), op.kernels)
+            return Work(self._attention(name, gemms, moved), kernels)
+        if not op.gemms:
+            return Work(self.moved(name, moved, size), kernels)
+        seconds = self._products(op, gemms)
+        if op.name == CHUNKED_LOSS:
+            seconds += self.moved(op.name, moved, op.inputs[0].bytes_each)
+        if bias and len(op.weights) > 1:
+            seconds += self.moved(bias, op.outputs[0].bytes, size)
+        return Work(seconds, kernels)
 
     def _backward(self, op: Op, size: int, given: int) -> Work:
         if not op.kernels_back or not (given or op.weights):
             return NOTHING
-        if op.name == "attention":
-            return Work(self._attention(op, "attention_back", op.gemms_back, op.moved_back), op.kernels_back)
-        if op.gemms:
-            seconds = self._products(op, op.gemms_back)
-            if op.name == CHUNKED_LOSS:
-                seconds += self.moved(op.name, op.moved_back, op.inputs[0].bytes_each)
-            if len(op.weights) > 1:  # the bias's gradient: a sum over rows
-                seconds += self.moved("mean", op.outputs[0].bytes, size)
-            return Work(seconds, op.kernels_back)
-        if op.passes_on or op.narrows:  # nothing to do, but where two gradients meet the second is added to the first
+        if not op.gemms and (op.passes_on or op.narrows):
+            # Nothing to do, but where two gradients meet the second is added to the first.
             return Work(self.moved("add", op.moved, size), 1) if given > 1 and op.passes_on else NOTHING
-        one_pass = op.name in ONE_PASS and (f"{op.name}_back", "fp32") not in self.rates
-        return Work(self.moved(f"{op.name}_back", op.moved_back / (1 + one_pass), size), op.kernels_back)
+        name = f"{op.name}_back"
+        one_pass = not op.gemms and op.name in ONE_PASS and (name, "fp32") not in self.rates
+        return self._work(op, name, op.gemms_back, op.moved_back / (1 + one_pass), op.kernels_back, size, "mean")
 
-    def _attention(self, op: Op, kind: str, gemms: tuple[Gemm, ...], moved: int) -> float:
+    def _attention(self, kind: str, gemms: tuple[Gemm, ...], moved: float) -> float:
         flops = sum(gemm.flops for gemm in gemms)
         if rates := self.rates.get((kind, self.precision)):
             return flops / _between(rates, gemms[0].m)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from finetune.plan.engines.pipeline import PIPE, Bf16Stage, Stage
-from finetune.plan.engines.resident import GATHERED, Plain, Resident, Weights
+from finetune.plan.engines.resident import GATHERED, PIPE, Plain, Resident, Weights
 from finetune.plan.engines.zero3 import Zero3
-from finetune.plan.engines.zero12 import Zero12
+from finetune.plan.engines.zero12 import Bf16Stage, Stage, Zero12
+from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.parts import CLASSES, Sizes
 from finetune.plan.forward.parts import Part
-from finetune.plan.job import NO_TEXT, PIPELINE, TRAINER, Job, tape_of
+from finetune.plan.job import PIPELINE, TRAINER, Job, tape_of
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, Tensor
 from finetune.plan.schedule import FORWARD, order_of
@@ -55,24 +55,20 @@ class RankMemory:
         return max(self.peaks.values(), key=lambda moment: moment.bytes)
 
 
-def plan_memory(
-    job: Job, machine: Machine, rank: int = 0, with_timeline: bool = False, bounds: Sequence[int] | None = None
-) -> RankMemory:
+def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int] | None = None) -> RankMemory:
     """Of one rank, or of the first pipeline's stage of that number, in a step that is not the first, for the
     optimizer's states are made in that one. `bounds` are the stages' layers, where they are known better."""
-    device = Ledger(timeline=[] if with_timeline else None)
+    device = Ledger()
     host = device if job.device == "cpu" else Ledger()
     if job.engine == PIPELINE:
         cut = bounds or stage_bounds(job, machine)
-        part = Part(cut[rank], cut[rank + 1])
-        tape = tape_of(job, part)
+        tape = tape_of(job, Part(cut[rank], cut[rank + 1]))
         used = {name for op in tape.ops for name in op.weights}
         tensors = tuple(tensor for tensor in job.model.tensors if tensor.name in used)
-        kind = Bf16Stage if _is_bf16_optimizer(job) else Stage
-        layout: Resident = kind(*_given(job, tensors, 0, host))
+        layout = _layout(job, tensors, 0, host)
     else:
         tape = tape_of(job)
-        layout = _layout(job, rank, host)
+        layout = _layout(job, job.model.tensors, rank, host)
     if isinstance(layout, Zero3):
         layout.trace(tape)
     layout.hold(device)
@@ -97,7 +93,7 @@ def plan_memory(
         _evaluate(job, layout, device)
     saved = _save(job, layout, device)
     away = {} if host is device else dict(host.live)
-    return RankMemory(rank, resident, device.peaks, away, tuple(device.timeline or ()), 0 if host is device else saved)
+    return RankMemory(rank, resident, device.peaks, away, tuple(device.timeline), 0 if host is device else saved)
 
 
 class _Still(Sizes):
@@ -153,7 +149,7 @@ def _pipeline_step(job: Job, tape: Tape, layout: Resident, device: Ledger, stage
     """Several in flight, in the order of DeepSpeed's schedule."""
     last = job.accumulation - 1
     flying: dict[int, Pass] = {}
-    for kind, micro in order_of("1f1b", stage, job.stages, job.accumulation):
+    for kind, micro in order_of(stage, job.stages, job.accumulation):
         if kind == FORWARD:
             flying[micro] = Pass(tape, device, layout, layout.gradient_bytes)
             flying[micro].forward()
@@ -175,24 +171,18 @@ def _pipe_bytes(job: Job, stage: int) -> int:
     return neighbours * hidden + flying * (copies + (logits if stage == job.stages - 1 else 0))
 
 
-def _given(job: Job, tensors: tuple[Tensor, ...], rank: int, host: Ledger) -> tuple[object, ...]:
-    return (Weights(tensors, job.weight_bytes), job.zero, job.optimizer, job.data_parallel_size, rank, host)
-
-
-def _layout(job: Job, rank: int, host: Ledger) -> Resident:
-    given = _given(job, job.model.tensors, rank, host)
+def _layout(job: Job, tensors: tuple[Tensor, ...], rank: int, host: Ledger) -> Resident:
+    zero = job.zero
+    given = (Weights(tensors, job.weight_bytes), zero, job.optimizer, job.data_parallel_size, rank, host)
     if job.engine == TRAINER:
         return Plain(*given, buckets=job.world_size > 1, is_engine=False)
-    if job.zero.stage == 0:
+    if zero.stage == 0 and job.engine != PIPELINE:
         return Plain(*given, buckets=False, is_engine=True)
-    if _is_bf16_optimizer(job):
+    if job.precision == "bf16" and zero.stage == 1 and zero.accumulates_in_fp32 and zero.offload_optimizer == "none":
         return Bf16Stage(*given)
-    return Zero3(*given) if job.zero.stage == 3 else Zero12(*given)
-
-
-def _is_bf16_optimizer(job: Job) -> bool:
-    zero = job.zero
-    return job.precision == "bf16" and zero.stage == 1 and zero.accumulates_in_fp32 and zero.offload_optimizer == "none"
+    if job.engine == PIPELINE:
+        return Stage(*given)
+    return Zero3(*given) if zero.stage == 3 else Zero12(*given)
 
 
 def batch_bytes(job: Job) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -15,24 +15,20 @@ MOST_MENDS = 4
 
 def mends(found: Plan) -> list[Candidate]:
     """What would make a plan fit that does not: of each kind of change the gentlest that does."""
-    kept = []
-    for kind in _changes(found.job):
-        for words, changed in kind:
-            tried = plan(changed, found.machine)
-            if tried.fits:
-                kept.append(Candidate(words, tried, None))
-                break
-    return kept[:MOST_MENDS]
+    return list(islice(_gentlest(found, lambda tried: tried.fits), MOST_MENDS))
 
 
-def cheaper(found: Plan, share: float = 0.9, most: int = 3) -> list[Candidate]:
-    """What lowers a plan's peak to at most `share` of it, whether or not it fits: of each kind of change the gentlest
-    that does, and of those the `most` that cost the least time."""
-    kept = []
+def cheaper(found: Plan) -> list[Candidate]:
+    """What lowers a plan's peak by a tenth, whether or not it fits: of each kind of change the gentlest that does, and
+    of those the three that cost the least time."""
+    kept = _gentlest(found, lambda tried: tried.peak_bytes <= 0.9 * found.peak_bytes)
+    return sorted(kept, key=lambda one: one.plan.seconds.total)[:3]
+
+
+def _gentlest(found: Plan, does: Callable[[Plan], bool]) -> Iterator[Candidate]:
     for kind in _changes(found.job):
         tried = (Candidate(words, plan(changed, found.machine), None) for words, changed in kind)
-        kept += list(islice((one for one in tried if one.plan.peak_bytes <= share * found.peak_bytes), 1))
-    return sorted(kept, key=lambda one: one.plan.seconds.total)[:most]
+        yield from islice((one for one in tried if does(one.plan)), 1)
 
 
 def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:

@@ -71,6 +71,7 @@ class Model:
     vocab_size: int
     sizes: Sizes
     buffers: tuple[Buffer, ...] = ()
+    lora: Lora | None = None
 
     @property
     def parameters(self) -> int:
@@ -79,15 +80,11 @@ class Model:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The values of a model folder's config.json, or of that file. Raises RequestError where there is none to read."""
-    file = _file(folder)
+    file = folder / "config.json" if folder.is_dir() else folder
     try:
         return read_json_object(file, inside=folder if folder.is_dir() else None)
     except RequestError as error:
         raise RequestError(f"{error} Give a Hugging Face model's folder or its config.json.") from error
-
-
-def _file(folder: Path) -> Path:
-    return folder / "config.json" if folder.is_dir() else folder
 
 
 def model_of(config: dict[str, Any], where: str = "the config", head: str | None = None) -> Model:
@@ -130,7 +127,7 @@ def with_lora(model: Model, lora: Lora) -> Model:
                 tensors.append(Tensor(f"{module}.lora_{side}.default.weight", shape, tensor.layer))
     if all(tensor.trains is False for tensor in tensors):
         raise RequestError(f"LoRA on {', '.join(lora.targets)}: no linear layer has such a name.")
-    return replace(model, tensors=tuple(tensors))
+    return replace(model, tensors=tuple(tensors), lora=lora)
 
 
 def _head(config: dict[str, Any], family: Family, where: str) -> str:

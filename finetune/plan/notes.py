@@ -40,7 +40,7 @@ def _zero3(job: Job) -> Iterator[str]:
 def _buckets(job: Job) -> Iterator[str]:
     if job.engine == TRAINER or job.zero.stage == 0:
         return
-    many = _bucket_count(job.zero, job.engine)
+    many = bucket_count(job.zero, job.engine)
     size, whole = job.zero.reduce_bucket_size, job.model.parameters
     if size * MUCH > whole:
         yield (
@@ -49,10 +49,9 @@ def _buckets(job: Job) -> Iterator[str]:
         )
 
 
-def _bucket_count(zero: Zero, engine: str) -> int:
-    if engine == PIPELINE:
-        return 2  # one of them by mistake, see engines/pipeline.py
-    return reduce_buckets(zero.stage, zero.overlap_comm)
+def bucket_count(zero: Zero, engine: str) -> int:
+    """A pipeline has one by mistake, see engines/zero12.py, Stage."""
+    return 2 if engine == PIPELINE else reduce_buckets(zero.stage, zero.overlap_comm)
 
 
 def _pipeline(job: Job) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What optimizers hold for each parameter, and take while they step."""
+"""What optimizers hold for each parameter, and take and move while they step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,29 @@ from finetune.plan.values import FP32_BYTES
 
 BLOCK = 256  # elements that share a quantization constant (bitsandbytes 0.45, optim/optimizer.py, Optimizer2State)
 SMALLEST_QUANTIZED = 4096  # elements, below which bitsandbytes keeps a state in fp32 (min_8bit_size)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an optimizer does with each tensor: bytes that it moves for an element, and operators of its loop."""
+
+    moved: int
+    operators: int
+
+
+# Bytes an element, all in fp32, counted along torch 2.13's optim/adam.py and optim/sgd.py, and transformers 5.23's
+# optimization.py: fused Adam reads weight, gradient and both moments and writes all but the gradient; the loop passes
+# over them once an operator (mul_, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_).
+KINDS = {
+    "adam": Rule(28, 1),
+    "adam_foreach": Rule(80, 8),
+    "cpu_adam": Rule(28, 1),
+    "onebit_adam": Rule(60, 12),
+    "sgd": Rule(12, 1),
+    "momentum": Rule(32, 3),
+    "adafactor": Rule(88, 25),
+    "adam8bit": Rule(16, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -52,8 +75,6 @@ class Optimizer:
             return 3 * FP32_BYTES * max(sizes, default=0)
         return 0
 
-
-KINDS = ("adam", "adam_foreach", "cpu_adam", "onebit_adam", "sgd", "momentum", "adafactor", "adam8bit")
 
 # The Trainer's --optim, by what is counted of it; the first of a kind is what a trial is started with.
 OPTIM = {

@@ -78,6 +78,6 @@ def kinds_of_rank(job: Job) -> list[int]:
     return list(range(job.stages)) if job.engine == PIPELINE else sorted({0, job.data_parallel_size - 1})
 
 
-def plan(job: Job, machine: Machine, with_timeline: bool = False) -> Plan:
-    memory = tuple(plan_memory(job, machine, rank, with_timeline) for rank in kinds_of_rank(job))
+def plan(job: Job, machine: Machine) -> Plan:
+    memory = tuple(plan_memory(job, machine, rank) for rank in kinds_of_rank(job))
     return Plan(job, machine, memory, plan_seconds(job, machine))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from finetune.plan.tape import Tape
 from finetune.plan.values import Op, Segment, Slot, Storage, Value
@@ -96,22 +96,16 @@ class _Log:
         return events
 
 
-_PROGRAMS: WeakKeyDictionary[Tape, Program] = WeakKeyDictionary()
-_EVALUATIONS: WeakKeyDictionary[Tape, list[list[Event]]] = WeakKeyDictionary()
-
-
+@lru_cache(maxsize=128)
 def program_of(tape: Tape) -> Program:
     """Of a tape that is complete; found once."""
-    if tape not in _PROGRAMS:
-        _PROGRAMS[tape] = _Player(tape).play()
-    return _PROGRAMS[tape]
+    return _Player(tape).play()
 
 
+@lru_cache(maxsize=128)
 def evaluation_of(tape: Tape) -> list[list[Event]]:
     """Events of each segment of a forward pass without gradients, which keeps nothing; found once."""
-    if tape not in _EVALUATIONS:
-        _EVALUATIONS[tape] = _Player(tape).play_evaluation()
-    return _EVALUATIONS[tape]
+    return _Player(tape).forward(keeps=False)
 
 
 class _Player:
@@ -122,45 +116,43 @@ class _Player:
         self.saved: dict[Storage, int] = {}
         self.gradients: dict[Slot, _Gradient] = {}
         self.repeats = Counter(segment.like for segment in self.segments)
+        self.made = {at: segment for at, segment in enumerate(self.segments) if segment.like is None}
 
     def play(self) -> Program:
-        made = {at: segment for at, segment in enumerate(self.segments) if segment.like is None}
-        forward = {}
-        for at, segment in made.items():
-            if segment.recomputed:
-                for value in segment.entry:
-                    self._save(value.storage)
-            for place, op in enumerate(segment.ops):
-                self._run(op, place, segment.start + place, keeps=not segment.recomputed)
-            if segment is self.segments[-1]:
-                self._end_forward()
-            forward[at] = self.log.finish()
+        forward = self.forward(keeps=True)
         backward = {}
         assert self.tape.result is not None
         self._start(self.tape.result)
-        for at, segment in reversed(made.items()):
+        for at, segment in reversed(self.made.items()):
             self._back_through(segment)
-            if at == min(made):
+            if at == min(self.made):
                 for gradient in self.gradients.values():
                     self._let_go(gradient)
             backward[at] = self.log.finish()
         assert not self.saved, "a tensor is kept for a backward pass that never came"
-        places = [at if segment.like is None else segment.like for at, segment in enumerate(self.segments)]
-        uses = Counter(name for segment in self.segments for op in segment.ops if op.weights for name in op.weights)
-        return Program([forward[at] for at in places], [backward[at] for at in places], uses)
+        uses = Counter(name for op in self.tape.ops for name in op.weights)
+        return Program(forward, self._spread(backward), uses)
 
-    def play_evaluation(self) -> list[list[Event]]:
-        made: dict[int, list[Event]] = {}
-        for at, segment in enumerate(self.segments):
-            if segment.like is None:
-                for place, op in enumerate(segment.ops):
-                    self._run(op, place, segment.start + place, keeps=False)
-                if segment is self.segments[-1]:
-                    self._end_forward()
-                made[at] = self.log.finish()
-        return [made[at if segment.like is None else segment.like] for at, segment in enumerate(self.segments)]
+    def _spread(self, events: dict[int, list[Event]]) -> list[list[Event]]:
+        """To the segments that are like those that were played."""
+        return [events[at if segment.like is None else segment.like] for at, segment in enumerate(self.segments)]
 
     # Forward
+
+    def forward(self, keeps: bool) -> list[list[Event]]:
+        """`keeps`: what a backward pass will read."""
+        found = {}
+        for at, segment in self.made.items():
+            if segment.recomputed and keeps:
+                for value in segment.entry:
+                    self._save(value.storage)
+            for place, op in enumerate(segment.ops):
+                self._run(op, place, segment.start + place, keeps and not segment.recomputed)
+            if segment is self.segments[-1]:
+                for storage in self.alive - self.saved.keys():
+                    self._forget(storage)
+            found[at] = self.log.finish()
+        return self._spread(found)
 
     def _run(self, op: Op, place: int, number: int, keeps: bool) -> None:
         if op.module:
@@ -180,10 +172,6 @@ class _Player:
             storage = value.storage
             if storage.last_use <= number and storage in self.alive and storage not in self.saved:
                 self._forget(storage)
-
-    def _end_forward(self) -> None:
-        for storage in [storage for storage in self.alive if storage not in self.saved]:
-            self._forget(storage)
 
     def _forget(self, storage: Storage) -> None:
         """The forward pass needs it no more. Where it outlasts its segment, those that are like that one have made one

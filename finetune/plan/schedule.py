@@ -1,11 +1,11 @@
-"""Pipeline schedules, simulated: when each stage runs which micro-batch forward and backward, and when it waits.
+"""A pipeline's schedule, simulated: when each stage runs which micro-batch forward and backward, and when it waits.
 
-    plan = simulate("1f1b", micro_batches=8, forward_seconds=[1, 1, 1, 1], backward_seconds=[2, 2, 2, 2])
+    plan = simulate(micro_batches=8, forward_seconds=[1, 1, 1, 1], backward_seconds=[2, 2, 2, 2])
     plan.bubble_share  # 3 / 11: (P - 1) / (M + P - 1)
     plan.in_flight     # [4, 3, 2, 1]: micro-batches whose activations each stage holds at most
 
-GPipe: Huang et al., arXiv 1811.06965, section 2.3. 1F1B: Narayanan et al., arXiv 1806.03377, section 3.2, with a flush
-at the end of each step, as DeepSpeed's engine has it (runtime/pipe/schedule.py, TrainSchedule).
+1F1B: Narayanan et al., arXiv 1806.03377, section 3.2, with a flush at the end of each step, as DeepSpeed's engine has
+it (runtime/pipe/schedule.py, TrainSchedule).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FORWARD, BACKWARD, SEND, RECEIVE, IDLE = "forward", "backward", "send", "receive", "idle"
-SCHEDULES = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,11 @@ def bubble_share(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def order_of(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+def order_of(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
     """What `stage` runs, in order: (kind, micro-batch). 1F1B holds back its forwards: a stage that is d from the last
     runs d of them ahead, then takes turns."""
     forwards = [(FORWARD, m) for m in range(micro_batches)]
     backwards = [(BACKWARD, m) for m in range(micro_batches)]
-    if schedule == "gpipe":
-        return forwards + backwards
     ahead = min(stages - 1 - stage, micro_batches)
     order = forwards[:ahead]
     for m in range(micro_batches - ahead):
@@ -84,20 +81,19 @@ def order_of(schedule: str, stage: int, stages: int, micro_batches: int) -> list
     return order + backwards[micro_batches - ahead :]
 
 
-def instructions(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+def instructions(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
     """`order_of` with the transfers between: (kind, micro-batch), transfers being "send down", "receive down" (of
     activations), "send up" and "receive up" (of gradients). In the order in which DeepSpeed's TrainSchedule has them:
     before a backward pass the gradient comes first, and only then goes what the forward pass before it has made."""
     todo: list[tuple[str, int]] = []
     waiting: tuple[str, int] | None = None  # a transfer that the last computation has left to do
-    for kind, m in order_of(schedule, stage, stages, micro_batches):
+    for kind, m in order_of(stage, stages, micro_batches):
         needs = ("receive down", m) if kind == FORWARD else ("receive up", m)
         has_source = stage > 0 if kind == FORWARD else stage < stages - 1
         receive = [needs] if has_source else []
         send = [waiting] if waiting else []
         full = waiting == ("send down", m + stages - 1 - stage)  # no step of DeepSpeed's lies between the two
-        gradient_first = schedule == "1f1b" and kind == BACKWARD and full
-        todo += [*receive, *send] if gradient_first else [*send, *receive]
+        todo += [*receive, *send] if kind == BACKWARD and full else [*send, *receive]
         todo.append((kind, m))
         has_target = stage < stages - 1 if kind == FORWARD else stage > 0
         waiting = (("send down", m) if kind == FORWARD else ("send up", m)) if has_target else None
@@ -105,7 +101,6 @@ def instructions(schedule: str, stage: int, stages: int, micro_batches: int) -> 
 
 
 def simulate(
-    schedule: str,
     micro_batches: int,
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
@@ -117,12 +112,10 @@ def simulate(
     and receiver are both held up by it, as DeepSpeed's blocking send and receive do (runtime/pipe/p2p.py). A sender
     that finds its neighbour at work waits for it, for the two must meet.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule {schedule!r}: give one of {', '.join(SCHEDULES)}")
     stages = len(forward_seconds)
-    if len(backward_seconds) != stages or stages < 1 or micro_batches < 1:
-        raise ValueError("give as many backward as forward times, at least one of each, and at least one micro-batch")
-    todo = [instructions(schedule, s, stages, micro_batches) for s in range(stages)]
+    assert len(backward_seconds) == stages >= 1
+    assert micro_batches >= 1
+    todo = [instructions(s, stages, micro_batches) for s in range(stages)]
     clock, at, events = [0.0] * stages, [0] * stages, []
     work = {FORWARD: forward_seconds, BACKWARD: backward_seconds}
     while any(at[s] < len(todo[s]) for s in range(stages)):

@@ -251,7 +251,7 @@ def stage_seconds(job: Job, machine: Machine) -> tuple[list[float], list[float]]
 
 def pipeline_schedule(job: Job, machine: Machine) -> Schedule:
     """1F1B of a step's micro-batches through the job's stages."""
-    return simulate("1f1b", job.accumulation, *stage_seconds(job, machine), _transfer(job, machine))
+    return simulate(job.accumulation, *stage_seconds(job, machine), _transfer(job, machine))
 
 
 def _transfer(job: Job, machine: Machine) -> float:

@@ -8,23 +8,12 @@ ledger.peak.bytes, ledger.peak.by_kind
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from finetune.plan.program import (
-    ACTIVATIONS,
-    GRADIENTS_FLOW,
-    TEMPORARY,
-    Event,
-    Kind,
-    Stretch,
-    evaluation_of,
-    program_of,
-)
+from finetune.plan.program import TEMPORARY, Event, Kind, Stretch, evaluation_of, program_of
 from finetune.plan.tape import Tape
-from finetune.plan.values import Op
-
-__all__ = ["ACTIVATIONS", "GRADIENTS_FLOW", "TEMPORARY", "Engine", "Ledger", "Moment", "Pass"]
+from finetune.plan.values import Op, Segment
 
 
 @dataclass(frozen=True)
@@ -39,14 +28,14 @@ class Moment:
 
 @dataclass
 class Ledger:
-    """Bytes by kind, and the peak of each phase. A `timeline` of (phase, place, bytes) is kept where it is a list."""
+    """Bytes by kind, the peak of each phase, and a timeline of (phase, place, bytes)."""
 
     live: dict[str, int] = field(default_factory=dict)
     total: int = 0
     phase: str = "forward"
     place: str = ""  # the part of the model that runs
     peaks: dict[str, Moment] = field(default_factory=dict)
-    timeline: list[tuple[str, str, int]] | None = None
+    timeline: list[tuple[str, str, int]] = field(default_factory=list)
 
     def take(self, kind: str, size: int, where: str = "") -> None:
         self.live[kind] = self.live.get(kind, 0) + size
@@ -82,8 +71,7 @@ class Ledger:
         return f"{where} of {self.place}" if where and self.place else where
 
     def mark(self, where: str) -> None:
-        if self.timeline is not None:
-            self.timeline.append((self.phase, where, self.total))
+        self.timeline.append((self.phase, where, self.total))
 
     @property
     def peak(self) -> Moment:
@@ -93,10 +81,10 @@ class Ledger:
 class Engine:
     """What stands around autograd: nothing by itself. DDP and the stages of ZeRO are its children."""
 
-    def before_module(self, ledger: Ledger, module: str, phase: str) -> None:
+    def before_module(self, ledger: Ledger, module: str) -> None:
         """Parameters of `module` are about to be used."""
 
-    def after_module(self, ledger: Ledger, module: str, phase: str) -> None:
+    def after_module(self, ledger: Ledger, module: str) -> None:
         """They have been."""
 
     def gradient(self, ledger: Ledger, name: str) -> None:
@@ -112,44 +100,39 @@ class Pass:
         self.waiting: dict[str, int] = {}  # gradients that have come, of weights that are used more than once
 
     def forward(self) -> None:
-        self.ledger.phase = "forward"
-        for segment, events in zip(self.tape.segments, self.program.forward, strict=True):
-            self.ledger.place = segment.name
-            self._play(events, segment.ops)
-            self.ledger.mark(segment.name)
+        self._play("forward", self.tape.segments, self.program.forward)
 
     def backward(self) -> None:
-        self.ledger.phase = "backward"
-        for segment, events in zip(reversed(self.tape.segments), reversed(self.program.backward), strict=True):
-            self.ledger.place = segment.name
-            self._play(events, segment.ops)
-            self.ledger.mark(segment.name)
+        self._play("backward", reversed(self.tape.segments), reversed(self.program.backward))
 
     def evaluate(self) -> None:
         """Forward alone, without gradients."""
-        self.ledger.phase = "evaluation"
-        for segment, events in zip(self.tape.segments, evaluation_of(self.tape), strict=True):
-            self.ledger.place = segment.name
-            self._play(events, segment.ops)
+        self._play("evaluation", self.tape.segments, evaluation_of(self.tape))
 
-    def _play(self, events: list[Event], ops: list[Op]) -> None:
-        ledger, engine = self.ledger, self.engine
-        for event in events:
-            if isinstance(event, Stretch):
-                ledger.run(event)
-                continue
-            kind, op = event[0], ops[event[1]]
-            if kind is Kind.BEFORE:
-                engine.before_module(ledger, op.module, ledger.phase)
-            elif kind is Kind.AFTER:
-                engine.after_module(ledger, op.module, ledger.phase)
-            else:
-                for name in op.weights:
-                    if size := self.gradient_bytes(name):
-                        if kind is Kind.MADE:
-                            ledger.take(TEMPORARY, size, op.name)
-                        else:
-                            self._hand_on(name, size)
+    def _play(self, phase: str, segments: Iterable[Segment], events: Iterable[list[Event]]) -> None:
+        self.ledger.phase = phase
+        for segment, its_events in zip(segments, events, strict=True):
+            self.ledger.place = segment.name
+            for event in its_events:
+                if isinstance(event, Stretch):
+                    self.ledger.run(event)
+                else:
+                    self._step_in(event[0], segment.ops[event[1]])
+            if phase != "evaluation":
+                self.ledger.mark(segment.name)
+
+    def _step_in(self, kind: Kind, op: Op) -> None:
+        if kind is Kind.BEFORE:
+            self.engine.before_module(self.ledger, op.module)
+        elif kind is Kind.AFTER:
+            self.engine.after_module(self.ledger, op.module)
+        else:
+            for name in op.weights:
+                if size := self.gradient_bytes(name):
+                    if kind is Kind.MADE:
+                        self.ledger.take(TEMPORARY, size, op.name)
+                    else:
+                        self._hand_on(name, size)
 
     def _hand_on(self, name: str, size: int) -> None:
         """Of a tied weight once, when all its gradients are there: those that follow the first are added to it."""

@@ -1,18 +1,18 @@
 """What ranks send one another in a step, and what is copied for it: DDP, DeepSpeed's ZeRO-0 to -3, a pipeline's stages.
 
 Followed step by step: deepspeed 0.19.8, runtime/engine.py and runtime/zero/ (functions are named at each place), and
-torch/csrc/distributed/c10d/reducer.cpp for DDP. Gathers of ZeRO-3 are played by `finetune.plan.engines.gathers`.
+torch/csrc/distributed/c10d/reducer.cpp for DDP. Gathers of ZeRO-3 are played by `finetune.plan.engines.zero3`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from finetune.plan import collectives
 from finetune.plan.collectives import Group
-from finetune.plan.engines.gathers import gathers, what_gathers_hang_on
 from finetune.plan.engines.resident import Weights
+from finetune.plan.engines.zero3 import gathers
 from finetune.plan.engines.zero12 import Zero12
 from finetune.plan.job import TRAINER, Job
 from finetune.plan.kernels import NOTHING, Kernels, Work
@@ -70,32 +70,29 @@ class Network:
         within = min(max(job.zero.hpz_ranks, 1), ranks)
         self.secondary = Group(within, min(job.ranks_per_node, within))
 
-    def all_reduce(self, sizes: Iterable[float]) -> float:
-        return sum(collectives.all_reduce(self.machine, size, self.group, self.half) for size in sizes)
+    def all_reduce(self, size: float) -> float:
+        return collectives.all_reduce(self.machine, size, self.group, self.half)
 
-    def all_gather(self, sizes: Iterable[float], secondary: bool = False) -> float:
-        group = self.secondary if secondary else self.group
-        return sum(collectives.all_gather(self.machine, size, group) for size in sizes)
+    def all_gather(self, size: float, secondary: bool = False) -> float:
+        return collectives.all_gather(self.machine, size, self.secondary if secondary else self.group)
 
-    def reduce_scatter(self, sizes: Iterable[float], quantized: bool = False) -> float:
+    def reduce_scatter(self, size: float, quantized: bool) -> float:
         if not quantized or self.group.nodes == 1:  # stage3.py, __avg_scatter_grads: qgZ needs several nodes
-            return sum(collectives.reduce_scatter(self.machine, size, self.group, self.half) for size in sizes)
+            return collectives.reduce_scatter(self.machine, size, self.group, self.half)
         near = Group(self.group.ranks_per_node, self.group.ranks_per_node)
         far = Group(self.group.nodes, 1)
-        return sum(
-            collectives.all_to_all(self.machine, size, near)
-            + collectives.all_to_all(self.machine, size / near.ranks, far)
-            for size in sizes
-        )
+        within = collectives.all_to_all(self.machine, size, near)
+        return within + collectives.all_to_all(self.machine, size / near.ranks, far)
 
 
 def traffic_of(job: Job, machine: Machine, kernels: Kernels, tape: Tape, weights: Weights) -> Traffic:
     """Of one rank. Gradients of a frozen parameter go nowhere."""
     network = Network(job, machine)
-    if job.engine == TRAINER:
-        return _ddp(job, kernels, network, weights)
-    if job.zero.stage == 0:
-        return _zero0(job, kernels, network, weights)
+    if job.engine == TRAINER or job.zero.stage == 0:
+        whole = Traffic(backward=_adding(kernels, weights))
+        if network.group.ranks < 2:
+            return whole
+        return (_ddp if job.engine == TRAINER else _zero0)(job, kernels, network, weights, whole)
     if job.zero.stage == 3:
         return _zero3(job, kernels, network, tape, weights)
     return _zero12(job, kernels, network, weights)
@@ -106,31 +103,25 @@ def is_overlapping(job: Job, asked: bool) -> bool:
     return asked and job.device != "cpu"
 
 
-def _ddp(job: Job, kernels: Kernels, network: Network, weights: Weights) -> Traffic:
+def _ddp(job: Job, kernels: Kernels, network: Network, weights: Weights, whole: Traffic) -> Traffic:
     """Gradients are copied into buckets of 25 MiB and back, summed while the backward pass goes on, in a step's last
     micro-batch alone (Trainer: `no_sync`)."""
     size = weights.bytes_each
-    adding = _adding(kernels, weights)
-    if network.group.ranks < 2:
-        return Traffic(backward=adding)
     buckets = filled([t.elements * size for t in reversed(weights.trained)], DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES)
-    sums = [network.all_reduce([sum(bucket)]) for bucket in buckets]
+    sums = [network.all_reduce(sum(bucket)) for bucket in buckets]
     copied = _copies(kernels, [tensor.elements for tensor in weights.trained], 2, size)
     host = Work(0.0, DDP_PARAMETER * len(weights.trained))
     boundary = Flow(sum(sums), sums[-1], copied + host)
-    return Traffic(backward=adding, boundary=boundary, overlaps=is_overlapping(job, True))
+    return replace(whole, boundary=boundary, overlaps=is_overlapping(job, True))
 
 
-def _zero0(job: Job, kernels: Kernels, network: Network, weights: Weights) -> Traffic:
+def _zero0(job: Job, kernels: Kernels, network: Network, weights: Weights, whole: Traffic) -> Traffic:
     """engine.py, buffered_allreduce_fallback: behind the last backward pass gradients are joined, summed, cut up."""
-    adding = _adding(kernels, weights)
-    if network.group.ranks < 2:
-        return Traffic(backward=adding)
     size = weights.bytes_each
     work = _copies(kernels, [tensor.elements for tensor in weights.trained], 2, size)
     total = weights.trained_elements * size
     work += Work(kernels.moved("scale", 2 * total, size), 1)
-    return Traffic(backward=adding, step=Flow(network.all_reduce([total]), work=work))
+    return replace(whole, step=Flow(network.all_reduce(total), work=work))
 
 
 def _zero12(job: Job, kernels: Kernels, network: Network, weights: Weights) -> Traffic:
@@ -142,7 +133,7 @@ def _zero12(job: Job, kernels: Kernels, network: Network, weights: Weights) -> T
     flat = Zero12(weights, zero, job.optimizer, ranks, 0, Ledger())
     sizes = [tensor.elements for tensor in reversed(weights.trained)]
     buckets = filled(sizes, zero.reduce_bucket_size)
-    sums = [network.all_reduce([sum(bucket) * size]) for bucket in buckets]
+    sums = [network.all_reduce(sum(bucket) * size) for bucket in buckets]
     host = Work(0.0, ZERO12_PARAMETER * len(sizes) + ZERO12_BUCKET * len(buckets))
     work = host + _copies(kernels, sizes, 1 if flat.contiguous else 0, size)
     for bucket in buckets:
@@ -157,7 +148,7 @@ def _zero12(job: Job, kernels: Kernels, network: Network, weights: Weights) -> T
     adding = Work(kernels.moved("add", 3 * owned, size), len(sizes) / ranks)
     boundary = Flow(sum(sums), sums[-1] if sums else 0.0, work, offload)
     each = replace(boundary, work=work + adding) if zero.stage == 2 else _adding(kernels, weights)
-    gathered = network.all_gather([part.padded * size for part in flat.parts])
+    gathered = sum(network.all_gather(part.padded * size) for part in flat.parts)
     return Traffic(Flow(), each, boundary, Flow(gathered, gathered), is_overlapping(job, zero.overlap_comm))
 
 
@@ -166,7 +157,7 @@ def _zero3(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: We
     (AllGatherCoalescedHandle.wait); gradients in buckets that are joined, divided and reduce-scattered. Behind the
     optimizer each persistent parameter is gathered by a call of its own (_post_step)."""
     zero, size, ranks = job.zero, weights.bytes_each, network.group.ranks
-    played = gathers(tape, weights, what_gathers_hang_on(zero), ranks)
+    played = gathers(tape, weights, zero, ranks)
     hosts, modules = Work(0.0, ZERO3_MODULE), len([op for op in tape.ops if op.module])
     sends = INT8_BYTES if zero.quantized_weights else size
     flows = []
@@ -180,7 +171,7 @@ def _zero3(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: We
             work += Work(passes * kernels.moved("copy", moved, size), gather.parameters)
             work += Work(0.0, ZERO3_GATHER + ZERO3_GATHERED_PARAMETER * gather.parameters)
         secondary = zero.hpz_ranks > 1 and phase == "backward"
-        seconds = [network.all_gather([gather.elements * sends], secondary) for gather in asked]
+        seconds = [network.all_gather(gather.elements * sends, secondary) for gather in asked]
         flows.append(Flow(sum(seconds), seconds[0] if seconds else 0.0, work, _weights_read(job, network, weights)))
     forward, backward = flows
     for bucket in played.reduced:
@@ -189,7 +180,7 @@ def _zero3(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: We
         work = Work(kernels.moved("copy", copies * total, size) + kernels.moved("scale", 2 * total, size), 3)
         work += Work(kernels.moved("copy", 2 * total / ranks, size), ZERO3_PARAMETER * len(bucket))
         sent = total * INT4_BYTES / size if zero.quantized_gradients and network.group.nodes > 1 else total
-        seconds_sent = network.reduce_scatter([sent], zero.quantized_gradients)
+        seconds_sent = network.reduce_scatter(sent, zero.quantized_gradients)
         backward = replace(backward, communication=backward.communication + seconds_sent, tail=seconds_sent,
                            work=backward.work + work)  # fmt: skip
     piece = weights.trained_elements / ranks * size
@@ -197,7 +188,7 @@ def _zero3(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: We
     boundary = replace(backward, offload=backward.offload + offload)
     adding = Work(kernels.moved("add", 3 * piece, size), len(weights.trained))
     kept = [count * size for count in played.persistent] if ranks > 1 else []
-    gathered = network.all_gather(kept)
+    gathered = sum(map(network.all_gather, kept))
     step = Flow(gathered, gathered, Work(0.0, ZERO3_GATHERED_PARAMETER * len(kept)))
     backward = replace(backward, work=backward.work + adding)
     return Traffic(forward, backward, boundary, step, is_overlapping(job, zero.overlap_comm))

@@ -8,31 +8,10 @@ from finetune.plan.engines.resident import Weights
 from finetune.plan.job import TRAINER, Job
 from finetune.plan.kernels import NOTHING, Kernels, Work
 from finetune.plan.machine import Machine
+from finetune.plan.optimizers import KINDS
 from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import shard
 
-
-@dataclass(frozen=True)
-class Rule:
-    """What an optimizer does with each tensor: bytes that it moves for an element, and operators of its loop."""
-
-    moved: int
-    operators: int
-
-
-# Bytes an element, all in fp32, counted along torch 2.13's optim/adam.py and optim/sgd.py, and transformers 5.23's
-# optimization.py: fused Adam reads weight, gradient and both moments and writes all but the gradient; the loop passes
-# over them once an operator (mul_, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_).
-RULES = {
-    "adam": Rule(28, 1),
-    "adam_foreach": Rule(80, 8),
-    "cpu_adam": Rule(28, 1),
-    "onebit_adam": Rule(60, 12),
-    "sgd": Rule(12, 1),
-    "momentum": Rule(32, 3),
-    "adafactor": Rule(88, 25),
-    "adam8bit": Rule(16, 1),
-}
 HORIZONTAL = 0.1  # of an operator's launch a tensor costs where one kernel takes many (torch's foreach, on a GPU)
 DOUBLE_NORM_BYTES = 20  # an element of a gradient is read, written in fp64, and read (zero/utils.py, get_norm_dtype)
 STATE_BYTES = 12  # master weight and both moments, which a disk gives and takes
@@ -80,7 +59,7 @@ def _whole(job: Job, kernels: Kernels, weights: Weights, tensors: list[int]) -> 
 
 
 def _stepped(job: Job, kernels: Kernels, tensors: list[int]) -> Work:
-    rule = RULES[job.optimizer.kind]
+    rule = KINDS[job.optimizer.kind]
     seconds = sum(kernels.moved(job.optimizer.kind, rule.moved * count) for count in tensors)
     each = 1.0 if job.device == "cpu" else HORIZONTAL
     return Work(seconds, rule.operators * (1 + each * (len(tensors) - 1)))

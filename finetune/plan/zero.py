@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from finetune.dsconfig.config import Config
 from finetune.plan.model import Tensor
 
-HALF_BILLION, BILLION = 500_000_000, 1_000_000_000
 ALIGNMENT = 2  # elements a rank to which ZeRO-1 and -2 pad a group (stage_1_and_2.py, nccl_start_alignment_factor)
+
+
+def _key(name: str, default: Any) -> Any:
+    """A field, its key in the section on ZeRO, and what DeepSpeed has where that is left out."""
+    return field(default=default, metadata={"key": name})
 
 
 @dataclass(frozen=True)
@@ -21,76 +26,59 @@ class Zero:
     """Sizes in elements. Without a config: stage 0 of no engine."""
 
     stage: int = 0
-    overlap_comm: bool = False
-    contiguous_gradients: bool = True
-    reduce_scatter: bool = True
-    reduce_bucket_size: int = HALF_BILLION
-    allgather_bucket_size: int = HALF_BILLION
-    prefetch_bucket_size: int = 50_000_000
-    persistence_threshold: int = 100_000
-    max_live_parameters: int = BILLION
-    max_reuse_distance: int = BILLION
-    sub_group_size: int = BILLION
+    overlap_comm: bool = _key("overlap_comm", False)  # True under ZeRO-3
+    contiguous_gradients: bool = _key("contiguous_gradients", True)
+    reduce_scatter: bool = _key("reduce_scatter", True)
+    reduce_bucket_size: int = _key("reduce_bucket_size", 500_000_000)
+    prefetch_bucket_size: int = _key("stage3_prefetch_bucket_size", 50_000_000)
+    persistence_threshold: int = _key("stage3_param_persistence_threshold", 100_000)
+    max_live_parameters: int = _key("stage3_max_live_parameters", 1_000_000_000)
+    max_reuse_distance: int = _key("stage3_max_reuse_distance", 1_000_000_000)
+    sub_group_size: int = _key("sub_group_size", 1_000_000_000)
     offload_optimizer: str = "none"
     offload_param: str = "none"
-    optimizer_buffers: int = 4
-    param_buffers: int = 5
-    param_buffer_size: int = 100_000_000
-    hpz_ranks: int = 1
-    quantized_weights: bool = False
-    quantized_gradients: bool = False
+    optimizer_buffers: int = _key("offload_optimizer.buffer_count", 4)
+    param_buffers: int = _key("offload_param.buffer_count", 5)
+    param_buffer_size: int = _key("offload_param.buffer_size", 100_000_000)
+    hpz_ranks: int = _key("zero_hpz_partition_size", 1)
+    quantized_weights: bool = _key("zero_quantized_weights", False)
+    quantized_gradients: bool = _key("zero_quantized_gradients", False)
     gradient_clipping: float = 0.0
     accumulates_in_fp32: bool = False  # gradients of micro-batches, where weights are in half precision
 
 
 def read_zero(config: Config, hidden_size: int, clip: float = 0.0, precision: str = "fp32") -> Zero:
     """From a checked config, for a run in `precision` that clips by `clip` unless the config says otherwise. "auto" is
-    filled as transformers 5.23 does (integrations/deepspeed.py,
-    trainer_config_finalize): buckets by the square of the hidden size, the threshold by ten times that."""
+    filled as transformers 5.23 does (integrations/deepspeed.py, trainer_config_finalize): buckets by the square of the
+    hidden size, the threshold by ten times that."""
     stage = config.stage
     auto = {
         "reduce_bucket_size": hidden_size**2,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
-
-    def count(name: str, default: int) -> int:
-        place = f"zero_optimization.{name}"
-        if config.is_auto(place):
-            return auto.get(name, default)
-        found = config.count(place)
-        return default if found is None else found
-
-    def on(name: str, default: bool) -> bool:
-        place = f"zero_optimization.{name}"
-        return config.is_on(place) if isinstance(config.get(place), bool) else default
-
+    found: dict[str, Any] = {"overlap_comm": stage == 3}
+    said: Any
+    for one in (one for one in fields(Zero) if one.metadata):
+        place = f"zero_optimization.{one.metadata['key']}"
+        if isinstance(one.default, bool):
+            said = config.is_on(place) if isinstance(config.get(place), bool) else None
+        else:
+            said = auto.get(one.metadata["key"]) if config.is_auto(place) else config.count(place)
+        if said is not None:
+            found[one.name] = said
     own_clip, accumulated = config.number("gradient_clipping"), config.get("data_types.grad_accum_dtype")
     if accumulated == "auto":  # as finetune.dsconfig.load fills it, for pipelines
         accumulated = "fp16" if precision == "fp16" else "fp32"
-    return Zero(
-        stage=stage,
-        overlap_comm=on("overlap_comm", stage == 3),
-        contiguous_gradients=on("contiguous_gradients", True),
-        reduce_scatter=on("reduce_scatter", True),
-        reduce_bucket_size=count("reduce_bucket_size", HALF_BILLION),
-        allgather_bucket_size=count("allgather_bucket_size", HALF_BILLION),
-        prefetch_bucket_size=count("stage3_prefetch_bucket_size", 50_000_000),
-        persistence_threshold=count("stage3_param_persistence_threshold", 100_000),
-        max_live_parameters=count("stage3_max_live_parameters", BILLION),
-        max_reuse_distance=count("stage3_max_reuse_distance", BILLION),
-        sub_group_size=count("sub_group_size", BILLION),
-        offload_optimizer=config.offload("offload_optimizer") if stage else "none",
-        offload_param=config.offload("offload_param") if stage == 3 else "none",
-        optimizer_buffers=count("offload_optimizer.buffer_count", 4),
-        param_buffers=count("offload_param.buffer_count", 5),
-        param_buffer_size=count("offload_param.buffer_size", 100_000_000),
-        hpz_ranks=max(count("zero_hpz_partition_size", 1), 1),
-        quantized_weights=on("zero_quantized_weights", False),
-        quantized_gradients=on("zero_quantized_gradients", False),
-        gradient_clipping=clip if own_clip is None else own_clip,
-        accumulates_in_fp32=accumulated in ("fp32", "float32") and precision != "fp32",
-    )
+    return Zero(**{
+        **found,
+        "stage": stage,
+        "offload_optimizer": config.offload("offload_optimizer") if stage else "none",
+        "offload_param": config.offload("offload_param") if stage == 3 else "none",
+        "hpz_ranks": max(found.get("hpz_ranks", 1), 1),
+        "gradient_clipping": clip if own_clip is None else own_clip,
+        "accumulates_in_fp32": accumulated in ("fp32", "float32") and precision != "fp32",
+    })  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A plan as one HTML page, and its pictures as one PNG.
 
-write_page(Path("plan.html"), plan(job, machine, with_timeline=True), found, scaling=curve, command="finetune plan ...")
+write_page(Path("plan.html"), plan(job, machine), found, scaling=curve, command="finetune plan ...")
 """
 
 from __future__ import annotations

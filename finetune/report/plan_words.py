@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from finetune.errors import plain
-from finetune.plan.engines.pipeline import PIPE
-from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, STATES
-from finetune.plan.job import NO_TEXT, PIPELINE, TRAINER
+from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, PIPE, STATES
+from finetune.plan.families.no_text import NO_TEXT
+from finetune.plan.job import PIPELINE, TRAINER
 from finetune.plan.memory import BATCH, BUFFERS, SAVED, WORKSPACE
 from finetune.plan.program import ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY
 from finetune.report.text import count_words, gib, number, seconds_words

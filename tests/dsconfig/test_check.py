@@ -159,7 +159,7 @@ def test_a_share_of_the_steps_is_no_number_of_steps() -> None:
 
 def test_check_and_plan_count_the_same_buckets() -> None:
     from finetune.plan.job import DEEPSPEED
-    from finetune.plan.notes import _bucket_count
+    from finetune.plan.notes import bucket_count
     from finetune.plan.zero import read_zero
 
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
@@ -167,7 +167,7 @@ def test_check_and_plan_count_the_same_buckets() -> None:
     found = [placed.finding for placed in check(json.dumps(config), a_run(arguments={})).found]
     (said,) = [finding.message for finding in found if finding.code == "DS504"]
     planned = read_zero(Config(config), 64)
-    taken = _bucket_count(planned, DEEPSPEED) * planned.reduce_bucket_size * 2 / 2**30
+    taken = bucket_count(planned, DEEPSPEED) * planned.reduce_bucket_size * 2 / 2**30
     assert f"takes {taken:.1f} GiB" in said
     assert taken == pytest.approx(1.86, abs=0.01)
 

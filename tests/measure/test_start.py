@@ -168,7 +168,7 @@ def test_several_nodes_and_adapters_are_refused() -> None:
     with pytest.raises(RequestError, match="2 ranks are more than this machine has"):
         start.check_room(replace(job, ranks_per_node=1), machine)
     with pytest.raises(RequestError, match="do not train adapters"):
-        start.check_room(replace(job, lora=Lora(8, ("query",), 0.0)), machine)
+        start.check_room(replace(job, model=replace(job.model, lora=Lora(8, ("query",)))), machine)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

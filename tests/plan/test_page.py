@@ -36,13 +36,13 @@ SCALING = [(1, 100.0, 100.0), (8, 760.0, 800.0), (4096, 300_000.0, 409_600.0)]
 
 @pytest.fixture(scope="module")
 def small() -> Plan:
-    return plan(laid_out(JOB, "zero2_offload"), MACHINE, with_timeline=True)
+    return plan(laid_out(JOB, "zero2_offload"), MACHINE)
 
 
 @pytest.fixture(scope="module")
 def piped() -> Plan:
     job = replace(JOB, engine=PIPELINE, zero=Zero(1), stages=4, world_size=16, accumulation=8)
-    return plan(job, MACHINE, with_timeline=True)
+    return plan(job, MACHINE)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_nothing_is_drawn_outside_of_its_picture(small: Plan, piped: Plan, found
         for picture in block.value
         if picture.width == width
     ]
-    drawn.append(lanes(simulate("1f1b", 16, [1, 1.5], [2, 3], 0.1), "long", width))
+    drawn.append(lanes(simulate(16, [1, 1.5], [2, 3], 0.1), "long", width))
     assert len({picture.title for picture in drawn}) == 8
     for picture in drawn:
         for shape in picture.shapes:
@@ -232,10 +232,10 @@ def test_the_front_is_what_nothing_beats_in_both(found: Found) -> None:
 
 
 def test_a_schedule_that_is_too_long_is_cut_and_says_so() -> None:
-    long = lanes(simulate("1f1b", 400, [1.0] * 8, [2.0] * 8, 0.1), "long", NARROW)
+    long = lanes(simulate(400, [1.0] * 8, [2.0] * 8, 0.1), "long", NARROW)
     assert "Drawn are the first" in long.alt
     assert sum(isinstance(shape, Box) for shape in long.shapes) < 600
-    assert "Drawn" not in lanes(simulate("1f1b", 8, [1.0] * 4, [2.0] * 4), "short", NARROW).alt
+    assert "Drawn" not in lanes(simulate(8, [1.0] * 4, [2.0] * 4), "short", NARROW).alt
 
 
 def test_ticks_are_round_and_within_the_scale() -> None:

@@ -6,9 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from finetune.plan.forward import LISTED
 from finetune.plan.forward.parts import Part
-from finetune.plan.forward.stages import ENDS
 from finetune.plan.job import PIPELINE, Job, tape_of
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import plan_memory
@@ -58,7 +56,3 @@ def test_a_stage_of_an_mlp_holds_its_layers_inputs_and_what_its_neighbours_send(
     assert first.resident["optimizer states"] == pytest.approx(2 * 4 * 2 * layer, abs=64)
     assert first.resident["pipeline buffers"] == hidden
     assert second.resident["pipeline buffers"] == hidden + 2 * (2 * hidden + 4 * rows * 10)
-
-
-def test_every_family_with_stages_is_listed_in_both_tables() -> None:
-    assert set(LISTED) == set(ENDS)

@@ -9,8 +9,8 @@ import pytest
 from finetune.plan.forward import FORWARDS, build_tape
 from finetune.plan.forward.parts import Batch
 from finetune.plan.model import model_of, with_lora
-from finetune.plan.program import Stretch
-from finetune.plan.step import TEMPORARY, Engine, Ledger, Pass
+from finetune.plan.program import TEMPORARY, Stretch
+from finetune.plan.step import Engine, Ledger, Pass
 from finetune.plan.values import Lora, Numbers
 
 # Where every second one is recomputed, only of eight like ones does any stand for another; T5's first is unlike them.
@@ -64,11 +64,10 @@ class Dropping(Engine):
 
 def check(family: str, numbers: Numbers, interval: int, lora: Lora | None = None, chunk: int = 0) -> None:
     model = model_of({"model_type": family, **MODELS[family]})
-    tape = build_tape(model, Batch(2, 64, 64), numbers, checkpoint_interval=interval, loss_chunk_tokens=chunk,
-                      lora=lora)  # fmt: skip
+    model = with_lora(model, lora) if lora else model
+    tape = build_tape(model, Batch(2, 64, 64), numbers, checkpoint_interval=interval, loss_chunk_tokens=chunk)
     assert any(segment.like is not None for segment in tape.segments) is (family not in ALL_RECORDED)
-    tensors = with_lora(model, lora).tensors if lora else model.tensors
-    sizes = {tensor.name: tensor.elements * numbers.bytes_each * tensor.trains for tensor in tensors}
+    sizes = {tensor.name: tensor.elements * numbers.bytes_each * tensor.trains for tensor in model.tensors}
     ledger = Watched()
     for _ in range(2):
         step = Pass(tape, ledger, Dropping(sizes), sizes.__getitem__)

@@ -8,40 +8,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.plan.schedule import BACKWARD, FORWARD, SCHEDULES, bubble_share, instructions, simulate
+from finetune.plan.schedule import BACKWARD, FORWARD, bubble_share, instructions, simulate
 
 stage_counts, micro_counts = st.integers(1, 6), st.integers(1, 12)
 durations = st.floats(0.1, 5)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @given(stages=stage_counts, micro_batches=micro_counts)
-def test_equal_stages_have_the_bubble_of_the_formula(schedule: str, stages: int, micro_batches: int) -> None:
-    plan = simulate(schedule, micro_batches, [1.0] * stages, [2.0] * stages)
+def test_equal_stages_have_the_bubble_of_the_formula(stages: int, micro_batches: int) -> None:
+    plan = simulate(micro_batches, [1.0] * stages, [2.0] * stages)
     assert plan.bubble_share == pytest.approx((stages - 1) / (micro_batches + stages - 1))
     assert plan.bubble_share == pytest.approx(bubble_share(stages, micro_batches))
     assert plan.makespan == pytest.approx(3.0 * (micro_batches + stages - 1))
 
 
 @given(stages=stage_counts, micro_batches=micro_counts)
-def test_1f1b_holds_as_many_micro_batches_as_stages_follow_and_gpipe_all(stages: int, micro_batches: int) -> None:
-    one, two = [1.0] * stages, [2.0] * stages
-    held = simulate("1f1b", micro_batches, one, two).in_flight
+def test_a_stage_holds_as_many_micro_batches_as_stages_follow(stages: int, micro_batches: int) -> None:
+    held = simulate(micro_batches, [1.0] * stages, [2.0] * stages).in_flight
     assert held == [min(stages - stage, micro_batches) for stage in range(stages)]
-    assert simulate("gpipe", micro_batches, one, two).in_flight == [micro_batches] * stages
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @given(
     micro_batches=micro_counts, times=st.lists(st.tuples(durations, durations), min_size=1, max_size=5), data=st.data()
 )
 def test_a_schedule_keeps_the_order_of_work(
-    schedule: str, micro_batches: int, times: list[tuple[float, float]], data: st.DataObject
+    micro_batches: int, times: list[tuple[float, float]], data: st.DataObject
 ) -> None:
     """Uneven stages and slow transfers: each micro-batch goes down, then up; no stage does two things at once."""
     transfer = data.draw(st.floats(0, 1))
     forward, backward = [f for f, _ in times], [b for _, b in times]
-    plan = simulate(schedule, micro_batches, forward, backward, transfer)
+    plan = simulate(micro_batches, forward, backward, transfer)
     stages = len(times)
     at = {(e.kind, e.stage, e.micro_batch): e for e in plan.events if e.kind in (FORWARD, BACKWARD)}
     assert len(at) == 2 * stages * micro_batches
@@ -60,7 +56,7 @@ def test_a_schedule_keeps_the_order_of_work(
 
 def test_a_slow_stage_sets_the_pace() -> None:
     """Worked by hand: stage 1 works 10 x 4 s without a pause, from 1 s on, and stage 0 ends with the last backward."""
-    plan = simulate("1f1b", 10, [1.0, 2.0], [1.0, 2.0])
+    plan = simulate(10, [1.0, 2.0], [1.0, 2.0])
     assert plan.makespan == 1.0 + 10 * 4.0 + 1.0
     assert plan.seconds(1, FORWARD, BACKWARD) == 40.0
 
@@ -85,13 +81,4 @@ def test_the_order_is_that_of_deepspeeds_engine(stages: int, micro_batches: int)
             for command in commands
             if type(command) in names.values()
         ]
-        assert [names[kind] for kind, _ in instructions("1f1b", stage, stages, micro_batches)] == theirs
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [("zigzag", 1, [1.0], [1.0]), ("1f1b", 0, [1.0], [1.0]), ("1f1b", 1, [1.0], [1.0, 1.0]), ("gpipe", 1, [], [])],
-)
-def test_nonsense_is_refused(wrong: tuple[str, int, list[float], list[float]]) -> None:
-    with pytest.raises(ValueError, match="give"):
-        simulate(*wrong)
+        assert [names[kind] for kind, _ in instructions(stage, stages, micro_batches)] == theirs

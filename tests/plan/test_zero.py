@@ -14,7 +14,6 @@ NAMES = {  # ours: DeepSpeed's
     "contiguous_gradients": "contiguous_gradients",
     "reduce_scatter": "reduce_scatter",
     "reduce_bucket_size": "reduce_bucket_size",
-    "allgather_bucket_size": "allgather_bucket_size",
     "prefetch_bucket_size": "prefetch_bucket_size",
     "persistence_threshold": "param_persistence_threshold",
     "max_live_parameters": "max_live_parameters",

@@ -369,7 +369,7 @@ def assert_is_1f1b(schedule: dict[str, Any], stages: int, micro_batches: int) ->
         own = [event for event in schedule["events"] if event["stage"] == stage]
         assert all(a["end"] <= b["start"] + 1e-9 for a, b in pairwise(own))
         work = [(event["kind"], event["micro_batch"]) for event in own if event["kind"] in (FORWARD, BACKWARD)]
-        assert work == order_of("1f1b", stage, stages, micro_batches)
+        assert work == order_of(stage, stages, micro_batches)
         assert all(event["end"] > event["start"] for event in own)
     assert {"send", "receive"} <= {event["kind"] for event in schedule["events"]}
 

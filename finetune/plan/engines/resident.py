@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from finetune.plan.model import Tensor
 from finetune.plan.optimizers import Optimizer
-from finetune.plan.step import TEMPORARY, Engine, Ledger
+from finetune.plan.program import TEMPORARY
+from finetune.plan.step import Engine, Ledger
 from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import Partition, Zero, shard, sub_groups
 
 PARAMETERS, GATHERED, MASTERS = "parameters", "gathered parameters", "master weights"
-GRADIENTS, STATES, BUCKETS = "gradients", "optimizer states", "buckets"
+GRADIENTS, STATES, BUCKETS, PIPE = "gradients", "optimizer states", "buckets", "pipeline buffers"
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,25 @@ class Resident(Engine):
         self.elements = {tensor.name: tensor.elements for tensor in weights.tensors}
         self.trains = {tensor.name for tensor in weights.trained}
         self.is_first, self.is_boundary = True, True
+        self.size = weights.bytes_each
+        self.offloads = zero.offload_optimizer != "none"
+        self.kept: set[str] = set()  # whose gradient autograd's `grad` holds
 
     def gradient_bytes(self, name: str) -> int:
         """As autograd makes it; 0 for a frozen parameter."""
-        return self.elements[name] * self.weights.bytes_each if name in self.trains else 0
+        return self.elements[name] * self.size if name in self.trains else 0
+
+    def keep(self, ledger: Ledger, name: str) -> None:
+        """A gradient of this micro-batch stays in `grad`, or is added to the one that is there."""
+        ledger.give(TEMPORARY, self.gradient_bytes(name))
+        if name not in self.kept:
+            self.kept.add(name)
+            ledger.take(GRADIENTS, self.gradient_bytes(name), name)
+
+    def drop(self, ledger: Ledger, name: str) -> None:
+        if name in self.kept:
+            self.kept.discard(name)
+            ledger.give(GRADIENTS, self.gradient_bytes(name))
 
     def hold(self, ledger: Ledger) -> None:
         """What is there between steps."""
@@ -91,36 +107,28 @@ class Plain(Resident):
     def __init__(self, *args: object, buckets: bool, is_engine: bool) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self.buckets, self.is_engine = buckets, is_engine
-        self.kept: set[str] = set()
-
-    @property
-    def is_half(self) -> bool:
-        return self.weights.bytes_each < FP32_BYTES
+        self.has_masters = is_engine and self.size < FP32_BYTES
 
     def hold(self, ledger: Ledger) -> None:
-        ledger.take(PARAMETERS, self.weights.elements * self.weights.bytes_each)
-        if self.is_engine and self.is_half:
+        ledger.take(PARAMETERS, self.weights.elements * self.size)
+        if self.has_masters:
             ledger.take(MASTERS, self.weights.trained_elements * FP32_BYTES)
         self.hold_states(ledger, [tensor.shape for tensor in self.weights.trained])
         if self.buckets:  # DDP keeps them beside the gradients (torch/csrc/distributed/c10d/reducer.cpp)
-            ledger.take(BUCKETS, self.weights.trained_elements * self.weights.bytes_each)
+            ledger.take(BUCKETS, self.weights.trained_elements * self.size)
 
     def gradient(self, ledger: Ledger, name: str) -> None:
-        size = self.gradient_bytes(name)
-        ledger.give(TEMPORARY, size)
-        if name not in self.kept:  # else it is added in place
-            self.kept.add(name)
-            ledger.take(GRADIENTS, size, name)
+        self.keep(ledger, name)
 
     def end(self, ledger: Ledger) -> None:
         if self.is_engine and self.is_boundary and self.ranks > 1:
             # engine.py, buffered_allreduce_fallback: gradients are joined, 500 million elements at a time.
             flat = min(self.weights.trained_elements, 500_000_000)
-            ledger.passing(BUCKETS, flat * self.weights.bytes_each, "all-reduce of gradients")
+            ledger.passing(BUCKETS, flat * self.size, "all-reduce of gradients")
 
     def step(self, ledger: Ledger) -> None:
         ledger.phase = "optimizer"
-        if self.is_engine and self.is_half:
+        if self.has_masters:
             ledger.take(GRADIENTS, self.weights.trained_elements * FP32_BYTES, "fp32 gradients")
         ledger.passing(TEMPORARY, self.optimizer.step_bytes([t.elements for t in self.weights.trained]), "optimizer")
         ledger.give(GRADIENTS, ledger.live.get(GRADIENTS, 0))

@@ -1,13 +1,16 @@
-"""ZeRO-1 and -2: weights whole on each rank, optimizer states (and under 2 the gradients) in equal parts.
+"""ZeRO-1 and -2: weights whole on each rank, optimizer states (and under 2 the gradients) in equal parts; and what
+differs from ZeRO-1 under DeepSpeed's pipeline engine, and in bf16 with gradients added up in fp32.
 
-Followed step by step: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py, whose functions are named at each place.
+Followed step by step: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py, whose functions are named at each place, and
+runtime/pipe/engine.py, runtime/bf16_optimizer.py.
 """
 
 from __future__ import annotations
 
 from finetune.dsconfig.rules.zero import reduce_buckets
 from finetune.plan.engines.resident import BUCKETS, GRADIENTS, MASTERS, PARAMETERS, Resident
-from finetune.plan.step import TEMPORARY, Ledger
+from finetune.plan.program import TEMPORARY
+from finetune.plan.step import Ledger
 from finetune.plan.values import FP32_BYTES
 
 
@@ -18,15 +21,16 @@ class Zero12(Resident):
         self.part = sum(part.part for part in self.parts)
         self.owned = frozenset().union(*(part.owned(self.rank) for part in self.parts))
         self.owned_elements = sum(self.elements[name] for name in self.owned)
-        self.offloads = self.zero.offload_optimizer != "none"
+        self.padded = sum(part.padded for part in self.parts)
+        self.frozen = self.weights.elements - self.weights.trained_elements
         self.contiguous = self.zero.contiguous_gradients or self.offloads
-        self.kept: set[str] = set()  # whose gradient autograd's `grad` holds
         self.filled = 0  # elements in the bucket
         self.has_buckets = self.has_part = False
 
     @property
-    def size(self) -> int:
-        return self.weights.bytes_each
+    def bucket_bytes(self) -> int:
+        many = reduce_buckets(self.zero.stage, self.zero.overlap_comm)
+        return many * self.zero.reduce_bucket_size * self.size
 
     @property
     def part_bytes(self) -> int:
@@ -37,8 +41,7 @@ class Zero12(Resident):
     def hold(self, ledger: Ledger) -> None:
         """__init__: flat weights, a master part of each group, the states; offloaded also their gradient, a copy of the
         new weights, and two buffers of the largest parameter (temp_grad_buffer_for_cpu_offload, ..._gpu_offload)."""
-        frozen = self.weights.elements - self.weights.trained_elements
-        ledger.take(PARAMETERS, (sum(part.padded for part in self.parts) + frozen) * self.size)
+        ledger.take(PARAMETERS, (self.padded + self.frozen) * self.size)
         home = self.host if self.offloads else ledger
         home.take(MASTERS, self.part * FP32_BYTES)
         self.hold_states(home, [(part.part,) for part in self.parts])
@@ -50,24 +53,20 @@ class Zero12(Resident):
 
     def gradient(self, ledger: Ledger, name: str) -> None:
         """process_gradients, reduce_independent_p_g_buckets_and_remove_grads."""
-        size, elements = self.gradient_bytes(name), self.elements[name]
         if self.contiguous and not self.has_buckets:  # setup_buckets
             self.has_buckets = True
-            many = reduce_buckets(self.zero.stage, self.zero.overlap_comm)
-            ledger.take(BUCKETS, many * self.zero.reduce_bucket_size * self.size, "reduce buckets")
-        ledger.give(TEMPORARY, size)
-        if name not in self.kept:
-            self.kept.add(name)
-            ledger.take(GRADIENTS, size, name)
+            ledger.take(BUCKETS, self.bucket_bytes, "reduce buckets")
+        self.keep(ledger, name)
         if self.zero.stage == 2 or (self.zero.overlap_comm and self.is_boundary):
-            self._into_bucket(ledger, name, elements)
+            self._into_bucket(ledger, name)
 
-    def _into_bucket(self, ledger: Ledger, name: str, elements: int) -> None:
+    def _into_bucket(self, ledger: Ledger, name: str) -> None:
+        elements = self.elements[name]
         if self.filled + elements > self.zero.reduce_bucket_size:
             self._reduce(ledger)
         self.filled += elements
         if self.contiguous and elements <= self.zero.reduce_bucket_size:
-            self._drop(ledger, name)  # it lies in the bucket now
+            self.drop(ledger, name)  # it lies in the bucket now
         self.pending.append(name)
 
     def begin(self, ledger: Ledger, is_first: bool, is_boundary: bool) -> None:
@@ -87,14 +86,9 @@ class Zero12(Resident):
                 ledger.take(GRADIENTS, self.part_bytes, "gradients of this rank's part")
             # ZeRO-1 leaves a gradient that is larger than the bucket, and another rank's, where it is until the step.
             if (owns and self.contiguous) or (self.zero.stage == 2 and (self.contiguous or not owns)):
-                self._drop(ledger, name)
+                self.drop(ledger, name)
         self.pending.clear()
         self.filled = 0
-
-    def _drop(self, ledger: Ledger, name: str) -> None:
-        if name in self.kept:
-            self.kept.discard(name)
-            ledger.give(GRADIENTS, self.gradient_bytes(name))
 
     def end(self, ledger: Ledger) -> None:
         """independent_gradient_partition_epilogue."""
@@ -102,14 +96,13 @@ class Zero12(Resident):
             return
         if self.zero.stage == 1 and not self.zero.overlap_comm:  # reduce_gradients
             for name in [tensor.name for tensor in self.weights.trained if tensor.name in self.kept]:
-                self._into_bucket(ledger, name, self.elements[name])
+                self._into_bucket(ledger, name)
         self._reduce(ledger)
         if self.has_part and not self.is_first and self.zero.stage == 2:  # added to those of the micro-batches before
             ledger.give(GRADIENTS, self.part_bytes)
         self.has_part = False
         if self.has_buckets:  # _release_ipg_buffers
-            many = reduce_buckets(self.zero.stage, self.zero.overlap_comm)
-            ledger.give(BUCKETS, many * self.zero.reduce_bucket_size * self.size)
+            ledger.give(BUCKETS, self.bucket_bytes)
             self.has_buckets = False
 
     def step(self, ledger: Ledger) -> None:
@@ -127,3 +120,41 @@ class Zero12(Resident):
                 ledger.passing(TEMPORARY, self.optimizer.step_bytes([part.part]), "optimizer")
                 ledger.give(GRADIENTS, part.part * FP32_BYTES)
         self.kept.clear()
+
+
+class Stage(Zero12):
+    """ZeRO-1 over the pipelines, with a reduce bucket too many: its hooks make one, and reduce_gradients adds another
+    for pipelines (stage_1_and_2.py, setup_buckets, reduce_gradients)."""
+
+    def end(self, ledger: Ledger) -> None:
+        size = self.zero.reduce_bucket_size * self.size
+        twice = self.is_boundary and self.has_buckets
+        if twice:
+            ledger.take(BUCKETS, size, "second reduce bucket")
+        super().end(ledger)
+        if twice:
+            ledger.give(BUCKETS, size)
+
+
+class Bf16Stage(Zero12):
+    """DeepSpeed's BF16_Optimizer: ZeRO-1 that holds an fp32 gradient of every weight for good. It is taken for bf16
+    with gradients added up in fp32, under a pipeline and without (runtime/engine.py, _do_optimizer_sanity_check)."""
+
+    def hold(self, ledger: Ledger) -> None:
+        ledger.take(PARAMETERS, (self.padded + self.frozen) * self.size)
+        ledger.take(MASTERS, self.part * FP32_BYTES)
+        self.hold_states(ledger, [(part.part,) for part in self.parts])
+        ledger.take(GRADIENTS, self.padded * FP32_BYTES)
+
+    def gradient(self, ledger: Ledger, name: str) -> None:
+        self.keep(ledger, name)  # and added to the fp32 one when the backward pass ends (update_hp_grads)
+
+    def end(self, ledger: Ledger) -> None:
+        if self.is_boundary:  # joined for the all-reduce, and cast for the way (engine.py, allreduce_bucket)
+            ledger.passing(BUCKETS, self.padded * (FP32_BYTES + self.size), "all-reduce of gradients")
+
+    def step(self, ledger: Ledger) -> None:
+        ledger.phase = "optimizer"
+        ledger.passing(TEMPORARY, self.optimizer.step_bytes([part.part for part in self.parts]), "optimizer")
+        for name in [*self.kept]:
+            self.drop(ledger, name)

@@ -7,14 +7,17 @@ partitioned_param_coordinator.py, whose functions are named at each place.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, Resident
-from finetune.plan.program import Kind, program_of
-from finetune.plan.step import TEMPORARY, Ledger
+from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, Resident, Weights
+from finetune.plan.optimizers import Optimizer
+from finetune.plan.program import TEMPORARY, Kind, Stretch, program_of
+from finetune.plan.step import Ledger, Pass
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES
-from finetune.plan.zero import shard
+from finetune.plan.zero import Zero, shard
 
 SECOND = "secondary pieces"
 
@@ -23,6 +26,13 @@ def _holders(module: str) -> set[str]:
     """The modules around this one, by their dotted names."""
     parts = module.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts))}
+
+
+@dataclass(frozen=True)
+class Gather:
+    phase: str
+    elements: int
+    parameters: int
 
 
 class Zero3(Resident):
@@ -34,7 +44,6 @@ class Zero3(Resident):
         self.piece = sum(self.pieces.values())
         self.trained_piece = sum(self.pieces[name] for name in self.trains)
         self.groups = self.weights.sub_groups(self.ranks, self.zero.sub_group_size)
-        self.offloads = self.zero.offload_optimizer != "none"
         self.here: set[str] = set()  # gathered
         self.second: set[str] = set()  # of which hpZ keeps a second piece
         self.live = 0  # elements of those that are not persistent
@@ -47,10 +56,8 @@ class Zero3(Resident):
         self.turn = 0  # modules that have begun to run
         self.entered: list[int] = []  # of each of them, itself and the modules around it that begin with it
         self.promised: dict[str, int] = {}  # the last use that the prefetch has passed by
-
-    @property
-    def size(self) -> int:
-        return self.weights.bytes_each
+        self.gathers: list[Gather] = []
+        self.reduced: list[tuple[int, ...]] = []  # elements of each gradient of each bucket
 
     def trace(self, tape: Tape) -> None:
         """The order of a micro-batch, forward and backward, which DeepSpeed records in its first step."""
@@ -98,7 +105,7 @@ class Zero3(Resident):
         self.at = self.asked = self.turn = 0
         self.promised.clear()
 
-    def before_module(self, ledger: Ledger, module: str, phase: str) -> None:
+    def before_module(self, ledger: Ledger, module: str) -> None:
         """fetch_sub_module: this module's parameters, then those of the next ones up to the prefetch bucket. What comes
         together comes in one flat tensor, from which each is copied (AllGatherCoalescedHandle.wait). Modules that hold
         others prefetch, too, so that gathering runs ahead of the computation."""
@@ -124,7 +131,7 @@ class Zero3(Resident):
                 size += self.elements[name]
         self._gather(ledger, ahead, "prefetch")
 
-    def after_module(self, ledger: Ledger, module: str, phase: str) -> None:
+    def after_module(self, ledger: Ledger, module: str) -> None:
         """release_sub_module: what is not used again within `max_reuse_distance` elements, and whose next use the
         prefetch has not passed by, because it was there (__params_to_release)."""
         for name in self.modules[module]:
@@ -149,7 +156,9 @@ class Zero3(Resident):
     def _gather(self, ledger: Ledger, names: list[str], where: str) -> None:
         if not names:
             return
-        flat = sum(self.pieces[name] * self.ranks for name in names) * self.size
+        elements = sum(self.pieces[name] * self.ranks for name in names)
+        self.gathers.append(Gather(ledger.phase, elements, len(names)))
+        flat = elements * self.size
         if self.zero.quantized_weights:  # as they come, and widened (partition_parameters.py, QuantizationInfo)
             flat += flat // self.size
         whole = sum(self.elements[name] for name in names)
@@ -178,8 +187,9 @@ class Zero3(Resident):
         """__avg_scatter_grads, reduce_scatter_coalesced: pieces of all ranks side by side, and what comes back."""
         if not self.filled:
             return
-        padded = sum(self.pieces[name] * self.ranks for name in self.filled) * self.size
-        ledger.passing(BUCKETS, padded if self.ranks > 1 else 0, "reduce-scatter of a bucket")
+        padded = tuple(self.pieces[name] * self.ranks for name in self.filled)
+        self.reduced.append(padded)
+        ledger.passing(BUCKETS, sum(padded) * self.size if self.ranks > 1 else 0, "reduce-scatter of a bucket")
         for name in self.filled:
             if not self._lies_in_bucket(name):
                 ledger.give(GRADIENTS, self.gradient_bytes(name))
@@ -205,3 +215,48 @@ class Zero3(Resident):
         if self.second:
             ledger.give(SECOND, ledger.live[SECOND])
         self.second.clear()
+
+
+# What it gathers and reduces in a micro-batch, in which order: played with nobody counting bytes.
+
+
+class _Silent(Ledger):
+    def take(self, kind: str, size: int, where: str = "") -> None:
+        pass
+
+    def give(self, kind: str, size: int) -> None:
+        pass
+
+    def run(self, stretch: Stretch) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Played:
+    gathers: tuple[Gather, ...]
+    reduced: tuple[tuple[int, ...], ...]  # elements of each gradient of each bucket
+    persistent: tuple[int, ...]
+
+
+def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
+    """One micro-batch: what is gathered, forward and backward, and reduced in which buckets. Layouts that gather alike
+    are played once: it hangs on these settings alone."""
+    hangs_on = Zero(stage=3, reduce_bucket_size=zero.reduce_bucket_size, max_reuse_distance=zero.max_reuse_distance,
+                    prefetch_bucket_size=zero.prefetch_bucket_size, max_live_parameters=zero.max_live_parameters,
+                    persistence_threshold=zero.persistence_threshold)  # fmt: skip
+    return _played(tape, weights, hangs_on, ranks)
+
+
+@lru_cache(maxsize=128)
+def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
+    ledger = _Silent()
+    layout = Zero3(weights, zero, Optimizer("sgd"), ranks, 0, ledger)
+    layout.here = set(layout.persistent)
+    layout.trace(tape)
+    layout.begin(ledger, True, True)
+    passed = Pass(tape, ledger, layout, layout.gradient_bytes)
+    passed.forward()
+    passed.backward()
+    layout.end(ledger)
+    kept = tuple(layout.elements[name] for name in sorted(layout.persistent))
+    return Played(tuple(layout.gathers), tuple(layout.reduced), kept)

@@ -3,8 +3,7 @@ line in a table; a test holds every tensor against transformers."""
 
 from finetune.plan.families.decoders import DECODERS
 from finetune.plan.families.encoders import ENCODERS
-from finetune.plan.families.mlp import MLPS
-from finetune.plan.families.resnet import RESNETS
+from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.t5 import SEQ2SEQS
 
-FAMILIES = {**ENCODERS, **DECODERS, **SEQ2SEQS, **MLPS, **RESNETS}
+FAMILIES = {**ENCODERS, **DECODERS, **SEQ2SEQS, **NO_TEXT}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,61 +11,53 @@ from finetune.plan.families.parts import (
     CLASSES,
     Buffers,
     Family,
+    Linear,
     Named,
     Sizes,
     closing,
     conv1d,
+    embeddings,
     linear,
     lm_head,
     norm,
     score,
 )
 
+LAYER_TYPES = FULL, WINDOW = ("full_attention", "sliding_attention")
+
 # GPT-2 and GPT-lite
 
 
-def _gpt2_before(sizes: Sizes) -> Named:
-    yield "transformer.wte.weight", (sizes("vocab_size"), sizes("n_embd"))
-    yield "transformer.wpe.weight", (sizes("n_positions"), sizes("n_embd"))
+# A block's norms and linear layers, in their order.
+GPT2_PARTS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+GPTLITE_PARTS = ("norm_1", "attention.qkv", "attention.out", "norm_2", "mlp.up", "mlp.down")
+
+
+def _gpt_block(name: str, parts: Sequence[str], layer: Linear, hidden: int, inner: int, bias: bool = True) -> Named:
+    norm_1, joined, out, norm_2, up, down = (f"{name}.{part}" for part in parts)
+    yield from norm(norm_1, hidden, bias)
+    yield from layer(joined, hidden, 3 * hidden, bias)
+    yield from layer(out, hidden, hidden, bias)
+    yield from norm(norm_2, hidden, bias)
+    yield from layer(up, hidden, inner, bias)
+    yield from layer(down, inner, hidden, bias)
 
 
 def _gpt2_block(sizes: Sizes, index: int) -> Named:
-    hidden, name = sizes("n_embd"), f"transformer.h.{index}"
-    inner = sizes("n_inner", default=4 * hidden)
-    yield from norm(f"{name}.ln_1", hidden)
-    yield from conv1d(f"{name}.attn.c_attn", hidden, 3 * hidden)
-    yield from conv1d(f"{name}.attn.c_proj", hidden, hidden)
-    yield from norm(f"{name}.ln_2", hidden)
-    yield from conv1d(f"{name}.mlp.c_fc", hidden, inner)
-    yield from conv1d(f"{name}.mlp.c_proj", inner, hidden)
-
-
-def _gptlite_before(sizes: Sizes) -> Named:
-    name = "transformer.embeddings"
-    yield f"{name}.tokens.weight", (sizes("vocab_size"), sizes("hidden_size"))
-    yield f"{name}.positions.weight", (sizes("max_position_embeddings"), sizes("hidden_size"))
+    hidden, inner = sizes("n_embd"), sizes("n_inner", default=4 * sizes("n_embd"))
+    return _gpt_block(f"transformer.h.{index}", GPT2_PARTS, conv1d, hidden, inner)
 
 
 def _gptlite_block(sizes: Sizes, index: int) -> Named:
-    hidden, bias, name = sizes("hidden_size"), sizes.is_on("bias", True), f"transformer.blocks.{index}"
-    inner = sizes("intermediate_size", default=4 * hidden)
-    yield from norm(f"{name}.norm_1", hidden, bias)
-    yield from linear(f"{name}.attention.qkv", hidden, 3 * hidden, bias)
-    yield from linear(f"{name}.attention.out", hidden, hidden, bias)
-    yield from norm(f"{name}.norm_2", hidden, bias)
-    yield from linear(f"{name}.mlp.up", hidden, inner, bias)
-    yield from linear(f"{name}.mlp.down", inner, hidden, bias)
-
-
-def _gptlite_after(sizes: Sizes) -> Named:
-    yield from norm("transformer.norm", sizes("hidden_size"), sizes.is_on("bias", True))
+    hidden, inner = sizes("hidden_size"), sizes("intermediate_size", default=4 * sizes("hidden_size"))
+    bias = sizes.is_on("bias", True)
+    return _gpt_block(f"transformer.blocks.{index}", GPTLITE_PARTS, linear, hidden, inner, bias)
 
 
 # Llama and what followed it
 
 
-def _llama_before(sizes: Sizes) -> Named:
-    yield "model.embed_tokens.weight", (sizes("vocab_size"), sizes("hidden_size"))
+LLAMA_EMBEDDINGS = embeddings({"model.embed_tokens": "vocab_size"})
 
 
 @dataclass(frozen=True)
@@ -96,6 +88,20 @@ class Style:
         """Of query, key and value; and of the closing projection."""
         asked = sizes.is_on("attention_bias", False)
         return asked if self.biases is None else self.biases, self.biases is None and asked
+
+    def layer_kind(self, sizes: Sizes, index: int) -> str:
+        types = sizes.config.get("layer_types")
+        if self.window is None and sizes.maybe("sliding_window") is None:
+            return FULL
+        if types:
+            return str(types[index])
+        if self.windows == "switched":
+            used = sizes.is_on("use_sliding_window", False) and index >= sizes("max_window_layers", default=28)
+            return WINDOW if used else FULL
+        if self.windows == "all":
+            return WINDOW
+        period = 2 if self.windows == "every second" else sizes("sliding_window_pattern", default=6)
+        return WINDOW if (index + 1) % period else FULL
 
     def is_sparse(self, sizes: Sizes, index: int) -> bool:
         """Qwen's MoE may keep some blocks dense (modeling_qwen3_moe.py, Qwen3MoeDecoderLayer)."""
@@ -165,55 +171,50 @@ def _phi_block(sizes: Sizes, index: int) -> Named:
     yield from norm(f"{name}.input_layernorm", hidden)
 
 
-def _rotary(head_dim: int | None = None, part: float = 1.0, scaled: bool = False) -> Callable[[Sizes], Buffers]:
-    """Inverse frequencies, twice; `part` of each head that is rotated. `scaled`: Gemma's embeddings, by a number."""
-
-    def build(sizes: Sizes) -> Buffers:
-        if scaled:
-            yield "model.embed_tokens.embed_scale", (), 4
-        width = sizes("head_dim", default=head_dim or sizes("hidden_size") // sizes("num_attention_heads"))
-        turned = int(width * sizes.share("partial_rotary_factor", part))
-        for name in rotary_kinds(sizes):
-            yield f"model.rotary_emb.{name}inv_freq", (turned // 2,), 4
-            yield f"model.rotary_emb.{name}original_inv_freq", (turned // 2,), 4
-
-    return build
-
-
-def rotary_kinds(sizes: Sizes) -> list[str]:
-    """Gemma 3 turns layers with a sliding window by other angles (modeling_gemma3.py, Gemma3RotaryEmbedding)."""
-    if sizes.config.get("model_type") != "gemma3_text":
-        return [""]
-    types = sizes.config.get("layer_types")
-    if not types:
-        period = sizes("sliding_window_pattern", default=6)
-        layers = range(sizes("num_hidden_layers"))
-        types = ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in layers]
-    return [f"{kind}_" for kind in sorted(set(types), reverse=True)]
+def _rotary(style: Style, part: float, sizes: Sizes) -> Buffers:
+    """Inverse frequencies, twice; `part` of each head that is rotated. Gemma's embeddings are scaled by a number, and
+    Gemma 3 turns layers with a sliding window by other angles (modeling_gemma3.py, Gemma3RotaryEmbedding)."""
+    if style.is_gemma:
+        yield "model.embed_tokens.embed_scale", (), 4
+    turned = int(style.head_width(sizes) * sizes.share("partial_rotary_factor", part))
+    kinds = {style.layer_kind(sizes, index) for index in range(sizes("num_hidden_layers"))}
+    for name in [f"{kind}_" for kind in sorted(kinds, reverse=True)] if style.two_rotations else [""]:
+        yield f"model.rotary_emb.{name}inv_freq", (turned // 2,), 4
+        yield f"model.rotary_emb.{name}original_inv_freq", (turned // 2,), 4
 
 
 def _llama(style: Style) -> Family:
     heads = {CAUSAL: lm_head(style.tied), CLASSES: score()}
-    buffers = _rotary(style.head_dim, scaled=style.is_gemma)
-    return Family(_llama_before, partial(_llama_block, style), closing("model.norm"), heads, buffers=buffers)
+    buffers = partial(_rotary, style, 1.0)
+    return Family(LLAMA_EMBEDDINGS, partial(_llama_block, style), closing("model.norm"), heads, buffers=buffers)
 
 
 DECODERS = {
     "gpt2": Family(
-        before=_gpt2_before,
+        before=embeddings({"transformer.wte": "vocab_size", "transformer.wpe": "n_positions"}, "n_embd"),
         block=_gpt2_block,
         after=closing("transformer.ln_f", "n_embd", bias=True),
         heads={CAUSAL: lm_head(True, "n_embd"), CLASSES: score("n_embd")},
         layers=lambda sizes: sizes("n_layer"),
         hidden=lambda sizes: sizes("n_embd"),
     ),
-    "gptlite": Family(_gptlite_before, _gptlite_block, _gptlite_after, {CAUSAL: lm_head(False)}),
+    "gptlite": Family(
+        before=embeddings(
+            {
+                "transformer.embeddings.tokens": "vocab_size",
+                "transformer.embeddings.positions": "max_position_embeddings",
+            }
+        ),
+        block=_gptlite_block,
+        after=lambda sizes: norm("transformer.norm", sizes("hidden_size"), sizes.is_on("bias", True)),
+        heads={CAUSAL: lm_head(False)},
+    ),
     **{kind: _llama(style) for kind, style in STYLES.items()},
     "phi": Family(
-        before=_llama_before,
+        before=LLAMA_EMBEDDINGS,
         block=_phi_block,
         after=closing("model.final_layernorm", bias=True),
         heads={CAUSAL: lm_head(False, bias=True), CLASSES: score()},
-        buffers=_rotary(part=0.5),
+        buffers=partial(_rotary, Style(), 0.5),
     ),
 }

@@ -2,149 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
-from finetune.plan.families.parts import (
-    CLASSES,
-    MASKED,
-    TAGS,
-    Buffers,
-    Family,
-    Named,
-    Sizes,
-    linear,
-    norm,
-    nothing,
-)
-
-# BERT, RoBERTa: the same encoder, other heads.
+from finetune.plan.families.parts import CLASSES, MASKED, TAGS, Buffers, Family, Named, Sizes, linear, norm, nothing
 
 
-def _bert_before(prefix: str) -> Callable[[Sizes], Named]:
-    def build(sizes: Sizes) -> Named:
-        hidden, name = sizes("hidden_size"), f"{prefix}.embeddings"
-        yield f"{name}.word_embeddings.weight", (sizes("vocab_size"), hidden)
-        yield f"{name}.position_embeddings.weight", (sizes("max_position_embeddings"), hidden)
-        yield f"{name}.token_type_embeddings.weight", (sizes("type_vocab_size", default=2), hidden)
-        yield from norm(f"{name}.LayerNorm", hidden)
+@dataclass(frozen=True)
+class Encoder:
+    """What an encoder calls its modules and the keys of its config, BERT's unless said; the rest is the same in all."""
 
-    return build
+    layer: str = "bert.encoder.layer"  # whose number stands behind it
+    queries: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    mixed: str = "attention.output.dense"
+    mixed_norm: str = "attention.output.LayerNorm"
+    up: str = "intermediate.dense"
+    down: str = "output.dense"
+    down_norm: str = "output.LayerNorm"
+    pooler: str = "bert.pooler.dense"
+    classifier: str = "classifier"
+    transform: str = "cls.predictions.transform.dense"
+    transform_norm: str = "cls.predictions.transform.LayerNorm"
+    decoder: str = "cls.predictions.decoder"
+    tied_bias: str = "cls.predictions.bias"  # of the decoder
+    buffers: tuple[str, ...] = ("position_ids", "token_type_ids")
+    # Keys of the config.
+    hidden: str = "hidden_size"
+    inner: str = "intermediate_size"
+    heads: str = "num_attention_heads"
+    layers: str = "num_hidden_layers"
+    act: str = "hidden_act"
+    dropout: str = "hidden_dropout_prob"
+    attention_dropout: str = "attention_probs_dropout_prob"
+
+    @property
+    def embeddings(self) -> str:
+        return f"{self.layer.partition('.')[0]}.embeddings"
+
+    def before(self, sizes: Sizes) -> Named:
+        hidden = sizes(self.hidden)
+        yield f"{self.embeddings}.word_embeddings.weight", (sizes("vocab_size"), hidden)
+        yield f"{self.embeddings}.position_embeddings.weight", (sizes("max_position_embeddings"), hidden)
+        if "token_type_ids" in self.buffers:
+            yield f"{self.embeddings}.token_type_embeddings.weight", (sizes("type_vocab_size", default=2), hidden)
+        yield from norm(f"{self.embeddings}.LayerNorm", hidden)
+
+    def block(self, sizes: Sizes, index: int) -> Named:
+        hidden, inner, name = sizes(self.hidden), sizes(self.inner), f"{self.layer}.{index}"
+        for part in (*self.queries, self.mixed):
+            yield from linear(f"{name}.{part}", hidden, hidden)
+        yield from norm(f"{name}.{self.mixed_norm}", hidden)
+        yield from linear(f"{name}.{self.up}", hidden, inner)
+        yield from linear(f"{name}.{self.down}", inner, hidden)
+        yield from norm(f"{name}.{self.down_norm}", hidden)
+
+    def class_head(self, sizes: Sizes) -> Named:
+        yield from linear(self.pooler, sizes(self.hidden), sizes(self.hidden))
+        yield from linear(self.classifier, sizes(self.hidden), sizes.labels)
+
+    def masked_head(self, sizes: Sizes) -> Named:
+        hidden, vocabulary = sizes(self.hidden), sizes("vocab_size")
+        tied, is_own = sizes.is_on("tie_word_embeddings", True), self.tied_bias == f"{self.decoder}.bias"
+        if not is_own:
+            yield self.tied_bias, (vocabulary,)
+        yield from linear(self.transform, hidden, hidden)
+        yield from norm(self.transform_norm, hidden)
+        if not tied:
+            yield f"{self.decoder}.weight", (vocabulary, hidden)
+        if is_own or not tied:
+            yield f"{self.decoder}.bias", (vocabulary,)
+
+    def places(self, sizes: Sizes) -> Buffers:
+        """Numbers of positions, and zeros for the types of tokens."""
+        for name in self.buffers:
+            yield f"{self.embeddings}.{name}", (1, sizes("max_position_embeddings")), 8
+
+    def family(self) -> Family:
+        return Family(
+            before=self.before,
+            block=self.block,
+            after=nothing,
+            heads={
+                CLASSES: self.class_head,
+                TAGS: lambda sizes: linear("classifier", sizes(self.hidden), sizes.labels),
+                MASKED: self.masked_head,
+            },
+            default_head=MASKED,
+            buffers=self.places,
+            layers=lambda sizes: sizes(self.layers),
+            hidden=lambda sizes: sizes(self.hidden),
+        )
 
 
-def _bert_block(prefix: str) -> Callable[[Sizes, int], Named]:
-    def build(sizes: Sizes, index: int) -> Named:
-        hidden, inner, name = sizes("hidden_size"), sizes("intermediate_size"), f"{prefix}.encoder.layer.{index}"
-        for part in ("query", "key", "value"):
-            yield from linear(f"{name}.attention.self.{part}", hidden, hidden)
-        yield from linear(f"{name}.attention.output.dense", hidden, hidden)
-        yield from norm(f"{name}.attention.output.LayerNorm", hidden)
-        yield from linear(f"{name}.intermediate.dense", hidden, inner)
-        yield from linear(f"{name}.output.dense", inner, hidden)
-        yield from norm(f"{name}.output.LayerNorm", hidden)
-
-    return build
-
-
-def _places(*names: str) -> Callable[[Sizes], Buffers]:
-    """Numbers of positions, and zeros for the types of tokens."""
-    return lambda sizes: iter([(name, (1, sizes("max_position_embeddings")), 8) for name in names])
-
-
-def _classes(dense: str, out: str, hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
-    def build(sizes: Sizes) -> Named:
-        yield from linear(dense, sizes(hidden), sizes(hidden))
-        yield from linear(out, sizes(hidden), sizes.labels)
-
-    return build
-
-
-def _tags(hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
-    """A label for each token, without a pooler."""
-    return lambda sizes: linear("classifier", sizes(hidden), sizes.labels)
-
-
-def _masked(bias: str, transform: str, its_norm: str, decoder: str) -> Callable[[Sizes], Named]:
-    def build(sizes: Sizes) -> Named:
-        hidden = sizes("hidden_size")
-        yield bias, (sizes("vocab_size"),)
-        yield from linear(transform, hidden, hidden)
-        yield from norm(its_norm, hidden)
-        if not sizes.is_on("tie_word_embeddings", True):
-            yield from linear(decoder, hidden, sizes("vocab_size"))
-
-    return build
-
-
-# DistilBERT
-
-
-def _distilbert_before(sizes: Sizes) -> Named:
-    name = "distilbert.embeddings"
-    yield f"{name}.word_embeddings.weight", (sizes("vocab_size"), sizes("dim"))
-    yield f"{name}.position_embeddings.weight", (sizes("max_position_embeddings"), sizes("dim"))
-    yield from norm(f"{name}.LayerNorm", sizes("dim"))
-
-
-def _distilbert_block(sizes: Sizes, index: int) -> Named:
-    hidden, inner, name = sizes("dim"), sizes("hidden_dim"), f"distilbert.transformer.layer.{index}"
-    for part in ("q_lin", "k_lin", "v_lin", "out_lin"):
-        yield from linear(f"{name}.attention.{part}", hidden, hidden)
-    yield from norm(f"{name}.sa_layer_norm", hidden)
-    yield from linear(f"{name}.ffn.lin1", hidden, inner)
-    yield from linear(f"{name}.ffn.lin2", inner, hidden)
-    yield from norm(f"{name}.output_layer_norm", hidden)
-
-
-def _distilbert_masked(sizes: Sizes) -> Named:
-    yield from linear("vocab_transform", sizes("dim"), sizes("dim"))
-    yield from norm("vocab_layer_norm", sizes("dim"))
-    if not sizes.is_on("tie_word_embeddings", True):
-        yield "vocab_projector.weight", (sizes("vocab_size"), sizes("dim"))
-    yield "vocab_projector.bias", (sizes("vocab_size"),)
-
-
-ENCODERS = {
-    "bert": Family(
-        before=_bert_before("bert"),
-        block=_bert_block("bert"),
-        after=nothing,
-        heads={
-            CLASSES: _classes("bert.pooler.dense", "classifier"),
-            TAGS: _tags(),
-            MASKED: _masked(
-                "cls.predictions.bias",
-                "cls.predictions.transform.dense",
-                "cls.predictions.transform.LayerNorm",
-                "cls.predictions.decoder",
-            ),
-        },
-        default_head=MASKED,
-        buffers=_places("bert.embeddings.position_ids", "bert.embeddings.token_type_ids"),
+STYLES = {
+    "bert": Encoder(),
+    "roberta": Encoder(
+        layer="roberta.encoder.layer",
+        pooler="classifier.dense",
+        classifier="classifier.out_proj",
+        transform="lm_head.dense",
+        transform_norm="lm_head.layer_norm",
+        decoder="lm_head.decoder",
+        tied_bias="lm_head.bias",
     ),
-    "roberta": Family(
-        before=_bert_before("roberta"),
-        block=_bert_block("roberta"),
-        after=nothing,
-        heads={
-            CLASSES: _classes("classifier.dense", "classifier.out_proj"),
-            TAGS: _tags(),
-            MASKED: _masked("lm_head.bias", "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
-        },
-        default_head=MASKED,
-        buffers=_places("roberta.embeddings.position_ids", "roberta.embeddings.token_type_ids"),
-    ),
-    "distilbert": Family(
-        before=_distilbert_before,
-        block=_distilbert_block,
-        after=nothing,
-        heads={
-            CLASSES: _classes("pre_classifier", "classifier", "dim"),
-            TAGS: _tags("dim"),
-            MASKED: _distilbert_masked,
-        },
-        default_head=MASKED,
-        buffers=_places("distilbert.embeddings.position_ids"),
-        layers=lambda sizes: sizes("n_layers"),
-        hidden=lambda sizes: sizes("dim"),
+    "distilbert": Encoder(
+        layer="distilbert.transformer.layer",
+        queries=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        mixed="attention.out_lin",
+        mixed_norm="sa_layer_norm",
+        up="ffn.lin1",
+        down="ffn.lin2",
+        down_norm="output_layer_norm",
+        pooler="pre_classifier",
+        transform="vocab_transform",
+        transform_norm="vocab_layer_norm",
+        decoder="vocab_projector",
+        tied_bias="vocab_projector.bias",
+        buffers=("position_ids",),
+        hidden="dim",
+        inner="hidden_dim",
+        heads="n_heads",
+        layers="n_layers",
+        act="activation",
+        dropout="dropout",
+        attention_dropout="attention_dropout",
     ),
 }
+ENCODERS = {kind: style.family() for kind, style in STYLES.items()}

@@ -69,8 +69,16 @@ class Family:
     buffers: Callable[[Sizes], Buffers] = lambda sizes: iter(())
 
 
+Linear = Callable[[str, int, int, bool], Named]
+
+
 def nothing(sizes: Sizes) -> Named:
     return iter(())
+
+
+def embeddings(rows: dict[str, str], hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
+    """Tables by name, each as long as the config's key says."""
+    return lambda sizes: iter([(f"{name}.weight", (sizes(key), sizes(hidden))) for name, key in rows.items()])
 
 
 def linear(name: str, fan_in: int, fan_out: int, bias: bool = True) -> Named:
@@ -80,8 +88,8 @@ def linear(name: str, fan_in: int, fan_out: int, bias: bool = True) -> Named:
         yield f"{name}.bias", (fan_out,)
 
 
-def conv1d(name: str, fan_in: int, fan_out: int) -> Named:
-    """GPT-2's Conv1D: weight (in, out)."""
+def conv1d(name: str, fan_in: int, fan_out: int, bias: bool = True) -> Named:
+    """GPT-2's Conv1D: weight (in, out), and always a bias."""
     yield f"{name}.weight", (fan_in, fan_out)
     yield f"{name}.bias", (fan_out,)
 
@@ -105,10 +113,7 @@ def lm_head(tied: bool, hidden: str = "hidden_size", bias: bool = False) -> Call
 
 
 def score(hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
-    def build(sizes: Sizes) -> Named:
-        yield "score.weight", (sizes.labels, sizes(hidden))
-
-    return build
+    return lambda sizes: linear("score", sizes(hidden), sizes.labels, bias=False)
 
 
 def closing(name: str, hidden: str = "hidden_size", bias: bool = False) -> Callable[[Sizes], Named]:

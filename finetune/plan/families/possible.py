@@ -6,19 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.errors import RequestError
-from finetune.plan.families.decoders import STYLES, Style
+from finetune.plan.families.decoders import LAYER_TYPES, STYLES, Style
+from finetune.plan.families.encoders import STYLES as ENCODERS
 from finetune.plan.families.parts import Sizes
 
 # The width that the heads share, and their number; any other family has a head's width of its own.
 SHARED = {
-    "distilbert": ("dim", "n_heads"),
     "gpt2": ("n_embd", "n_head"),
-    **dict.fromkeys(
-        ("bert", "roberta", "gptlite", "llama", "gemma2", "gemma3_text"), ("hidden_size", "num_attention_heads")
-    ),
+    **dict.fromkeys(("gptlite", "llama", "gemma2", "gemma3_text"), ("hidden_size", "num_attention_heads")),
+    **{kind: (style.hidden, style.heads) for kind, style in ENCODERS.items()},
 }
 ACTIVATIONS = {  # keys of configs, by family where they are not hidden_act
-    "distilbert": "activation",
+    **{kind: style.act for kind, style in ENCODERS.items()},
     "gpt2": "activation_function",
     "gemma2": "hidden_activation",
     "gemma3_text": "hidden_activation",
@@ -26,7 +25,6 @@ ACTIVATIONS = {  # keys of configs, by family where they are not hidden_act
 KNOWN_ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh
 hardswish laplace leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh
 xielu""".split()  # transformers 5.23, activations.py, ACT2FN
-LAYER_TYPES = ("full_attention", "sliding_attention")
 # What each kind of rotary embedding must say (modeling_rope_utils.py, _validate_*_rope_parameters).
 ROPE_KEYS = {
     "default": (),
@@ -39,7 +37,7 @@ ROPE_KEYS = {
 }
 PHI3_ROPES = ("default", "longrope", "su", "yarn")  # its config takes the last two for the second
 PARTIAL = {"phi": 0.5, "phi3": 1.0}  # the share of each head that is rotated, where the config says none
-PADDED = {*STYLES, "phi", "bert", "roberta", "distilbert"}  # whose embedding has a row for the padding token
+PADDED = {*STYLES, *ENCODERS, "phi"}  # whose embedding has a row for the padding token
 
 
 def refuse_impossible(kind: str, sizes: Sizes) -> None:

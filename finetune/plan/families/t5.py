@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.plan.families.parts import (
-    SEQ2SEQ,
-    Family,
-    Named,
-    Sizes,
-    lm_head,
-)
+from finetune.plan.families.parts import SEQ2SEQ, Family, Named, Sizes, embeddings, lm_head
 
 
 def _t5_block(sizes: Sizes, index: int) -> Named:
@@ -34,10 +28,6 @@ def _t5_block(sizes: Sizes, index: int) -> Named:
     yield f"{name}.{place}.layer_norm.weight", (hidden,)
 
 
-def _t5_before(sizes: Sizes) -> Named:
-    yield "shared.weight", (sizes("vocab_size"), sizes("d_model"))
-
-
 def _t5_after(sizes: Sizes) -> Named:
     for side in ("encoder", "decoder"):
         yield f"{side}.final_layer_norm.weight", (sizes("d_model"),)
@@ -45,7 +35,7 @@ def _t5_after(sizes: Sizes) -> Named:
 
 SEQ2SEQS = {
     "t5": Family(
-        before=_t5_before,
+        before=embeddings({"shared": "vocab_size"}, "d_model"),
         block=_t5_block,
         after=_t5_after,
         heads={SEQ2SEQ: lm_head(True, "d_model")},

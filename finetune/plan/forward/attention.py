@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.plan.forward.parts import Setting
+from finetune.plan.forward.parts import Batch, Setting
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, HALF_BYTES, Gemm, Value
 
@@ -13,14 +13,12 @@ EAGER, MATH, FUSED = "eager", "math", "fused"
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention's sizes. `pairs`: heads of keys and values. Queries of `tokens` positions look at `keys` many."""
+    """Attention's sizes. `pairs`: heads of keys and values."""
 
-    rows: int
-    tokens: int
+    batch: Batch
     heads: int
     width: int
     pairs: int
-    keys: int
     dropout: float = 0.0
     causal: bool = True
     softcap: bool = False
@@ -30,24 +28,30 @@ class Heads:
     names_scores: bool = False  # eager attention has a name for them until it ends
 
     @property
-    def query_width(self) -> int:
-        return self.heads * self.width
+    def repeats(self) -> bool:
+        """Each head of keys and values serves several of queries."""
+        return self.pairs != self.heads
 
     @property
-    def pair_width(self) -> int:
-        return self.pairs * self.width
+    def elements(self) -> int:
+        """Of the queries, and of what they mix."""
+        return self.count * self.tokens * self.width
+
+    @property
+    def tokens(self) -> int:
+        return self.batch.tokens
 
     @property
     def count(self) -> int:
-        return self.rows * self.heads
+        return self.batch.rows * self.heads
 
     @property
     def scores(self) -> Gemm:
-        return Gemm(self.tokens, self.keys, self.width, self.count)
+        return Gemm(self.tokens, self.tokens, self.width, self.count)
 
     @property
     def mix(self) -> Gemm:
-        return Gemm(self.tokens, self.width, self.keys, self.count)
+        return Gemm(self.tokens, self.width, self.tokens, self.count)
 
 
 def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool = False) -> str:
@@ -60,7 +64,7 @@ def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool 
     if numbers.device == "cpu":
         return MATH if heads.dropout or mask_trains else FUSED
     half = numbers.product_bytes == HALF_BYTES
-    return MATH if heads.pairs != heads.heads and not half and not has_mask else FUSED
+    return MATH if heads.repeats and not half and not has_mask else FUSED
 
 
 def split_heads(tape: Tape, x: Value, kind: str, rotated: bool = False) -> Value:
@@ -88,34 +92,31 @@ def partly_turned(tape: Tape, x: Value, width: int, cos: Value, sin: Value, toke
 
 
 def cat(tape: Tape, *parts: Value) -> Value:
-    return tape.op("cat", parts, sum(part.elements for part in parts), bytes_each=parts[0].bytes_each, narrows=True)
+    return tape.op("cat", parts, sum(part.elements for part in parts), narrows=True)
 
 
 def rotations(tape: Tape, tokens: int, width: int) -> tuple[Value, Value]:
     """cos and sin of each position, the same for all rows."""
-    size = tape.numbers.bytes_each
-    cos, sin = (tape.op(name, (), tokens * width, bytes_each=size, needs_grad=False) for name in ("cos", "sin"))
+    cos, sin = (tape.op(name, (), tokens * width, needs_grad=False) for name in ("cos", "sin"))
     return cos, sin
 
 
-def float_mask(tape: Tape, batch: int, tokens: int, keys: int) -> Value:
-    """(rows, 1, tokens, keys), zero or very small (transformers, masking_utils.py, eager_mask)."""
-    return tape.op("mask", (), batch * tokens * keys, needs_grad=False)
+def float_mask(setting: Setting) -> Value:
+    """(rows, 1, tokens, tokens), zero or very small (transformers, masking_utils.py, eager_mask)."""
+    return setting.tape.op("mask", (), setting.batch.positions * setting.batch.tokens, needs_grad=False)
 
 
-def eager_mask(setting: Setting) -> Value | None:
-    """Of a causal model; other kinds of attention need none."""
-    batch = setting.batch
-    eager = setting.tape.numbers.attention == "eager"
-    return float_mask(setting.tape, batch.rows, batch.tokens, batch.tokens) if eager else None
+def eager_mask(setting: Setting) -> tuple[Value, ...]:
+    """Of a causal model, where its attention is eager; other kinds need none."""
+    return (float_mask(setting),) if setting.tape.numbers.attention == EAGER else ()
 
 
-def bool_mask(tape: Tape, tokens: int, keys: int) -> Value:
-    """(1, 1, tokens, keys), expanded over rows (masking_utils.py, sdpa_mask)."""
-    return tape.op("mask", (), tokens * keys, bytes_each=1, needs_grad=False)
+def bool_mask(setting: Setting) -> Value:
+    """(1, 1, tokens, tokens), expanded over rows (masking_utils.py, sdpa_mask)."""
+    return setting.tape.op("mask", (), setting.batch.tokens**2, bytes_each=1, needs_grad=False)
 
 
-def attend(setting: Setting, heads: Heads, query: Value, key: Value, value: Value, mask: Value | None = None,
+def attend(setting: Setting, heads: Heads, query: Value, key: Value, value: Value, mask: Value | None = None, *,
            joined: bool = False, also: Value | None = None) -> Value:  # fmt: skip
     """Mixed values (rows, tokens, heads x width). `joined`: queries come from a cat, and so lie head by head. `also`: a
     second mask, which eager attention adds."""
@@ -134,24 +135,22 @@ def attend(setting: Setting, heads: Heads, query: Value, key: Value, value: Valu
 
 def _repeated(tape: Tape, x: Value, heads: Heads) -> Value:
     """repeat_kv: a copy for each head of queries; the gradients of copies are summed."""
-    if heads.pairs == heads.heads:
-        return x
-    return tape.op("repeat", (x,), heads.rows * heads.keys * heads.query_width, bytes_each=x.bytes_each)
+    return tape.op("repeat", (x,), heads.elements) if heads.repeats else x
 
 
 def _contiguous_mix(tape: Tape, mixed: Value) -> Value:
     """transpose(1, 2).contiguous(), whose gradient is copied back."""
-    return tape.op("copy", (mixed,), mixed.elements, bytes_each=mixed.bytes_each)
+    return tape.op("copy", (mixed,), mixed.elements)
 
 
 def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, masks: tuple[Value | None, ...]) -> Value:
     """eager_attention_forward of models/llama/modeling_llama.py and its like. matmul copies what it cannot flatten."""
-    repeats = heads.pairs != heads.heads or heads.cached
+    repeats = heads.repeats or heads.cached
     wide_key, wide_value = _repeated(tape, key, heads), _repeated(tape, value, heads)
     scores = tape.matmul(tape.copy(query), wide_key if repeats else tape.copy(wide_key), heads.scores)
     scores = tape.scale(scores)
     if heads.softcap:
-        scores = tape.scale(tape.unary("tanh", tape.scale(scores), saves_output=True))
+        scores = tape.scale(tape.unary("tanh", tape.scale(scores)))
     for mask in masks:
         scores = scores if mask is None else tape.add(scores, mask)
     weights = _shares(tape, scores, heads)
@@ -189,11 +188,11 @@ def _math(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask
     if mask is not None and mask.bytes_each > 1:
         scores = tape.add(scores, mask)
     elif heads.causal or mask is not None:
-        made = tape.op("mask", (), heads.tokens * heads.keys, bytes_each=FP32_BYTES, needs_grad=False)
+        made = tape.op("mask", (), heads.tokens**2, bytes_each=FP32_BYTES, needs_grad=False)
         scores = tape.add(scores, made)
         tape.hold(made)
     weights = tape.dropout(tape.softmax(scores), heads.dropout)
-    low = tape.op("cast", (weights,), weights.elements, bytes_each=size) if size != FP32_BYTES else weights
+    low = tape.cast(weights, size)
     mixed = tape.matmul(weights, value if heads.cached else tape.copy(value), heads.mix, casts=False)
     out = tape.cast(mixed, size)
     tape.hold(scaled, low, query, key, value)
@@ -209,16 +208,16 @@ def _fused(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
         if numbers.attention == "sdpa":
             key, value = _repeated(tape, key, heads), _repeated(tape, value, heads)
         if mask.bytes_each == 1:  # as floats, and for each row (attention.cpp, convert_boolean_attn_mask)
-            many = heads.rows * heads.tokens * heads.keys
+            many = heads.batch.rows * heads.tokens**2
             mask = tape.op("mask", (mask,), many, bytes_each=numbers.product_bytes, needs_grad=False)
-    length = heads.keys // 2 if heads.causal and mask is None and heads.tokens == heads.keys else heads.keys
+    length = heads.tokens // 2 if heads.causal and mask is None else heads.tokens
     first = Gemm(heads.tokens, max(length, 1), heads.width, heads.count)
     second = Gemm(heads.tokens, heads.width, max(length, 1), heads.count)
     masks = () if mask is None else (mask,)
     return tape.op(
-        "attention", (query, key, value, *masks), heads.count * heads.tokens * heads.width,
+        "attention", (query, key, value, *masks), heads.elements,
         saves=(query, key, value, *masks), saves_output=True, extra_saved=FP32_BYTES * heads.count * heads.tokens,
-        gemms=(first, second), gemms_back=(first, first, first, second, second), bytes_each=query.bytes_each,
+        gemms=(first, second), gemms_back=(first, first, first, second, second),
         scratch_back=_flash_scratch(heads, query.bytes_each) if numbers.device == "cuda" and not masks else 0,
     )  # fmt: skip
 
@@ -229,7 +228,7 @@ def _flash_scratch(heads: Heads, bytes_each: int) -> int:
     (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd)."""
     if bytes_each == FP32_BYTES:
         return 0  # the memory-efficient kernel's
-    rows = heads.rows * -(-heads.tokens // 128) * 128
+    rows = heads.batch.rows * -(-heads.tokens // 128) * 128
     width = -(-heads.width // 32) * 32
-    expanded = 0 if heads.pairs == heads.heads else 2 * heads.rows * heads.keys * heads.query_width * bytes_each
+    expanded = 2 * heads.elements * bytes_each if heads.repeats else 0
     return rows * heads.heads * (width + 1) * FP32_BYTES + expanded

@@ -11,21 +11,26 @@ from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, INT64_BYTES, Gemm, Va
 LOSS_PASSES, GRADIENT_PASSES = 6, 2
 
 
-def causal_head(setting: Setting, x: Value, weight: str | None, hidden: int, *, softcap: bool = False,
-                bias: bool = False) -> Value:  # fmt: skip
-    """Logits over the vocabulary and ForCausalLMLoss: in fp32, labels shifted. `weight`: of a tied head."""
-    tape, batch, vocabulary = setting.tape, setting.batch, setting.sizes("vocab_size")
+def causal_head(setting: Setting, x: Value, tied: str, softcap: bool = False) -> Value:
+    """Logits over the vocabulary and ForCausalLMLoss: in fp32, labels shifted. `tied`: the weight of a tied head."""
+    tape = setting.tape
     if setting.loss_chunk_tokens:
-        return chunked_loss(setting, x, weight, hidden, bias)
-    logits = tape.linear(x, "lm_head", batch.positions, hidden, vocabulary, bias, weight)
+        return chunked_loss(setting, x, tied)
+    logits = tape.linear(x, "lm_head", tied)
     if softcap:
-        logits = tape.scale(tape.unary("tanh", tape.scale(logits), saves_output=True))
+        logits = tape.scale(tape.unary("tanh", tape.scale(logits)))
     full = tape.cast(logits, FP32_BYTES)
-    labels = shifted_labels(setting)
-    loss = cross_entropy(tape, full, batch.positions, labels)
+    loss = cross_entropy(tape, full, setting.batch.positions, shifted_labels(setting))
     tape.hold(x)
     output_in_fp32(tape, logits)
     return loss
+
+
+def class_head(setting: Setting, x: Value) -> Value:
+    """Scores at every position, of which the last of each row counts (modeling_layers.py,
+    GenericForSequenceClassification)."""
+    scores = setting.tape.linear(x, "score")
+    return label_loss(setting, setting.tape.op("index", (scores,), setting.batch.rows * setting.sizes.labels))
 
 
 def shifted_labels(setting: Setting) -> Value:
@@ -45,38 +50,30 @@ def output_in_fp32(tape: Tape, logits: Value) -> None:
 def cross_entropy(tape: Tape, logits: Value, rows: int, labels: Value | None = None) -> Value:
     """log_softmax, whose output is kept, and nll_loss; with autocast in fp32 (aten/src/ATen/autocast_mode.h)."""
     logits = tape.cast(logits, FP32_BYTES) if tape.numbers.autocast else logits
-    scores = tape.op("log_softmax", (logits,), logits.elements, saves_output=True, bytes_each=logits.bytes_each)
+    scores = tape.op("log_softmax", (logits,), logits.elements, saves_output=True)
     kept = (scores,) if labels is None else (scores, labels)
-    return tape.op("nll_loss", (scores,), 1, saves=kept, bytes_each=logits.bytes_each, moved=INT64_BYTES * rows)
+    return tape.op("nll_loss", (scores,), 1, saves=kept, moved=INT64_BYTES * rows)
 
 
-def label_loss(setting: Setting, logits: Value) -> Value:
-    """Of one label a row: logits (rows, labels)."""
-    tape = setting.tape
-    rows = setting.batch.rows
-    loss = cross_entropy(tape, logits, rows)
-    output_in_fp32(tape, logits)
+def label_loss(setting: Setting, logits: Value, rows: int | None = None) -> Value:
+    """Of one label a sample, or of one for each of `rows` tokens, where it stands; in the precision of the logits
+    (models/bert/modeling_bert.py)."""
+    loss = cross_entropy(setting.tape, logits, rows or setting.batch.rows)
+    output_in_fp32(setting.tape, logits)
     return loss
 
 
-def token_loss(setting: Setting, logits: Value) -> Value:
-    """Of one label a token, where it stands; in the precision of the logits (models/bert/modeling_bert.py)."""
-    tape = setting.tape
-    loss = cross_entropy(tape, logits, setting.batch.positions)
-    output_in_fp32(tape, logits)
-    return loss
-
-
-def chunked_loss(setting: Setting, x: Value, weight: str | None, hidden: int, bias: bool) -> Value:
+def chunked_loss(setting: Setting, x: Value, tied: str) -> Value:
     """torch.nn.functional.linear_cross_entropy with `acc_policy="compact"`, some rows of logits at a time, all in the
     precision of the products (torch 2.13, nn/modules/linear_cross_entropy.py). In fp32, where the sum is asked for, the
     gradients are made in the forward pass; in half precision, where losses are asked for one by one, in the backward
     pass and from logits that are computed again (finetune/models/chunked_loss.py)."""
-    tape, rows, vocabulary = setting.tape, setting.batch.positions, setting.sizes("vocab_size")
-    size = tape.numbers.product_bytes
+    tape, rows, size = setting.tape, setting.batch.positions, setting.tape.numbers.product_bytes
+    weight = "lm_head.weight" if "lm_head.weight" in tape.shapes else tied
+    names = (weight, *(name for name in ("lm_head.bias",) if name in tape.shapes))
+    vocabulary, hidden = tape.shapes[weight]
     taken = min(setting.loss_chunk_tokens, rows) * (vocabulary + (hidden if size == FP32_BYTES else 0)) * size
-    names = (weight or "lm_head.weight", *(("lm_head.bias",) if bias else ()))
-    casts = [tape.cast_weight(names[0], "lm_head", vocabulary * hidden)] if tape.numbers.autocast else []
+    casts = [tape.cast_weight(weight, "lm_head")] if tape.numbers.autocast else []
     given, x = x, tape.cast(x, size)
     labels = shifted_labels(setting)
     logits = Gemm(rows, vocabulary, hidden)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from finetune.plan.families.parts import Sizes
 from finetune.plan.tape import Tape
-from finetune.plan.values import Segment, Value
+from finetune.plan.values import FP32_BYTES, Segment, Value
 
 RNG_STATE_BYTES = 5056  # torch.get_rng_state(), which checkpoint keeps; of a GPU's generator, 16 bytes on the host
 LONGEST_PERIOD = 24  # of layers that differ in turn: windowed ones, recomputed ones
@@ -42,7 +42,8 @@ class Setting:
     tape: Tape
     sizes: Sizes
     batch: Batch
-    head: str
+    family: str = ""
+    head: str = ""
     checkpoint_interval: int = 0
     loss_chunk_tokens: int = 0
 
@@ -61,8 +62,7 @@ def stack(
     held: Callable[[int], tuple[Value, ...]] = lambda index: (),
 ) -> Value:
     """`layers` one after another, each a segment; `name` is its module's. Layers of one `kind` are alike, so that the
-    middle ones need not be recorded: they are the same operators under other names. `held`: what
-    each is given besides.
+    middle ones need not be recorded: they are the same operators under other names. `held`: what each is given besides.
     """
     tape = setting.tape
     keys = [(kind(layer), setting.recomputes(layer)) for layer in layers]
@@ -111,32 +111,32 @@ def gelu_new(tape: Tape, x: Value) -> Value:
     """transformers.activations.NewGELUActivation, operator by operator."""
     halved = tape.scale(x)
     inner = tape.add(x, tape.scale(tape.power(x)))
-    bent = tape.unary("tanh", tape.scale(inner), saves_output=True)
+    bent = tape.unary("tanh", tape.scale(inner))
     out = tape.multiply(halved, tape.shift(bent))
     tape.hold(x)
     return out
-
-
-def quick_gelu(tape: Tape, x: Value) -> Value:
-    return tape.multiply(x, tape.unary("sigmoid", tape.scale(x), saves_output=True))
 
 
 def activation(tape: Tape, name: str, x: Value) -> Value:
     if name in ("gelu_new", "gelu_fast"):
         return gelu_new(tape, x)
     if name == "quick_gelu":
-        return quick_gelu(tape, x)
-    return tape.unary(name, x, saves_output=name in ("relu", "tanh", "sigmoid"))
+        return tape.multiply(x, tape.unary("sigmoid", tape.scale(x)))
+    return tape.unary(name, x)
 
 
-def rms_norm(tape: Tape, x: Value, module: str, rows: int, plus_one: bool = False) -> Value:
+def inverse_root(tape: Tape, x: Value, module: str) -> Value:
+    """One over the root of the mean square of each row, as long as the weight of the norm `module`."""
+    variance = tape.mean(tape.power(x), x.elements // tape.shapes[f"{module}.weight"][0])
+    return tape.unary("rsqrt", tape.shift(variance))
+
+
+def rms_norm(tape: Tape, x: Value, module: str, plus_one: bool = False) -> Value:
     """As Llama's module computes it, in fp32 (transformers, models/llama/modeling_llama.py, LlamaRMSNorm); `plus_one`:
     Gemma's, which casts back behind the weight."""
     size = x.bytes_each
-    full = tape.cast(x, 4)
-    variance = tape.mean(tape.power(full), rows)
-    root = tape.unary("rsqrt", tape.shift(variance), saves_output=True)
-    normed = tape.multiply(full, root)
+    full = tape.cast(x, FP32_BYTES)
+    normed = tape.multiply(full, inverse_root(tape, full, module))
     if plus_one:
         return tape.cast(tape.weigh(normed, module), size)
     weighed = tape.weigh(tape.cast(normed, size), module)

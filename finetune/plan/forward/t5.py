@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from finetune.plan.forward.attention import EAGER, Heads, attend, cat, float_mask, kind_of, split_heads
+from finetune.plan.forward.attention import EAGER, Heads, attend, cat, eager_mask, kind_of, split_heads
 from finetune.plan.forward.losses import cross_entropy, output_in_fp32
-from finetune.plan.forward.parts import Setting, activation, stack
+from finetune.plan.forward.parts import Setting, activation, inverse_root, stack
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, INT64_BYTES, Value
 
@@ -15,77 +13,69 @@ DROPOUT = 0.1
 
 def t5(setting: Setting) -> Value:
     """Inputs and targets have the same number of tokens."""
-    tape, sizes, rows = setting.tape, setting.sizes, setting.batch.positions
-    hidden, encoders = sizes("d_model"), sizes("num_layers")
+    tape, sizes = setting.tape, setting.sizes
+    encoders = sizes("num_layers")
     decoders = sizes("num_decoder_layers", default=encoders)
-    states = _side(setting, "encoder", range(encoders), lambda layer: layer, None)
-    out = _side(setting, "decoder", range(encoders, encoders + decoders), lambda layer: layer - encoders, states)
+    states = _side(setting, "encoder", range(encoders), None)
+    out = _side(setting, "decoder", range(encoders, encoders + decoders), states)
     with tape.segment("head"):
         tape.keep(states, out)
-        tied = sizes.is_on("tie_word_embeddings", True)
-        if tied:
+        if sizes.is_on("tie_word_embeddings", True):
             out = tape.scale(out)
-        logits = tape.linear(
-            out, "lm_head", rows, hidden, sizes("vocab_size"), False, "shared.weight" if tied else None
-        )
-        loss = cross_entropy(tape, logits, rows)
+        logits = tape.linear(out, "lm_head", "shared.weight")
+        loss = cross_entropy(tape, logits, setting.batch.positions)
         tape.hold(out)
         output_in_fp32(tape, logits)
     return loss
 
 
-def _side(setting: Setting, side: str, layers: range, number: Callable[[int], int], states: Value | None) -> Value:
+def _side(setting: Setting, side: str, layers: range, states: Value | None) -> Value:
     """Embedding, blocks, closing norm. `states`: what the decoder looks at besides."""
-    tape, sizes, rows = setting.tape, setting.sizes, setting.batch.positions
-    dropout = sizes.share("dropout_rate", DROPOUT)
+    tape, dropout = setting.tape, setting.sizes.share("dropout_rate", DROPOUT)
     with tape.segment(f"{side} embeddings"):
-        embedded = tape.embedding(rows, "shared", sizes("d_model"))
+        embedded = tape.embedding("shared", setting.batch.positions)
         x = tape.dropout(embedded, dropout)
-        mask = None
-        if states is not None and tape.numbers.attention == EAGER:
-            mask = float_mask(tape, setting.batch.rows, setting.batch.tokens, setting.batch.tokens)
-    masks = () if mask is None else (mask,)
+        masks = eager_mask(setting) if states else ()
     bias: list[Value] = []  # the first block makes it, all others use it
     cross: list[Value] = []
 
+    def name(layer: int) -> str:
+        return f"{side}.block.{layer - layers.start}"
+
     def block(layer: int, x: Value) -> Value:
-        return _block(setting, f"{side}.block.{number(layer)}", x, bias, cross, states, mask)
+        return _block(setting, name(layer), x, bias, cross, states, *masks)
 
     def held(layer: int) -> tuple[Value, ...]:
         return (*bias, *cross, *masks, *((states,) if states else ()))
 
-    last = stack(setting, x, layers, lambda layer: f"{side}.block.{number(layer)}", block,
-                 lambda layer: number(layer) == 0, held)  # fmt: skip
+    last = stack(setting, x, layers, name, block, lambda layer: layer == layers.start, held)
     with tape.segment(f"{side} end"):
-        normed = _norm(tape, last, f"{side}.final_layer_norm", rows)
+        normed = _norm(tape, last, f"{side}.final_layer_norm")
         out = tape.dropout(normed, dropout)
         tape.hold(embedded, last, *bias, *cross, *masks)
     return out
 
 
-def _norm(tape: Tape, x: Value, module: str, rows: int) -> Value:
+def _norm(tape: Tape, x: Value, module: str) -> Value:
     """The mean of squares in fp32, the product with the input as it is."""
-    variance = tape.mean(tape.power(tape.cast(x, FP32_BYTES)), rows)
-    root = tape.unary("rsqrt", tape.shift(variance), saves_output=True)
-    normed = tape.multiply(x, root)
+    normed = tape.multiply(x, inverse_root(tape, tape.cast(x, FP32_BYTES), module))
     return tape.weigh(tape.cast(normed, tape.numbers.bytes_each) if tape.numbers.is_half else normed, module)
 
 
 def _block(setting: Setting, name: str, x: Value, bias: list[Value], cross: list[Value], states: Value | None,
-           mask: Value | None) -> Value:  # fmt: skip
-    tape, sizes, rows = setting.tape, setting.sizes, setting.batch.positions
-    dropout = sizes.share("dropout_rate", DROPOUT)
-    normed = _norm(tape, x, f"{name}.layer.0.layer_norm", rows)
+           mask: Value | None = None) -> Value:  # fmt: skip
+    tape, dropout = setting.tape, setting.sizes.share("dropout_rate", DROPOUT)
+    normed = _norm(tape, x, f"{name}.layer.0.layer_norm")
     out = _attention(setting, f"{name}.layer.0.SelfAttention", normed, normed, bias, states is not None, mask=mask)
     x = tape.add(x, tape.dropout(out, dropout))
     tape.hold(normed, out)
     if states is not None:
-        normed = _norm(tape, x, f"{name}.layer.1.layer_norm", rows)
+        normed = _norm(tape, x, f"{name}.layer.1.layer_norm")
         out = _attention(setting, f"{name}.layer.1.EncDecAttention", normed, states, cross, True, crosses=True)
         x = tape.add(x, tape.dropout(out, dropout))
         tape.hold(normed, out)
     place = f"{name}.layer.{2 if states is not None else 1}"
-    normed = _norm(tape, x, f"{place}.layer_norm", rows)
+    normed = _norm(tape, x, f"{place}.layer_norm")
     out = _feed_forward(setting, f"{place}.DenseReluDense", normed)
     x = tape.add(x, tape.dropout(out, dropout))
     tape.hold(normed, out)
@@ -96,18 +86,13 @@ def _attention(setting: Setting, name: str, x: Value, states: Value, bias: list[
                crosses: bool = False, mask: Value | None = None) -> Value:  # fmt: skip
     """`crosses`: to the encoder's states, with zeros for a bias. The decoder keeps keys and values in a cache, in
     training as well, for its config is a copy that the Trainer does not reach; but not where it is checkpointed."""
-    tape, sizes, batch = setting.tape, setting.sizes, setting.batch
-    hidden, count, width, rows = sizes("d_model"), sizes("num_heads"), sizes("d_kv"), batch.positions
-    layer = tape.segments[-1]
-    heads = Heads(batch.rows, batch.tokens, count, width, count, batch.tokens, sizes.share("dropout_rate", DROPOUT),
-                  causal=False, fp32_softmax=False, casts_weights=False,
-                  cached=decodes and not layer.recomputed)  # fmt: skip
+    tape, sizes, count = setting.tape, setting.sizes, setting.sizes("num_heads")
+    heads = Heads(setting.batch, count, sizes("d_kv"), count, sizes.share("dropout_rate", DROPOUT), causal=False,
+                  fp32_softmax=False, casts_weights=False,
+                  cached=decodes and not tape.segments[-1].recomputed)  # fmt: skip
     kind = kind_of(tape, heads, mask_trains=not crosses or bool(setting.checkpoint_interval))
-    query = split_heads(tape, tape.linear(x, f"{name}.q", rows, hidden, count * width, False), kind)
-    key, value = (
-        split_heads(tape, tape.linear(states, f"{name}.{part}", rows, hidden, count * width, False), kind)
-        for part in "kv"
-    )
+    query = split_heads(tape, tape.linear(x, f"{name}.q"), kind)
+    key, value = (split_heads(tape, tape.linear(states, f"{name}.{part}"), kind) for part in "kv")
     if heads.cached:
         made = key, value
         key, value = cat(tape, key), cat(tape, value)
@@ -116,7 +101,7 @@ def _attention(setting: Setting, name: str, x: Value, states: Value, bias: list[
     biased = _bias(setting, name, bias, decodes, crosses)
     mixed = attend(setting, heads, query, key, value, mask=biased, also=mask)
     tape.hold(biased)
-    return tape.linear(mixed, f"{name}.o", rows, count * width, hidden, False)
+    return tape.linear(mixed, f"{name}.o")
 
 
 def _bias(setting: Setting, name: str, bias: list[Value], decodes: bool, crosses: bool) -> Value:
@@ -145,15 +130,12 @@ def _bias(setting: Setting, name: str, bias: list[Value], decodes: bool, crosses
 
 
 def _feed_forward(setting: Setting, name: str, x: Value) -> Value:
-    tape, sizes, rows = setting.tape, setting.sizes, setting.batch.positions
-    hidden, wide = sizes("d_model"), sizes("d_ff")
+    tape, sizes = setting.tape, setting.sizes
     gated, _, act = sizes.word("feed_forward_proj", "relu").rpartition("-")
     if gated and act == "gelu":
         act = "gelu_new"  # models/t5/configuration_t5.py
+    bent = activation(tape, act, tape.linear(x, f"{name}.wi_0" if gated else f"{name}.wi"))
     if gated:
-        bent = activation(tape, act, tape.linear(x, f"{name}.wi_0", rows, hidden, wide, False))
-        bent = tape.multiply(bent, tape.linear(x, f"{name}.wi_1", rows, hidden, wide, False))
-    else:
-        bent = activation(tape, act, tape.linear(x, f"{name}.wi", rows, hidden, wide, False))
+        bent = tape.multiply(bent, tape.linear(x, f"{name}.wi_1"))
     bent = tape.cast(tape.dropout(bent, sizes.share("dropout_rate", DROPOUT)), tape.numbers.bytes_each)
-    return tape.linear(bent, f"{name}.wo", rows, wide, hidden, False)
+    return tape.linear(bent, f"{name}.wo")

@@ -43,7 +43,7 @@ class Cut:
     def plan(self) -> Schedule:
         """A training step as it should go."""
         forward, backward = (self.sums(of) for of in (lambda c: c.forward_seconds, lambda c: c.backward_seconds))
-        return simulate("1f1b", self.micro_batches, forward, backward, self.transfer_seconds)
+        return simulate(self.micro_batches, forward, backward, self.transfer_seconds)
 
     @property
     def balance(self) -> float:

@@ -111,7 +111,7 @@ def plan_from(found: Schedule) -> Schedule:
     forward, backward = ([typical(stage, kind) for stage in stages] for kind in (FORWARD, BACKWARD))
     # Either end of a transfer may wait for the other's process to run; the shorter one is nearer to what it takes.
     transfer = min(max(typical(stage, kind) for stage in stages) for kind in (SEND, RECEIVE))
-    return simulate("1f1b", found.micro_batches, forward, backward, transfer)
+    return simulate(found.micro_batches, forward, backward, transfer)
 
 
 def intervals_of(recorder: Recorder, grid: Any, stages: int) -> list[Any]:

@@ -1,4 +1,5 @@
-"""ResNets (transformers, models/resnet/modeling_resnet.py)."""
+"""What reads no text: ResNets (transformers, models/resnet/modeling_resnet.py), and the benchmark MLPs
+(finetune/models/mlp.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from finetune.errors import RequestError
-from finetune.plan.families.parts import IMAGES, Buffers, Family, Named, Sizes, linear, norm, nothing
+from finetune.plan.families.parts import CLASSES, IMAGES, Buffers, Family, Named, Sizes, linear, norm, nothing
 
 STEM = "resnet.embedder.embedder"
 BOTTLENECK, REDUCTION = "bottleneck", 4
@@ -99,7 +100,7 @@ def _parts(layer: Layer) -> tuple[Conv, ...]:
     return ((layer.shortcut,) if layer.shortcut else ()) + layer.convs
 
 
-def _block(sizes: Sizes, index: int) -> Named:
+def _resnet_block(sizes: Sizes, index: int) -> Named:
     for conv in _parts(layers(sizes)[index]):
         yield from _named(conv)
 
@@ -111,10 +112,24 @@ def _buffers(sizes: Sizes) -> Buffers:
         yield f"{conv.name}.normalization.num_batches_tracked", (), 8
 
 
-RESNETS = {
+def _mlp_block(sizes: Sizes, index: int) -> Named:
+    return linear(f"layers.{index}.linear", sizes("width"), sizes("width"), sizes.is_on("bias", True))
+
+
+NO_TEXT = {
+    "mlp": Family(
+        before=nothing,
+        block=_mlp_block,
+        after=nothing,
+        heads={CLASSES: lambda sizes: linear("head", sizes("width"), sizes.labels)},
+        default_head=CLASSES,
+        layers=lambda sizes: sizes("layers"),
+        hidden=lambda sizes: sizes("width"),
+        vocabulary=lambda sizes: 0,
+    ),
     "resnet": Family(
         before=lambda sizes: _named(stem(sizes)),
-        block=_block,
+        block=_resnet_block,
         after=nothing,
         heads={IMAGES: lambda sizes: linear("classifier.1", layers(sizes)[-1].convs[-1].fan_out, sizes.labels)},
         default_head=IMAGES,

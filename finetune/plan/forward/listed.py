@@ -1,0 +1,143 @@
+"""GPT-lite (finetune/models/gptlite.py) and the benchmark MLPs (finetune/models/mlp.py): models that come as flat lists
+of layers, whole or a stage of a pipeline (gptlite_pipeline.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetune.plan.families.decoders import GPTLITE_PARTS
+from finetune.plan.forward.attention import Heads, eager_mask
+from finetune.plan.forward.gpt2 import gpt_block
+from finetune.plan.forward.losses import causal_head, cross_entropy, label_loss
+from finetune.plan.forward.parts import Part, Setting, stack
+from finetune.plan.values import FP32_BYTES, Value
+
+# Families of such models: the entries before their blocks and behind them; the loss is in the last.
+LISTED = {"gptlite": (2, 2), "mlp": (0, 1)}
+EMBEDDINGS, NORM = "transformer.embeddings", "transformer.norm"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """`names` of all entries by their place, what a stage is `given`, and what an entry makes of it."""
+
+    names: list[str]
+    given: Value
+    run: Callable[[int, Value], Value]
+
+
+def entries_of(family: str, layers: int) -> Part:
+    return Part(0, layers + sum(LISTED[family]))
+
+
+def stage(setting: Setting, part: Part) -> Value:
+    """DeepSpeed runs a stage's layers in groups of `activation_checkpoint_interval`, and recomputes those groups in
+    which all may be (deepspeed 0.19.8, runtime/pipe/module.py, forward and _is_checkpointable)."""
+    listed = (_listed_gptlite if setting.family == "gptlite" else _listed_mlp)(setting, part)
+    before, behind = LISTED[setting.family]
+    end, x = len(listed.names) - behind, listed.given
+    assert 0 <= part.first < part.last <= len(listed.names), part
+    step = setting.checkpoint_interval or 1
+    for first in range(part.first, part.last, step):
+        group = range(first, min(first + step, part.last))
+        again = bool(setting.checkpoint_interval) and group[-1] < end
+        layer = first - before if before <= first < end else None
+        with setting.tape.segment(listed.names[first], x, layer=layer, recomputed=again):
+            for place in group:
+                x = listed.run(place, x)
+    return x
+
+
+# GPT-lite
+
+
+def gptlite(setting: Setting) -> Value:
+    tape = setting.tape
+    with tape.segment("embeddings"):
+        tokens = _tokens(setting)
+        mask = eager_mask(setting)
+        x = _positions(setting, tokens)
+        tape.hold(tokens)
+    x = stack(setting, x, range(setting.sizes("num_hidden_layers")), _block_name,
+              lambda i, x: _block(setting, i, x, mask), held=lambda index: mask)  # fmt: skip
+    with tape.segment("head"):
+        normed = tape.layer_norm(x, NORM)
+        tape.hold(x, *mask)
+        return causal_head(setting, normed, f"{EMBEDDINGS}.tokens.weight")
+
+
+def _listed_gptlite(setting: Setting, part: Part) -> Listed:
+    tape, layers, rows = setting.tape, setting.sizes("num_hidden_layers"), setting.batch.positions
+    names = ["tokens", "positions", *map(_block_name, range(layers)), "norm", "head"]
+
+    def run(place: int, x: Value) -> Value:
+        if place == 0:
+            return _tokens(setting)
+        if place == 1:
+            return _positions(setting, x)
+        if place < layers + 2:
+            return _block(setting, place - 2, x, eager_mask(setting))
+        if place == layers + 2:
+            return tape.layer_norm(x, NORM)
+        logits = tape.linear(x, "lm_head", f"{EMBEDDINGS}.tokens.weight")
+        loss = cross_entropy(tape, tape.cast(logits, FP32_BYTES), rows)
+        tape.hold(logits)
+        return loss
+
+    return Listed(names, tape.given(rows * setting.sizes("hidden_size"), needs_grad=True), run)
+
+
+def _block_name(index: int) -> str:
+    return f"transformer.blocks.{index}"
+
+
+def _tokens(setting: Setting) -> Value:
+    return setting.tape.embedding(f"{EMBEDDINGS}.tokens", setting.batch.positions)
+
+
+def _positions(setting: Setting, tokens: Value) -> Value:
+    positions = setting.tape.embedding(f"{EMBEDDINGS}.positions", setting.batch.tokens)
+    return setting.tape.dropout(setting.tape.add(tokens, positions), setting.sizes.share("dropout"))
+
+
+def _block(setting: Setting, index: int, x: Value, mask: tuple[Value, ...]) -> Value:
+    sizes, count = setting.sizes, setting.sizes("num_attention_heads")
+    dropout, act = sizes.share("dropout"), sizes.word("hidden_act", "gelu")
+    heads = Heads(setting.batch, count, sizes("hidden_size") // count, count, dropout, names_scores=True)
+    return gpt_block(setting, _block_name(index), GPTLITE_PARTS, heads, act, dropout, x, mask, keeps=False)
+
+
+# MLPs
+
+
+def mlp(setting: Setting) -> Value:
+    x = stack(setting, _inputs(setting), range(setting.sizes("layers")), _layer_name,
+              lambda index, x: _layer(setting, index, x))  # fmt: skip
+    with setting.tape.segment("head"):
+        return label_loss(setting, setting.tape.linear(x, "head"))
+
+
+def _listed_mlp(setting: Setting, part: Part) -> Listed:
+    layers = setting.sizes("layers")
+
+    def run(place: int, x: Value) -> Value:
+        return _layer(setting, place, x) if place < layers else label_loss(setting, setting.tape.linear(x, "head"))
+
+    x = _inputs(setting)
+    given = setting.tape.given(x.elements, needs_grad=True) if part.first else x
+    return Listed([*map(_layer_name, range(layers)), "head"], given, run)
+
+
+def _layer_name(index: int) -> str:
+    return f"layers.{index}"
+
+
+def _inputs(setting: Setting) -> Value:
+    x = setting.tape.given(0)  # it is there already
+    x.elements = setting.batch.rows * setting.sizes("width")
+    return x
+
+
+def _layer(setting: Setting, index: int, x: Value) -> Value:
+    return setting.tape.unary("relu", setting.tape.linear(x, f"{_layer_name(index)}.linear"))
