@@ -21,9 +21,8 @@ def main(run):
     from finetune.data.images import prepare_images
     from finetune.models.images import find_image_source
     from finetune.training.chapters import finish
-    from finetune.training.counted_metrics import CountedMetrics
     from finetune.training.image_trainers import image_trainer
-    from finetune.training.metrics import settle_best_metric
+    from finetune.training.metrics import CountedMetrics, settle_best_metric
     from finetune.training.results import write_image_report
     from finetune.training.start import start
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from finetune.models.pipeline import PipelineModel
@@ -19,15 +19,22 @@ from finetune.run.flags.profiling import ProfileArguments
 from finetune.training.checkpoints.identity import lineage_lines
 from finetune.training.course import settle_identity, write_run_record
 from finetune.training.hub import push
-from finetune.training.output_dir import open_output_dir
 from finetune.training.pipeline.partition import describe, partition
 from finetune.training.pipeline.trainer import PipelineTrainer
 from finetune.training.profiling.callback import profiling
-from finetune.training.protocol import Closing
 from finetune.training.results import closing_line, refuse_divergence
-from finetune.training.run_folder import MetricsFile, explained_disk_errors, write_ds_config, write_records
+from finetune.training.run_folder import (
+    MetricsFile,
+    explained_disk_errors,
+    open_output_dir,
+    write_ds_config,
+    write_records,
+)
 from finetune.training.start import Session
-from finetune.training.trainer import FinetuneTrainer, early_stopping
+from finetune.training.trainer import FinetuneMixin, FinetuneTrainer
+
+# Of either engine; every method is called on all ranks, files are written by rank 0, and all get the same back.
+AnyTrainer = FinetuneMixin | PipelineTrainer
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,9 @@ def pipeline_of(
 
 
 def _callbacks(session: Session, own: Sequence[TrainerCallback]) -> list[TrainerCallback]:
-    return [MetricsFile(), *own, *profiling(session[ProfileArguments]), *early_stopping(session[RunArguments])]
+    patience = session[RunArguments].early_stopping_patience
+    stopping = [EarlyStoppingCallback(patience)] if patience else []
+    return [MetricsFile(), *own, *profiling(session[ProfileArguments]), *stopping]
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,7 @@ class Outcome:
 
 def finish(
     session: Session,
-    trainer: Closing,
+    trainer: AnyTrainer,
     *,
     samples: Mapping[str, int] | None = None,
     report: Callable[[Outcome], Iterable[str]] | None = None,
@@ -171,7 +180,7 @@ def finish(
             session.say(push(trainer))
 
 
-def _train(session: Session, trainer: Closing, samples: Mapping[str, int]) -> TrainOutput:
+def _train(session: Session, trainer: AnyTrainer, samples: Mapping[str, int]) -> TrainOutput:
     trained: TrainOutput = trainer.train(resume_from_checkpoint=session.checkpoint)
     peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
     trainer.save_metrics("train", {**trained.metrics, **peaks, **_count(samples, "train", "train_samples")})

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from finetune.run.flags.compression import CompressionArguments, check_freeze
+from finetune.training.checkpoints.writing import every
 
 CASTS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 KEPT = {"powersgd": ("error_dict", "p_memory_dict", "q_memory_dict"), "onebit_adam": ("worker", "server", "longer")}
@@ -127,10 +128,7 @@ class OneBitAdam(torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = super().state_dict()
         freeze = self.freeze_step if self.is_frozen else None
-        found["param_groups"][0] |= {
-            "longer": float(self.longer),
-            "freeze_step": freeze,
-        }  # of rank 0
+        found["param_groups"][0] |= {"longer": float(self.longer), "freeze_step": freeze}  # of rank 0
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -163,7 +161,10 @@ class Compression(TrainerCallback):
         checkpoint = self.trainer.saves.chosen
         said = self.restore(checkpoint, state.global_step) if checkpoint else ""
         if state.is_world_process_zero:
-            print(*filter(None, (said, self.opening_line())), sep="\n", flush=True)
+            matrices = f"as matrices of rank {self.arguments.powersgd_rank}"
+            later = "momentum, a bit an element" if self.onebit else matrices
+            form = f"whole until step {self.start}, then {later}" if self.keeper is not None else self.hook
+            print(said + "\n" * bool(said) + f"gradients: {form} (--ddp_comm_hook {self.hook})", flush=True)
 
     def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, max_steps: int) -> None:
         """Of `onebit_adam` the optimizer must be an OneBitAdam; of the others any will do."""
@@ -236,18 +237,10 @@ class Compression(TrainerCallback):
         self._counts["window"] = Counter()
         return found
 
-    def opening_line(self) -> str:
-        """What the run does, in a line."""
-        small = (
-            f"as matrices of rank {self.arguments.powersgd_rank}" if not self.onebit else "momentum, a bit an element"
-        )
-        form = f"whole until step {self.start}, then {small}" if self.keeper is not None else self.hook
-        return f"gradients: {form} (--ddp_comm_hook {self.hook})"
-
     def _file(self) -> str:
         """Found again only by the same hook on as many ranks, of which each has errors of its own."""
-        hook = f"powersgd-{self.arguments.powersgd_rank}" if self.hook == "powersgd" else self.hook
-        return f"comm_hook_{hook}_{distributed.get_rank()}_of_{distributed.get_world_size()}.pt"
+        rank = f"-{self.arguments.powersgd_rank}" if self.hook == "powersgd" else ""
+        return f"comm_hook_{self.hook}{rank}_{distributed.get_rank()}_of_{distributed.get_world_size()}.pt"
 
     def save(self, checkpoint: Path) -> None:
         if self.keeper is not None:
@@ -261,10 +254,9 @@ class Compression(TrainerCallback):
         self.steps, path = step, checkpoint / self._file()
         if self.keeper is None:
             return ""
-        every = [False] * distributed.get_world_size()
-        distributed.all_gather_object(every, path.is_file())
-        if not all(every):
-            what = f"--ddp_comm_hook {self.hook} on {len(every)} ranks"
+        there = every(path.is_file())
+        if not all(there):
+            what = f"--ddp_comm_hook {self.hook} on {len(there)} ranks"
             return f"{checkpoint} has no errors of {what}: what earlier steps did not send is left out."
         found = torch.load(path, weights_only=True, map_location=self.device)
         if found["start"] <= step:  # compressed already, however many steps there are now

@@ -18,17 +18,10 @@ from finetune.data.tag_schemes import OUTSIDE
 from finetune.data.token_labels import WORDS
 from finetune.training.metrics import TaskMetrics
 from finetune.training.model_card import Card, write_card
-from finetune.training.results import (
-    label_counts,
-    named,
-    per_label_table,
-    pictures_of,
-    rows_table,
-    write_confusion,
-    write_per_label,
-)
+from finetune.training.results import label_counts, named, pictures_of, rows_table, write_confusion, write_per_label
 from finetune.training.run_folder import write_text
 from finetune.training.start import Session
+from finetune.training.thresholds import named_figures
 
 NO_ENTITY = "no entity"
 USE = """from transformers import pipeline
@@ -64,17 +57,9 @@ def entity_counts(inputs: dict[str, Any], kinds: Sequence[str]) -> npt.NDArray[n
 
 def entity_table(counts: npt.NDArray[np.int64], kinds: Sequence[str]) -> list[dict[str, Any]]:
     """For each type precision, recall, F1 and how many entities there are, from `entity_counts`."""
-    right, support, guessed = np.diag(counts), counts.sum(axis=1), counts.sum(axis=0)
-    return [
-        {
-            "label": kind,
-            "precision": float(right[i] / max(guessed[i], 1)),
-            "recall": float(right[i] / max(support[i], 1)),
-            "f1": float(2 * right[i] / max(guessed[i] + support[i], 1)),
-            "support": int(support[i]),
-        }
-        for i, kind in enumerate(kinds)
-    ]
+    right, support, guessed = np.diag(counts)[:-1], counts.sum(axis=1)[:-1], counts.sum(axis=0)[:-1]
+    shares = [2 * right / np.maximum(of, 1) for of in (2 * guessed, 2 * support, guessed + support)]
+    return named_figures(kinds, *shares, support)
 
 
 def entities(tags: Sequence[str], scores: Sequence[float], words: Sequence[str]) -> list[dict[str, Any]]:
@@ -125,10 +110,9 @@ def write_entity_report(
         kinds = tuple(name[2:] for name in data.labels.names if name.startswith("B-"))
         inputs, _ = metrics.inputs(evaluated)
         counts = entity_counts(inputs, kinds)
-        rows = entity_table(counts, kinds)
-        pictures += write_per_label(folder, rows, "per_type")
+        said = "Entities of the validation split, each right where words and type are:"
+        tables = [write_per_label(folder, entity_table(counts, kinds), "per_type", said, pictures)]
         pictures += write_confusion(folder, counts, Labels(TOKENS, (*kinds, NO_ENTITY)))
-        tables = [per_label_table(rows, "Entities of the validation split, each right where words and type are:")]
     card = Card(
         task="token classification",
         pipeline_tag="token-classification",

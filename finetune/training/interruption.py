@@ -124,10 +124,9 @@ class StopOnSignal(TrainerCallback):
             distributed.barrier()  # a launcher ends all ranks when the first one ends: also one that still writes
         self._end_grace()
         checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        saved = f"{checkpoint.name} is saved; --resume auto goes on from it."
-        what = (
-            saved if checkpoint.is_dir() else f"Nothing was saved there (--save_strategy {args.save_strategy.value})."
-        )
+        what = f"Nothing was saved there (--save_strategy {args.save_strategy.value})."
+        if checkpoint.is_dir():
+            what = f"{checkpoint.name} is saved; --resume auto goes on from it."
         said = f"stopped by {signal.Signals(self.agreed).name} after step {state.global_step}. {what}"
         if state.is_world_process_zero:  # now, for what is still to be closed may take longer than there is time
             print(f"\n{said}", file=sys.stderr, flush=True)
@@ -156,17 +155,12 @@ class _Ballot:
         return before
 
 
-class DeafToSigterm:
-    """A data loader's `worker_init_fn`. deepspeed's launcher sends SIGTERM to all below it, workers first, and so does
-    whoever signals a process group: without its worker a rank fails where it should save."""
-
-    def __init__(self, first: Callable[[int], None] | None = None) -> None:
-        self.first = first
-
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, whose process it watches
-        if self.first is not None:
-            self.first(worker)
+def deaf_to_sigterm(first: Callable[[int], None] | None, worker: int) -> None:
+    """A data loader's `worker_init_fn`, after another one. deepspeed's launcher sends SIGTERM to all below it, workers
+    first, and so does whoever signals a process group: without its worker a rank fails where it should save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, whose process it watches
+    if first is not None:
+        first(worker)
 
 
 def close_trackers(handler: Any, args: Any, state: Any, control: Any) -> None:

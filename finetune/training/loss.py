@@ -125,30 +125,24 @@ def many_labels_loss(weights: list[float] | None) -> Any:
     """A `compute_loss_func`: binary cross entropy in fp32 over logits and labels of 0 and 1 (B, labels), its positives
     weighted by label, as a mean over all cells of the global batch: the Trainer counts each as an item."""
 
-    def compute(
-        outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
+    def compute(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         logits = outputs["logits"].float()
         positive = None if weights is None else torch.tensor(weights, device=logits.device)
-        losses = torch.nn.functional.binary_cross_entropy_with_logits(
-            logits, labels.float(), pos_weight=positive, reduction="sum"
-        )
+        entropy = torch.nn.functional.binary_cross_entropy_with_logits
+        losses = entropy(logits, labels.float(), pos_weight=positive, reduction="sum")
         return losses / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
 
     return compute
 
 
 def weighted_loss(class_weights: list[float], label_smoothing: float) -> Any:
-    """A `compute_loss_func`: cross entropy with class weights, as a sum over rows, or labelled tokens, by their
-    number.
+    """A `compute_loss_func`: cross entropy with class weights, as a sum over rows, or labelled tokens, by their number.
 
     The divisor is the number of rows of the global batch, not the sum of their weights: a mean of weighted means would
     depend on how rows are spread over processes. This is what scikit-learn's `class_weight` does.
     """
 
-    def compute(
-        outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
+    def compute(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         logits, labels = outputs["logits"].float().flatten(0, -2), labels.flatten()  # (rows or tokens, classes)
         weights = torch.tensor(class_weights, device=logits.device)
         # Not `weight=`: with smoothing it would weigh the smoothed part by all classes, and swell the loss.

@@ -10,21 +10,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import expit, log_softmax
 from sklearn.metrics import confusion_matrix
 
 from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS, Labels
-from finetune.errors import RequestError
-from finetune.training.metric_modules import load_metrics
-from finetune.training.thresholds import (
-    choose_thresholds,
-    given_labels,
-    save_thresholds,
-    sigmoid,
-    softplus,
-    thresholds_of,
-)
-
-Metrics = Callable[[Any], dict[str, float]]
+from finetune.errors import RequestError, first_line
+from finetune.training.metric_modules import Metric, load_metrics
+from finetune.training.thresholds import choose_thresholds, given_labels, save_thresholds, thresholds_of
 
 MOST_SAMPLED = 8  # classes among the rows that a metric is tried on
 LOSS = "loss"
@@ -66,6 +58,58 @@ class TaskMetrics:
         return {LOSS: False, **{figure: better for metric in self.metrics for figure, better in metric.figures.items()}}
 
 
+class CountedMetrics:
+    """The figures of a classification, and in `counts` the confusion matrix of the last evaluation (classes,
+    classes). It takes logits and ids, or with `of_sums` those of a pipeline's evaluation (1, 1 + classes^2): the loss
+    over all rows, and a confusion matrix row by row. Raises RequestError for a metric that cannot take what there is.
+    """
+
+    def __init__(self, classes: int, names: Sequence[str] | None = None, of_sums: bool = False) -> None:
+        self.counts: npt.NDArray[Any] = np.zeros((classes, classes), dtype=np.int64)
+        self.of_rows = TaskMetrics(Labels("classification", tuple(map(str, range(classes)))), names)
+        self.labels, self.greater_is_better = self.of_rows.labels, self.of_rows.greater_is_better
+        for metric in self.of_rows.metrics if of_sums else ():
+            _try_on_counts(metric, min(classes, MOST_SAMPLED))
+
+    def __call__(self, evaluated: Any) -> dict[str, float]:
+        if evaluated.label_ids is not None:
+            self.counts = confusion(evaluated.predictions, evaluated.label_ids, len(self.counts))
+            return self.of_rows(evaluated)
+        loss, *cells = np.asarray(evaluated.predictions, dtype=np.float64)[0]
+        self.counts = np.rint(cells).astype(np.int64).reshape(self.counts.shape)
+        return {LOSS: float(loss / self.counts.sum()), **self.of_rows.figures(_pairs(self.counts))}
+
+
+def _pairs(counts: npt.NDArray[Any]) -> dict[str, Any]:
+    """What metrics take of a confusion matrix: each pair of classes that was seen, weighed by how often."""
+    truth, predicted = np.nonzero(counts)
+    return {"predictions": predicted, "references": truth, "sample_weight": counts[truth, predicted]}
+
+
+def _try_on_counts(metric: Metric, classes: int) -> None:
+    """Raises RequestError where a metric fails on pairs of classes, or says other things of them than of the rows."""
+    counts = np.diag(np.arange(1, classes + 1))
+    counts[0, -1] += 2  # of the first class, taken for the last
+    pairs = _pairs(counts)
+    rows: dict[str, Any] = {
+        name: np.repeat(pairs[name], pairs["sample_weight"]) for name in ("predictions", "references")
+    }
+    try:
+        weighed, by_row = metric.compute(pairs), metric.compute(rows)
+    except Exception as error:  # whatever a stranger's metric raises
+        why = f"fails on that: {type(error).__name__}: {first_line(error, 300)}"
+    else:
+        wrong = [name for name in by_row if not np.isclose(weighed.get(name, math.nan), by_row[name], equal_nan=True)]
+        if not wrong:
+            return
+        why = f"then gives another {wrong[0]} than of the rows one by one"
+    raise RequestError(
+        f"--metrics {metric.name}: a pipeline's evaluation has no scores of the rows, and each pair of classes once, "
+        f"with how often as sample_weight. The metric {why}. Take sample_weight in its _compute, or drop "
+        "--pipeline_parallel_size."
+    )
+
+
 def metrics_for(labels: Labels, names: Sequence[str] | None = None, trained: Any | None = None) -> TaskMetrics:
     """The metrics called `names`, or the task's own. `trained` is the config of a model that is not trained any more,
     and gives its labels at the thresholds that it carries."""
@@ -97,14 +141,13 @@ def settle_best_metric(training: Any, metrics: TaskMetrics, given: Mapping[str, 
     """Tell the Trainer which of two models is the better one: it takes the greater for all but losses. Raises
     RequestError for a --metric_for_best_model that no evaluation will give."""
     name, there = training.metric_for_best_model, metrics.greater_is_better
-    _refuse_other_than(tuple(there), name, metrics.labels.task.replace("_", " "))
-    if name is not None and "greater_is_better" not in given:
-        training.greater_is_better = there[name.removeprefix("eval_")]
-
-
-def _refuse_other_than(there: tuple[str, ...], name: str | None, kind: str) -> None:
-    if name is not None and name.removeprefix("eval_") not in there:
+    if name is None:
+        return
+    if name.removeprefix("eval_") not in there:
+        kind = metrics.labels.task.replace("_", " ")
         raise RequestError(f"--metric_for_best_model {name}: a {kind} has {', '.join(there)}.")
+    if "greater_is_better" not in given:
+        training.greater_is_better = there[name.removeprefix("eval_")]
 
 
 def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, Any]) -> None:
@@ -119,7 +162,7 @@ def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, An
             training.eval_steps = training.eval_steps or training.save_steps
 
 
-def language_metrics(tokens_per_byte: float, tokens_per_character: float) -> Metrics:
+def language_metrics(tokens_per_byte: float, tokens_per_character: float) -> Callable[[Any], dict[str, float]]:
     """A `compute_metrics` over the rows' figures (N, 3): loss in nats, right guesses, tokens (models.chunked_loss)."""
 
     def metrics(evaluated: Any) -> dict[str, float]:
@@ -139,7 +182,7 @@ def language_metrics(tokens_per_byte: float, tokens_per_character: float) -> Met
 
 def _class_inputs(logits: npt.NDArray[Any], ids: npt.NDArray[Any], _: Any) -> tuple[dict[str, Any], float]:
     """From logits (N, classes) and ids (N,). Of two classes the score is that of the second, as ROC AUC wants it."""
-    chances = log_softmax(logits)
+    chances = log_softmax(logits, axis=-1)
     scores = np.exp(chances)
     scores = scores[:, 1] if scores.shape[1] == 2 else scores
     inputs = {"predictions": logits.argmax(axis=-1), "references": ids, "prediction_scores": scores}
@@ -155,8 +198,9 @@ def _number_inputs(predictions: npt.NDArray[Any], truth: npt.NDArray[Any], _: An
 def _many_inputs(logits: npt.NDArray[Any], truth: npt.NDArray[Any], of: TaskMetrics) -> tuple[dict[str, Any], float]:
     """From logits (N, labels) and rows of 0 and 1 (N, labels). The loss is the mean binary cross entropy."""
     given = given_labels(logits, of.thresholds)
-    inputs = {"predictions": given, "references": truth.astype(np.int64), "prediction_scores": sigmoid(logits)}
-    return inputs, float((softplus(logits) - truth * logits).mean())
+    inputs = {"predictions": given, "references": truth.astype(np.int64), "prediction_scores": expit(logits)}
+    with np.errstate(invalid="ignore"):  # of NaN: the end of a run says what diverged
+        return inputs, float((np.logaddexp(0, logits) - truth * logits).mean())
 
 
 def _token_inputs(guessed: npt.NDArray[Any], ids: npt.NDArray[Any], of: TaskMetrics) -> tuple[dict[str, Any], float]:
@@ -208,12 +252,6 @@ TASKS = {
     TOKENS: _Task(("entity_f1",), None, _token_inputs, _token_sample),
     MULTI_LABEL: _Task(("f1", "accuracy"), "multilabel", _many_inputs, _many_sample),
 }
-
-
-def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Log-probabilities along the last axis, in float64."""
-    shifted: npt.NDArray[Any] = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def confusion(predictions: Any, ids: Any, classes: int) -> npt.NDArray[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from finetune.privacy import without_home
 from finetune.report.page import markdown
+from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.identity import lineage_lines, read_run
 from finetune.training.run_folder import write_text
 
@@ -47,7 +47,7 @@ def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any],
 
 def write_card(folder: Path, card: Card) -> None:
     """README.md of a run folder, with the results and the environment that the run left there."""
-    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    environment = read_json_object(folder / "environment.json")
     known = read_run(folder)
     lineage = lineage_lines(known[1]) if known else ()
     write_text(folder / "README.md", without_home(model_card(card, results_of(folder), environment, lineage)))
@@ -56,7 +56,7 @@ def write_card(folder: Path, card: Card) -> None:
 def results_of(folder: Path) -> dict[str, Any]:
     """What the Trainer gathered in all_results.json; nothing where it did not."""
     path = folder / "all_results.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _number(value: float) -> str:

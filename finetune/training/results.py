@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.special import expit, softmax
 
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.errors import RunError
@@ -22,12 +23,12 @@ from finetune.report.shapes import WIDE
 from finetune.report.svg import write_png
 from finetune.run.flags.language import CausalModelArguments
 from finetune.safe_read import read_json_object
-from finetune.training.metrics import TaskMetrics, confusion, first_output, log_softmax
+from finetune.training.metrics import TaskMetrics, confusion, first_output
 from finetune.training.model_card import Card, results_of, write_card
 from finetune.training.run_folder import read_metrics, write_json
 from finetune.training.samples import Samples
 from finetune.training.start import Session
-from finetune.training.thresholds import given_labels, label_table, sigmoid
+from finetune.training.thresholds import given_labels, label_table
 
 SHOWN_AT_THE_END = (
     "eval_accuracy", "eval_f1", "eval_f1_macro", "eval_f1_micro", "eval_pearson", "eval_loss", "eval_bits_per_byte",
@@ -54,8 +55,7 @@ USE_IMAGES = """{known}from transformers import pipeline
 classify = pipeline("image-classification", "path/to/this/folder")
 print(classify("picture.png"))"""
 
-# Models of the toolkit, which transformers knows once their module is imported.
-OWN_IMAGE_MODELS = {"alexnet": "alexnet", "resnet_group_norm": "resnet_group_norm"}
+OWN_IMAGE_MODELS = ("alexnet", "resnet_group_norm")  # which transformers knows once their module is imported
 
 
 def write_predictions(
@@ -74,26 +74,31 @@ def write_predictions(
     `logits` has shape (N, classes), or (N, 1) for regression. Where a row may have several labels, `prediction` and
     `label` are JSON lists, and `thresholds` the probabilities from which a label is given.
     """
-    logits = np.asarray(logits[0] if isinstance(logits, tuple) else logits, dtype=np.float64)
+    logits = first_output(logits)
+    if labels.task == MULTI_LABEL:
+        predicted, chances = given_labels(logits, thresholds), expit(logits)
+    elif labels.names:
+        predicted, chances = logits.argmax(axis=-1), softmax(logits, axis=-1)
+    else:
+        predicted, chances = logits[:, 0], np.empty((len(logits), 0))
+    columns = {row_name: rows, "prediction": _in_words(labels, predicted.tolist())}
+    if truth is not None:
+        columns["label"] = _in_words(labels, truth)
     temporary = path.with_name(path.name + ".unfinished")
     with temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        known = [] if truth is None else ["label"]
-        writer.writerow([row_name, "prediction", *known, *(f"probability_{name}" for name in labels.names)])
-        many = labels.task == MULTI_LABEL
-        probabilities = sigmoid(logits) if many else np.exp(log_softmax(logits)) if labels.names else None
-        given = given_labels(logits, thresholds) if many else []
-        for i, row in enumerate(logits):
-            if many:
-                predicted, true_label = _listed(labels, given[i]), "" if truth is None else _listed(labels, truth[i])
-            elif labels.names:
-                predicted, true_label = labels.names[int(row.argmax())], "" if truth is None else labels.names[truth[i]]
-            else:
-                predicted, true_label = repr(float(row[0])), "" if truth is None else truth[i]
-            true = [] if truth is None else [true_label]
-            chances = [] if probabilities is None else [f"{p:.6f}" for p in probabilities[i]]
-            writer.writerow([*map(_no_formula, (rows[i], predicted, *true)), *chances])
+        writer.writerow([*columns, *(f"probability_{name}" for name in labels.names)])
+        for *cells, of_classes in zip(*columns.values(), chances, strict=True):
+            writer.writerow([*map(_no_formula, cells), *(f"{chance:.6f}" for chance in of_classes)])
     temporary.replace(path)
+
+
+def _in_words(labels: Labels, values: Sequence[Any]) -> Sequence[Any]:
+    """Of ids, of rows of 0 and 1, or of numbers, which stay as they are."""
+    if labels.task == MULTI_LABEL:
+        named = ([name for name, is_given in zip(labels.names, row, strict=True) if is_given] for row in values)
+        return [json.dumps(names, ensure_ascii=False) for names in named]
+    return [labels.names[value] for value in values] if labels.names else values
 
 
 def _no_formula(cell: Any) -> Any:
@@ -102,12 +107,6 @@ def _no_formula(cell: Any) -> Any:
     if isinstance(cell, str) and cell.startswith(FORMULA) and not NUMBER.fullmatch(cell):
         return f"'{cell}"
     return cell
-
-
-def _listed(labels: Labels, given: Any) -> str:
-    return json.dumps(
-        [name for name, is_given in zip(labels.names, given, strict=True) if is_given], ensure_ascii=False
-    )
 
 
 CURVES = {"regression": "eval_pearson", MULTI_LABEL: "eval_f1_macro"}
@@ -121,26 +120,23 @@ def write_report(
     folder, thresholds = session.folder, metrics.thresholds
     if predicted is not None:
         rows, path = data.splits["test"]["row"], folder / "predictions.csv"
-        write_predictions(
-            path, predicted.predictions, data.labels, predicted.label_ids, rows, thresholds=metrics.thresholds
-        )
+        write_predictions(path, predicted.predictions, data.labels, predicted.label_ids, rows, thresholds=thresholds)
     pictures = pictures_of(folder, CURVES.get(data.labels.task, "eval_accuracy"))
     tables: list[Any] = []
     if evaluated is not None and data.labels.task == MULTI_LABEL:
         rows = label_table(first_output(evaluated.predictions), evaluated.label_ids, data.labels, thresholds)
-        pictures += write_per_label(folder, rows, "per_label")
-        tables = [per_label_table(rows, "At each label's threshold, chosen on these same rows if the run has trained:")]
+        said = "At each label's threshold, chosen on these same rows if the run has trained:"
+        tables = [write_per_label(folder, rows, "per_label", said, pictures)]
     elif evaluated is not None and data.labels.names:
         counts = confusion(evaluated.predictions, evaluated.label_ids, len(data.labels.names))
         pictures += write_confusion(folder, counts, data.labels)
     account = data.account
-    facts = [f"Text: {', '.join(account.columns.text)}.", *label_counts(account.label_counts)]
     card = Card(
         task=f"text {data.labels.task.replace('multi_label_', 'multi-label ')}",
         pipeline_tag="text-classification",
         **named(session, source, account),
         table=rows_table("rows", account),
-        facts=facts,
+        facts=[f"Text: {', '.join(account.columns.text)}.", *label_counts(account.label_counts)],
         pictures=pictures,
         use=USE_CLASSIFIER + _call(len(account.columns.text) == 2, data.labels.task),
         tables=tables,
@@ -161,8 +157,10 @@ def write_image_report(
     pictures = pictures_of(folder, "eval_accuracy")
     if counts is not None:
         pictures += write_confusion(folder, counts, data.labels)
-    own = OWN_IMAGE_MODELS.get(_kind(folder, source.config))
-    known = f"import finetune.models.{own}  # makes the model known to transformers\n" if own else ""
+    saved = folder / "config.json"  # not there in a run that did not train
+    kind = read_json_object(saved)["model_type"] if saved.is_file() else source.config.model_type
+    is_own = kind in OWN_IMAGE_MODELS
+    known = f"import finetune.models.{kind}  # makes the model known to transformers\n" if is_own else ""
     card = Card(
         task="image classification",
         pipeline_tag="image-classification",
@@ -190,13 +188,9 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
     said = ["sample:", sample] if sample else []
     if session.run.value("merge_adapter") and session.training.do_train:
         said.insert(0, f"merged: {write_merged(folder, session[CausalModelArguments], source, data.tokenizer)}")
-    facts = [
-        f"Blocks of {account.block_size} tokens, packing {account.packing}"
-        + ("" if account.padding_share is None else f", {account.padding_share:.1%} padding")
-        + (f", {account.left_over} tokens at the end of the training text left over" if account.left_over else "")
-        + ".",
-        *([note] if note else []),
-    ]
+    blocks = f"Blocks of {account.block_size} tokens, packing {account.packing}"
+    blocks += "" if account.padding_share is None else f", {account.padding_share:.1%} padding"
+    blocks += f", {account.left_over} tokens at the end of the training text left over" if account.left_over else ""
     card = Card(
         task="language modelling",
         pipeline_tag="text-generation",
@@ -208,7 +202,7 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
                 for name, n in account.documents.items()
             ),
         ],
-        facts=facts,
+        facts=[f"{blocks}.", *([note] if note else [])],
         pictures=pictures_of(folder, "eval_bits_per_byte"),
         use=USE_LANGUAGE_MODEL,
         sample=sample,
@@ -225,11 +219,9 @@ def named(session: Session, source: Any, account: Any) -> dict[str, Any]:
 
 def rows_table(what: str, account: Any) -> list[Sequence[Any]]:
     """Of each split of text, for the model card."""
-    header = ("split", what, "left out", f"cut to {account.max_seq_length} tokens")
-    return [
-        header,
-        *((name, n, account.skipped.get(name, 0), account.truncated.get(name, 0)) for name, n in account.rows.items()),
-    ]
+    cut = account.truncated
+    rows = [(name, n, account.skipped.get(name, 0), cut.get(name, 0)) for name, n in account.rows.items()]
+    return [("split", what, "left out", f"cut to {account.max_seq_length} tokens"), *rows]
 
 
 def write_confusion(folder: Path, counts: Any, labels: Labels) -> list[tuple[str, str]]:
@@ -245,14 +237,14 @@ def label_counts(counts: Mapping[str, int]) -> list[str]:
     return ["Labels: " + ", ".join(shown) + "."] if shown else []
 
 
-def write_per_label(folder: Path, rows: Sequence[dict[str, Any]], name: str) -> list[tuple[str, str]]:
+def write_per_label(
+    folder: Path, rows: Sequence[dict[str, Any]], name: str, said: str, pictures: list[tuple[str, str]]
+) -> tuple[str, list[Sequence[Any]]]:
+    """A picture, added to the `pictures`, and JSON; and for the model card a table, its numbers to three digits."""
     write_png(folder / f"{name}.png", [share_bars(rows, WIDE)])
     write_json(folder / f"{name}.json", list(rows))
-    return [(f"{name}.png", "Precision, recall and F1, and in brackets how often each occurs in the validation split")]
-
-
-def per_label_table(rows: Sequence[dict[str, Any]], said: str) -> tuple[str, list[Sequence[Any]]]:
-    """A table for the model card, its numbers to three digits."""
+    words = "Precision, recall and F1, and in brackets how often each occurs in the validation split"
+    pictures.append((f"{name}.png", words))
     shown = [[f"{v:.3f}" if isinstance(v, float) else v for v in row.values()] for row in rows[:SHOWN_LABELS]]
     return said, [list(rows[0]), *shown]
 
@@ -291,9 +283,3 @@ def closing_line(folder: Path) -> str:
     results = results_of(folder)
     shown = ", ".join(f"{name} {results[name]:.4g}" for name in SHOWN_AT_THE_END if name in results)
     return f"done: {folder} ({shown})"
-
-
-def _kind(folder: Path, config: Any) -> str:
-    """The model's type: of a run that did not train, as it was loaded; else as it was saved."""
-    saved = folder / "config.json"
-    return str(read_json_object(saved)["model_type"]) if saved.is_file() else str(config.model_type)

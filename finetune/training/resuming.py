@@ -1,19 +1,27 @@
 """What a resumed run needs beyond weights, optimizer and schedule to be bit-equal to one that was never cut: the losses
 not yet logged, what callbacks remember, saves that come after all else of their step, and evaluations that draw
-nothing."""
+nothing. And the settings of its own flags, at the checkpoint's step."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy
+
+from finetune.data.image_samples import Pictures
+from finetune.data.sampling import GlobalBatchSampler
+from finetune.training.reshard.portable import settings_of
+
+RATES = ("lr", "initial_lr")  # of an optimizer's groups; they follow from the schedule
 
 
 class RunningLoss(TrainerCallback, ExportableState):
@@ -95,6 +103,21 @@ class GoOn(TrainerCallback):
         replay_cpu_adam(trainer.optimizer)
 
 
+class Epochs(TrainerCallback):
+    """Tells the sampler which epoch it is, and pictures that change with it. accelerate 1.15 does not reach the sampler
+    in a run of several ranks that is resumed inside an epoch: SkipBatchSampler and BatchSamplerShard both stand between
+    (data_loader.py, DataLoaderShard)."""
+
+    def __init__(self, sampler: GlobalBatchSampler, dataset: Any) -> None:
+        self.sampler, self.dataset = sampler, dataset
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        epoch = int(state.epoch or 0)
+        self.sampler.set_epoch(epoch)
+        if isinstance(self.dataset, Pictures):
+            self.dataset.begin_epoch(epoch)
+
+
 class SavesLast(TrainerCallback):
     """A save at the last step of an epoch waits for what is due at the epoch's end. The Trainer would save first, and a
     run that is cut right then would go on without that evaluation: without its row, its best metric, and its say in
@@ -140,6 +163,58 @@ def ended_early(callbacks: Sequence[TrainerCallback]) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class OwnSettings:
+    """Of each group of an optimizer, as the flags made it; take them once it is built, and before a checkpoint is
+    loaded: that brings back the groups' settings and the schedule's rates of before, whatever the flags say."""
+
+    groups: tuple[Mapping[str, Any], ...]
+    clip: float | None  # of an optimizer of DeepSpeed's that clips by itself
+
+    @classmethod
+    def of(cls, optimizer: Any) -> OwnSettings:
+        found = [settings_of(group) for group in innermost(optimizer).param_groups]
+        rates = [{**settings, "lr": settings.get("initial_lr", settings["lr"])} for settings in found]
+        clips = [one.clip_grad for one in around(optimizer) if hasattr(one, "clip_grad")]
+        return cls(tuple(rates), clips[0] if clips else None)
+
+    def put_back(self, optimizer: Any, scheduler: Any) -> None:
+        """After a checkpoint has been loaded. Where the flags are those of before, no bit changes."""
+        inner, schedule = innermost(optimizer), _schedule(scheduler)
+        for group, own in zip(inner.param_groups, self.groups, strict=True):
+            group.update({name: value for name, value in own.items() if name in group and name not in RATES})
+        for one in around(optimizer):
+            if self.clip is not None and hasattr(one, "clip_grad"):  # ZeRO-1, 2 and BF16_Optimizer keep the old one
+                one.clip_grad = self.clip
+        if isinstance(schedule, LambdaLR):
+            schedule.base_lrs = [own["lr"] for own in self.groups]
+            pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            rates = [base * rule(schedule.last_epoch) for base, rule in pairs]
+            for group, base, rate in zip(inner.param_groups, schedule.base_lrs, rates, strict=True):
+                group.update(initial_lr=base, lr=rate)
+            schedule.load_state_dict({**schedule.state_dict(), "_last_lr": rates})  # what is logged
+        elif type(schedule).__module__.startswith("deepspeed."):
+            schedule.step(schedule.last_batch_iteration)  # the rates of a schedule in the config, at this step
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer that takes the steps, without what accelerate and ZeRO put around it."""
+    return list(around(optimizer))[-1]
+
+
+def around(optimizer: Any) -> Iterable[Any]:
+    """From the outermost to the innermost."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def _schedule(scheduler: Any) -> Any:
+    while hasattr(scheduler, "scheduler"):  # accelerate's
+        scheduler = scheduler.scheduler
+    return scheduler
+
+
 def replay_cpu_adam(optimizer: Any) -> None:
     """Bring DeepSpeed's CPU Adam, which a checkpoint has been loaded into, to the digits of one that took all steps.
 
@@ -148,9 +223,8 @@ def replay_cpu_adam(optimizer: Any) -> None:
     (deepspeed 0.19.8, ops/csrc/includes/cpu_adam.h, IncrementStep). Here it takes the steps once more, on one number.
     Some microseconds a step. Let this go once DeepSpeed derives the powers from the step alone.
     """
-    while optimizer is not None and not hasattr(optimizer, "ds_opt_adam"):
-        optimizer = getattr(optimizer, "optimizer", None)  # accelerate's and ZeRO's stand around it
-    if optimizer is None:
+    optimizer = innermost(optimizer)
+    if not hasattr(optimizer, "ds_opt_adam"):
         return
     done = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
     group = optimizer.param_groups[0]
@@ -165,13 +239,37 @@ def replay_cpu_adam(optimizer: Any) -> None:
 def kept_random_states() -> Iterator[None]:
     """What runs inside draws nothing from what comes after it: a data loader draws a seed even where it shuffles
     nothing, and training would depend on how often it is evaluated."""
-    before = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    before = random_states()
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.random.set_rng_state(before[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        set_random_states(before)
+
+
+def random_states() -> dict[str, Any]:
+    """Python's, numpy's, and torch's on the CPU and on this rank's GPU, as a file of plain tensors and numbers takes
+    them."""
+    drawn: Any = np.random.get_state()
+    kind, keys, *rest = drawn
+    numpy = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
+    return {**rng_state(), "python": random.getstate(), "numpy": numpy}
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    set_rng_state(states)
+    if "python" in states:  # not in checkpoints of older versions
+        random.setstate(states["python"])
+        kind, keys, *rest = states["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+
+
+def rng_state() -> dict[str, Any]:
+    """Torch's alone."""
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state(), **cuda}
+
+
+def set_rng_state(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available() and states.get("cuda") is not None:
+        torch.cuda.set_rng_state(states["cuda"])

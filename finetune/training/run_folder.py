@@ -1,7 +1,9 @@
-"""What a run leaves behind beside weights and checkpoints: records, metrics, predictions. Rank 0 writes."""
+"""The run folder: its lock and what is deleted before a run, and what a run leaves there beside weights and
+checkpoints. Rank 0 writes. Whether it may be written, finetune.run.output_folder says."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -19,21 +21,46 @@ from typing import Any
 import torch
 import yaml
 from transformers import TrainerCallback
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from finetune.dsconfig.context import NVME_FOLDER
 from finetune.errors import RunError, disk_is_full, first_line
 from finetune.privacy import names_a_secret, without_home
-from finetune.run.files import RUN_RECORD
+from finetune.run.files import LOCK, RUN_RECORD
 from finetune.run.launch import Launch
 from finetune.run.parse import RECIPE_KEY
 from finetune.run.run import Run
-from finetune.training.checkpoints.writing import flush, write_durably
+from finetune.training.checkpoints.lock import RESUMED_WAITS_SECONDS, lock_run_folder
+from finetune.training.checkpoints.writing import clear_leftovers, flush, write_durably
 from finetune.training.guards.memory import is_out_of_memory, out_of_memory
 from finetune.versions import versions
 
 ONCE = ("config", "resume", "resume_changed", "overwrite_output_dir")  # flags that a second run must not repeat
 FULL_DISK_BYTES = 16 * 2**20
+OF_CONFIGS = ("transformers.integrations.deepspeed", "accelerate.utils.dataclasses")  # they hold the DeepSpeed config
+DEEPEST = 4  # of these
 KEPT_ROWS = 1_000  # of the log, in trainer_state.json and in memory; metrics.jsonl has all
+
+
+def lock_output_dir(run: Run) -> str | None:
+    """No second run may write there from now on. Returns what is to be said. Only rank 0, after `check_output_dir`."""
+    folder = Path(run.values["output_dir"]).expanduser()
+    wait = RESUMED_WAITS_SECONDS if run.value("resume") else 0.0
+    return lock_run_folder(folder, command_line(run.argv, run.launch), wait)
+
+
+def open_output_dir(run: Run) -> None:
+    """Make the folder, without the run that --overwrite_output_dir gives up, and without what a run that was cut off
+    left half written. Only rank 0, after `check_output_dir`."""
+    folder = Path(run.values["output_dir"]).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock_output_dir(run)  # of a folder that was not there before
+    clear_leftovers(folder)
+    if run.value("overwrite_output_dir"):
+        for path in folder.iterdir():
+            if path.name in (NVME_FOLDER, LOCK):
+                continue  # a model that is being built swaps its parameters there already; the lock is ours
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 class MetricsFile(TrainerCallback):
@@ -108,6 +135,23 @@ def command_line(argv: Sequence[str], launch: Launch) -> str:
         words.append("***" if hide else f"{name}=***" if secret and "=" in word else word)
         hide = secret and "=" not in word
     return shlex.join([without_home(word) for word in words])
+
+
+def write_arguments(folder: Path, arguments: Any) -> None:
+    """training_args.bin, a record that nobody reads back, over that of the Trainer (transformers 5.23, Trainer._save),
+    with "~" for the home folder. Its one secret, `hub_token`, is left out: a token is given by the environment here."""
+    copied = _copied(arguments, 0)
+    copied.hub_token = None
+    torch.save(copied, folder / TRAINING_ARGS_NAME)
+
+
+def _copied(holder: Any, level: int) -> Any:
+    """A copy whose texts have no home folder, and so of the configs that it holds."""
+    made = copy.copy(holder)
+    for name, value in vars(holder).items():
+        is_config = type(value).__module__ in OF_CONFIGS and hasattr(value, "__dict__") and level < DEEPEST
+        vars(made)[name] = _copied(value, level + 1) if is_config else without_home(value)
+    return made
 
 
 def write_ds_config(folder: Path, trainer: Any) -> None:

@@ -14,6 +14,7 @@ from finetune.errors import RequestError
 from finetune.models.source import positions_of
 from finetune.report.text import fenced
 from finetune.run.flags.language import SampleArguments
+from finetune.training.resuming import kept_random_states
 
 SAMPLES_FILE = "samples.md"
 
@@ -71,12 +72,10 @@ class Samples(TrainerCallback):
             "attention_mask": torch.ones(1, len(ids), device=device),
         }
         length = min(self.arguments.sample_tokens, positions_of(model.config) - len(ids))
-        state = torch.random.get_rng_state()
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
         was_training = model.training
         model.eval()
-        torch.manual_seed(self.seed)
-        with torch.no_grad():
+        with kept_random_states(), torch.no_grad():
+            torch.manual_seed(self.seed)
             made = model.generate(
                 **given,
                 max_new_tokens=length,
@@ -86,7 +85,4 @@ class Samples(TrainerCallback):
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             )
         model.train(was_training)
-        torch.random.set_rng_state(state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
         return str(tokenizer.decode(made[0], skip_special_tokens=True))

@@ -19,7 +19,7 @@ from finetune.training.checkpoints.writing import outer_of
 from finetune.training.hub import open_repo
 from finetune.training.reshard.resuming import load_best
 from finetune.training.resuming import ended_early, restore_callbacks
-from finetune.training.saved_arguments import write_arguments
+from finetune.training.run_folder import write_arguments
 
 if TYPE_CHECKING:
     from transformers import Trainer as AnyTrainer

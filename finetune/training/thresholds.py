@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import expit
 from sklearn.metrics import precision_recall_fscore_support
 
 from finetune.data.columns import MULTI_LABEL, Labels
@@ -29,7 +30,8 @@ def thresholds_of(config: Any, labels: Labels) -> list[float] | None:
 
 def choose_thresholds(logits: npt.NDArray[Any], truth: npt.NDArray[Any]) -> list[float]:
     """The probability for each label (of N rows, labels) that gives it the highest F1, halfway between two rows."""
-    return [_best_threshold(*column) for column in zip(sigmoid(logits).T, np.asarray(truth).T > 0, strict=True)]
+    scores = expit(np.asarray(logits, dtype=np.float64))
+    return [_best_threshold(*column) for column in zip(scores.T, np.asarray(truth).T > 0, strict=True)]
 
 
 def _best_threshold(scores: npt.NDArray[Any], is_true: npt.NDArray[np.bool_]) -> float:
@@ -59,27 +61,20 @@ def label_table(
     given = given_labels(logits, thresholds)
     figures = precision_recall_fscore_support(np.asarray(truth) > 0, given > 0, average=None, zero_division=0)
     least = [UNSETTLED_THRESHOLD] * len(labels.names) if thresholds is None else thresholds
+    rows = named_figures(labels.names, *figures)
+    return [{**row, "threshold": threshold} for row, threshold in zip(rows, least, strict=True)]
+
+
+def named_figures(names: Sequence[str], *figures: Any) -> list[dict[str, Any]]:
+    """Of each name its precision, recall, F1 and support, of which there is an array each."""
     return [
-        {"label": name, "precision": float(p), "recall": float(r), "f1": float(f), "support": int(n), "threshold": t}
-        for name, p, r, f, n, t in zip(labels.names, *figures, least, strict=True)
+        {"label": name, "precision": float(p), "recall": float(r), "f1": float(f), "support": int(n)}
+        for name, p, r, f, n in zip(names, *figures, strict=True)
     ]
 
 
 def given_labels(logits: npt.NDArray[Any], thresholds: Sequence[float] | None = None) -> npt.NDArray[Any]:
     """Rows of 0 and 1 (N, labels): which labels are given at those probabilities."""
     least = UNSETTLED_THRESHOLD if thresholds is None else np.asarray(thresholds)
-    given: npt.NDArray[Any] = (sigmoid(logits) >= least).astype(np.int64)
+    given: npt.NDArray[Any] = (expit(np.asarray(logits, dtype=np.float64)) >= least).astype(np.int64)
     return given
-
-
-def sigmoid(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Probabilities, in float64, without overflow."""
-    chances: npt.NDArray[Any] = np.exp(-softplus(-np.asarray(logits, dtype=np.float64)))
-    return chances
-
-
-def softplus(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """log(1 + exp(logits)), without overflow; of NaN without a warning, for the end of a run says what diverged."""
-    with np.errstate(invalid="ignore"):
-        found: npt.NDArray[Any] = np.logaddexp(0, logits)
-    return found

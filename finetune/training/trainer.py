@@ -10,6 +10,7 @@ What is overridden here stands in finetune/upstream/, each with its reason; a te
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PredictionOutput, SaveStrategy
@@ -36,15 +37,12 @@ from finetune.training.checkpoints.choice import newest_verified
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.trainer_adapter import TrainerSaves
 from finetune.training.compression import Compression, OneBitAdam
-from finetune.training.epochs import Epochs
 from finetune.training.guards.nan_guard import NanGuard, poisoned
 from finetune.training.guards.trainer_adapter import TrainerSuspect
-from finetune.training.interruption import DeafToSigterm, StopOnSignal, close_trackers
+from finetune.training.interruption import StopOnSignal, close_trackers, deaf_to_sigterm
 from finetune.training.loss import settle_trainer
-from finetune.training.offload import cpu_adam, left_to_the_trainer
-from finetune.training.own_settings import OwnSettings
 from finetune.training.reshard.resuming import Reshard
-from finetune.training.resuming import GoOn, RunningLoss, SavesLast, kept_random_states
+from finetune.training.resuming import Epochs, GoOn, OwnSettings, RunningLoss, SavesLast, kept_random_states
 from finetune.training.saving import SavingMixin, check_push
 from finetune.training.speed import (
     FLOPS_PER_PARAM_AND_TOKEN,
@@ -90,10 +88,13 @@ class FinetuneMixin(SavingMixin):
         config = plugin.deepspeed_config if plugin is not None else None
         self.clips_itself = config is not None and wants_trainer_clipping(config)
         self.own_norm: torch.Tensor | None = None  # of the gradients, where it does
-        if config is not None:
-            if wants_cpu_adam(config):
-                self.optimizer_cls_and_kwargs = cpu_adam(self.args)
-            config.update(left_to_the_trainer(config))
+        if config is not None and self.clips_itself:
+            config["gradient_clipping"] = 0.0  # once is enough
+        if config is not None and wants_cpu_adam(config):
+            self.optimizer_cls_and_kwargs = cpu_adam(self.args)
+            # accelerate 1.15 would make it anew as Adam, whose decay goes through the gradient, for it knows AdamW by
+            # torch's class alone (utils/deepspeed.py, map_pytorch_optim_to_deepspeed).
+            config["zero_force_ds_cpu_optimizer"] = False
         self.reshard: Reshard | None = None
         self.identity: Identity | None = None  # what checkpoints say of the run
         self.own_settings: OwnSettings | None = None  # of the optimizer, where the run goes on
@@ -175,7 +176,7 @@ class FinetuneMixin(SavingMixin):
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
         own = getattr(loader, "base_dataloader", loader)  # accelerate's stands around it
-        own.worker_init_fn = DeafToSigterm(own.worker_init_fn)
+        own.worker_init_fn = functools.partial(deaf_to_sigterm, own.worker_init_fn)
         return loader
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +284,10 @@ class FinetuneTrainer(FinetuneMixin, Trainer):
     """The one of the recipes."""
 
 
-def early_stopping(arguments: Any) -> list[TrainerCallback]:
-    """What --early_stopping_patience asks for."""
-    patience = arguments.early_stopping_patience
-    return [EarlyStoppingCallback(patience)] if patience else []
+def cpu_adam(args: Any) -> tuple[Any, dict[str, Any]]:
+    """DeepSpeed's AdamW for states in CPU memory, with the Trainer's weight-decay groups: a section in the JSON would
+    put weight decay on biases and norms too (transformers, integrations/deepspeed.py, deepspeed_optim_sched)."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    betas = (args.adam_beta1, args.adam_beta2)
+    return DeepSpeedCPUAdam, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "adamw_mode": True}

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import distributed
 
+from finetune.training.checkpoints.writing import every
 from finetune.training.guards.memory import advice, oom_kills
 from finetune.training.guards.pulse import HURRIED_SECONDS, MEND, QUIET_RANKS_WAIT_SECONDS, Pulse, begin_pulse
 from finetune.training.interruption import StopOnSignal
@@ -45,18 +45,17 @@ def watching(
         yield lambda: None
         return
     host = socket.gethostname()
-    every: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, (host, os.getpid()))
     # Containers may share a name and not see one another's processes.
-    peers = _Peers({rank: pid for rank, (its, pid) in enumerate(every) if its == host and _state(pid) != GONE})
+    told = enumerate(every((host, os.getpid())))
+    peers = _Peers({rank: pid for rank, (its, pid) in told if its == host and _state(pid) != GONE})
     done = threading.Event()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     old_handler = signal.signal(signal.SIGTERM, lambda *_: None)
     old_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     pulse = begin_pulse(hang_timeout, peers.pids, name_of, lambda: stop.steps > 0)
-    told = (peers, distributed.get_rank(), reader, done, name_of, stop, folder, pulse)
-    watch = threading.Thread(target=_watch, args=told, daemon=True)
+    given = (peers, distributed.get_rank(), reader, done, name_of, stop, folder, pulse)
+    watch = threading.Thread(target=_watch, args=given, daemon=True)
     watch.start()
     try:
         yield pulse.tick if pulse else lambda: None

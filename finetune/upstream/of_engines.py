@@ -35,17 +35,14 @@ ENGINE = (
         "runtime/zero/stage_1_and_2.py: its universal loader leaves it out",
         "the loader takes it",
     ),
-    *(
-        Row(
-            f"training/guards/{adapter}_adapter.py",
-            f"{ZERO}overflow",
-            "read",
-            "whether the step was left out for gradients that are not finite",
-            "runtime/engine.py, _take_model_step",
-            "a public word for a step that was skipped, in fp32 and bf16 too",
-            called_from=("deepspeed.runtime.engine:DeepSpeedEngine._take_model_step",),
-        )
-        for adapter in ("trainer", "pipeline")
+    Row(
+        "training/guards/nan_guard.py",
+        f"{ZERO}overflow",
+        "read",
+        "whether the step was left out for gradients that are not finite",
+        "runtime/engine.py, _take_model_step",
+        "a public word for a step that was skipped, in fp32 and bf16 too",
+        called_from=("deepspeed.runtime.engine:DeepSpeedEngine._take_model_step",),
     ),
     Row(
         "training/guards/trainer_adapter.py",

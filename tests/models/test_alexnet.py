@@ -20,7 +20,7 @@ from finetune.models.alexnet import (
 )
 from finetune.run.sizes import ALEXNET_SIZES
 from finetune.training.loss import honours_num_items_in_batch
-from finetune.training.pipeline.loss import StageLoss
+from finetune.training.pipeline.evaluation import StageLoss
 
 
 def a_model(seed: int = 3, **changes: Any) -> AlexNetForImageClassification:

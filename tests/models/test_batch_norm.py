@@ -30,8 +30,8 @@ from finetune.models.images import (
 from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification
 from finetune.run.flags.images import ImageModelArguments
 from finetune.run.sizes import ALEXNET_SIZES
+from finetune.training.image_trainers import SharedStatistics
 from finetune.training.loss import honours_num_items_in_batch
-from finetune.training.statistics import SharedStatistics
 
 SHAPE = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic", "num_labels": 3}
 ROWS = 8

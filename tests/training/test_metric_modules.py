@@ -14,9 +14,8 @@ import pytest
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
 from finetune.run.paths import METRICS
-from finetune.training.counted_metrics import CountedMetrics
 from finetune.training.metric_modules import FOLDER
-from finetune.training.metrics import metrics_for
+from finetune.training.metrics import CountedMetrics, metrics_for
 
 CLASSES = Labels("classification", ("bad", "good"))
 OWN = """

@@ -19,8 +19,18 @@ from finetune.run.flags.profiling import ProfileArguments, check_length, check_p
 from finetune.run.run import Run
 from finetune.training.profiling.callback import StepProfile
 from finetune.training.profiling.deepspeed import with_profilers
-from finetune.training.profiling.intervals import intersect, length, subtract, union
-from finetune.training.profiling.parts import FORWARD_RANGE, NEW_START, PARTS, Step, spans_of, steps_of
+from finetune.training.profiling.parts import (
+    FORWARD_RANGE,
+    NEW_START,
+    PARTS,
+    Step,
+    intersect,
+    length,
+    spans_of,
+    steps_of,
+    subtract,
+    union,
+)
 from finetune.training.profiling.summary import RankProfile, by_part, page, record
 
 MAIN, GLOO, DEVICE = 1, 2, 7  # threads of the host, a stream of the device

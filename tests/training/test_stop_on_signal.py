@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
-from finetune.training.interruption import DeafToSigterm, StopOnSignal, _Ballot
+from finetune.training.interruption import StopOnSignal, _Ballot, deaf_to_sigterm
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_gpu_is_not_waited_for(alone: torch.device) -> None:
 def test_a_worker_of_a_data_loader_outlives_sigterm() -> None:
     before, told = signal.getsignal(signal.SIGTERM), []
     try:
-        DeafToSigterm(told.append)(3)
+        deaf_to_sigterm(told.append, 3)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.special import expit
 from sklearn.metrics import f1_score
 from transformers.trainer_utils import PredictionOutput
 
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.training.metrics import metrics_for, settle_thresholds
-from finetune.training.thresholds import choose_thresholds, given_labels, sigmoid, thresholds_of
+from finetune.training.thresholds import choose_thresholds, given_labels, thresholds_of
 
 LABELS = Labels(MULTI_LABEL, ("often", "seldom"))
 
@@ -26,8 +27,8 @@ def test_no_other_threshold_gives_a_label_a_higher_f1() -> None:
     given = given_labels(logits, chosen)
     for label in range(4):
         best = max(
-            f1_score(truth[:, label], sigmoid(logits)[:, label] >= cut, zero_division=0)
-            for cut in np.unique(sigmoid(logits)[:, label])
+            f1_score(truth[:, label], expit(logits)[:, label] >= cut, zero_division=0)
+            for cut in np.unique(expit(logits)[:, label])
         )
         assert f1_score(truth[:, label], given[:, label]) == pytest.approx(best)
 
@@ -35,7 +36,7 @@ def test_no_other_threshold_gives_a_label_a_higher_f1() -> None:
 def test_a_label_held_out_too_seldom_keeps_one_half() -> None:
     truth = np.zeros((50, 2))
     truth[:20, 0], truth[:3, 1] = 1, 1
-    assert choose_thresholds(4 * truth - 6, truth) == [pytest.approx(sigmoid(np.array([-2.0, -6])).mean()), 0.5]
+    assert choose_thresholds(4 * truth - 6, truth) == [pytest.approx(expit(np.array([-2.0, -6])).mean()), 0.5]
 
 
 def test_thresholds_go_into_the_config_and_come_back_with_the_model(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_thresholds_go_into_the_config_and_come_back_with_the_model(tmp_path: Pa
     evaluated = PredictionOutput(4.0 * truth - 5, truth, {"eval_f1_micro": 0.0, "eval_runtime": 1.0})
     found = settle_thresholds(session, metrics, evaluated)
     assert (found.metrics["eval_f1_micro"], found.metrics["eval_runtime"]) == (1.0, 1.0), "0.5 would give no label"
-    assert metrics.thresholds == pytest.approx([sigmoid(np.array([-1.0, -5])).mean()] * 2, abs=1e-6)
+    assert metrics.thresholds == pytest.approx([expit(np.array([-1.0, -5])).mean()] * 2, abs=1e-6)
     config = SimpleNamespace(**json.loads((tmp_path / "config.json").read_text()))
     assert config.model_type == "distilbert"
     assert metrics_for(LABELS, None, config).thresholds == metrics.thresholds

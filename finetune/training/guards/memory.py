@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from finetune.errors import FinetuneError, RunError
 from finetune.plan.from_run import job_of
 from finetune.plan.machine import find_machine
 from finetune.plan.mends import cheaper
-from finetune.plan.plan import Plan, plan
+from finetune.plan.plan import plan
 from finetune.plan.run_model import run_of_record
 from finetune.run.files import RUN_RECORD
 from finetune.run.launch import read_launch
@@ -52,20 +53,20 @@ def _measured() -> str:
         )
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     bound = f"; its address space is limited to {limit / GIB:.2f} GiB (ulimit -v)" if limit > 0 else ""
-    cgroup = _number(_group() / "memory.max")
-    bound += f"; its cgroup to {cgroup / GIB:.2f} GiB" if cgroup else ""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return (
-        f"Measured: this process took at most {peak_rss_bytes() / GIB:.2f} GiB (everything included), of "
-        f"{memory / GIB:.2f} GiB of the machine{bound}."
-    )
+    with suppress(OSError, ValueError):  # "max", for no limit
+        bound += f"; its cgroup to {int((_group() / 'memory.max').read_text()) / GIB:.2f} GiB"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    own = f"this process took at most {peak_rss_bytes() / GIB:.2f} GiB (everything included)"
+    return f"Measured: {own}, of {memory:.2f} GiB of the machine{bound}."
 
 
 def advice(folder: Path) -> str:
     """The plan of a run's recipe.yaml: its peak on a rank, and the three cheapest changes that lower it."""
     where = f"`finetune plan {folder / RUN_RECORD}` shows what takes it."
     try:
-        found = _plan(folder)
+        machine = find_machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+        job, _, _ = job_of(run_of_record(folder, read_launch()), machine)
+        found = plan(job, machine)
     except (FinetuneError, OSError) as error:
         return f"No plan of it: {error} Smaller micro-batches or --deepspeed zero3 take less."
     changes = "; ".join(
@@ -77,34 +78,17 @@ def advice(folder: Path) -> str:
     return text + (f"The cheapest changes: {changes}. " if changes else "Nothing that is known lowers it. ") + where
 
 
-def _plan(folder: Path) -> Plan:
-    machine = find_machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
-    job, _, _ = job_of(run_of_record(folder, read_launch()), machine)
-    return plan(job, machine)
-
-
 def oom_kills() -> int:
     """How many processes of this cgroup the kernel has killed for want of memory so far (cgroup v2, memory.events)."""
-    try:
+    with suppress(OSError):
         lines = (_group() / "memory.events").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return 0
 
 
 def _group() -> Path:
     """Of this process; in a container the root of what it sees."""
-    try:
+    with suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return EVENTS
-    own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
-    return EVENTS / own.strip("/")
-
-
-def _number(file: Path) -> int:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return 0
-    return int(text) if text.isdigit() else 0
+        return EVENTS / next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/").strip("/")
+    return EVENTS

@@ -58,11 +58,9 @@ class Movement:
         if before is None or now.waits_for_a_disk or before.cpu.keys() != now.cpu.keys():
             return True  # a child has come or gone
         spent = sum(now.cpu.values()) - sum(before.cpu.values())
-        return (
-            spent > IDLE_SHARE * (now.at - before.at)
-            or own_bytes - before.own_bytes > self.own_bytes
-            or any(number - before.other_bytes.get(k, 0) > OTHER_BYTES for k, number in now.other_bytes.items())
-        )
+        if spent > IDLE_SHARE * (now.at - before.at) or own_bytes - before.own_bytes > self.own_bytes:
+            return True
+        return any(number - before.other_bytes.get(k, 0) > OTHER_BYTES for k, number in now.other_bytes.items())
 
     def _look(self) -> Seen:
         cpu = {0: sum(t.user_time + t.system_time for t in self.process.threads() if t.id not in self.watchers)}

@@ -8,21 +8,25 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 
+from finetune.data.packing import REAL_TOKENS
 from finetune.errors import RequestError, RunError, first_line
 from finetune.run.flags.guards import GuardArguments
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
-from finetune.training.checkpoints.writing import every, leads, together
+from finetune.training.checkpoints.writing import every, leads, of_first, rank, together
 from finetune.training.guards.finder import Found
 from finetune.training.guards.replay import FOLDER, write_batch, write_report
+from finetune.training.resuming import rng_state, set_rng_state
 
 LIMIT_STEPS = 1000  # in as many --nan_limit counts: one odd batch a week is no reason to end a run of months
+MOST_SHOWN = 16  # samples of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -35,38 +39,88 @@ class Finding:
     samples: list[int] | None  # None: not known, of a stream
 
 
-class Suspect(Protocol):
-    """What the guard asks of a training loop."""
+class Suspect:
+    """What the guard asks of a training loop, which leaves its micro-batches in `window` as each step begins."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.window: list[dict[str, Any]] = []
+        self.loss_before: Any = 0.0  # of the steps since the last log
+        self.bad_norm = False
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's; None without it."""
+        raise NotImplementedError
+
+    @property
+    def engine_leaves_out(self) -> bool:
+        """DeepSpeed's own optimizers leave out what is not finite (ZeRO, bf16, fp16: 0.19.8, `overflow`). One of torch,
+        at stage 0 in fp32, does not."""
+        return self.engine is not None and hasattr(self.engine.optimizer, "overflow")
 
     def prepare(self) -> None:
         """Before the first step, once the engine is there."""
+        if self.engine is not None and not self.engine_leaves_out:
+            self.engine.optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.saw(torch.nn.utils.get_total_norm(gradients)):
+            optimizer.zero_grad(set_to_none=True)  # without gradients it changes nothing
+
+    def saw(self, norm: Any) -> bool:
+        """Tell the gradients' norm, the same on all ranks. True where no step may be taken."""
+        self.bad_norm = norm is not None and not bool(torch.isfinite(torch.as_tensor(norm)))
+        return self.bad_norm
 
     def hit(self) -> bool:
         """Whether this step's gradients are not finite, and its update was therefore left out. All ranks agree."""
+        return bool(self.engine.optimizer.overflow) if self.engine_leaves_out else self.bad_norm
 
     def losses_are_finite(self) -> bool:
         """Those of this rank's micro-batches of this step."""
+        raise NotImplementedError
 
     def is_scaled(self) -> bool:
         """True where fp16's loss scale makes overflows that are no faults."""
+        return bool(self.engine.fp16_enabled())
 
     def look(self, backward: bool) -> list[Finding]:
         """Run the step's micro-batches again. Every rank calls it."""
+        raise NotImplementedError
 
     def batches(self) -> list[dict[str, torch.Tensor]]:
-        """This rank's micro-batches of the step."""
+        """This rank's micro-batches of the step, as a model takes them."""
+        tensors = [{k: v for k, v in batch.items() if isinstance(v, torch.Tensor)} for batch in self.window]
+        return [{name: value for name, value in batch.items() if name != REAL_TOKENS} for batch in tensors]
 
     def forget_loss(self) -> None:
         """What is logged is the mean of the steps that were taken."""
+        self.trainer.running_loss.now = self.loss_before
 
     def advance_schedule(self) -> None:
         """As after a step that was taken, where the engine has not done it."""
+        raise NotImplementedError
 
     def can_load(self, folder: Path) -> bool:
         """Whether the engine reads this checkpoint as it stands. May raise RequestError."""
+        raise NotImplementedError
 
     def roll_back(self, folder: Path) -> None:
         """Weights and optimizer from a checkpoint; schedule, random states and data go on from here."""
+        raise NotImplementedError
+
+    def finding(self, sampler: Any, number: int, found: Found | None, readers: int, reader: int) -> Finding:
+        """Of micro-batch `number`, with its rows of the prepared training set: those of `sampler` are dealt to the
+        `readers` in turn (accelerate's data_loader.py, BatchSamplerShard; finetune.training.pipeline.batches)."""
+        samples = None
+        if sampler is not None:
+            size, batch = self.trainer.args.train_batch_size, sampler.global_batch_size
+            step = self.trainer.state.global_step % (len(sampler) // batch)
+            first = step * batch + (number * readers + reader) * size
+            samples = list(islice(iter(sampler), first, first + size))
+        return Finding(rank(), number, found, samples)
 
 
 @dataclass
@@ -103,11 +157,11 @@ class NanGuard(TrainerCallback):
         self.just_hit = True
         step = state.global_step + 1
         after = rng_state()
-        set_rng_state(self.rng)
-        findings = _gathered(self.suspect.look(backward=False))
-        if not any(one.found for one in findings):
-            set_rng_state(self.rng)
-            findings = _gathered(self.suspect.look(backward=True))
+        findings: list[Finding] = []
+        for backward in (False, True):
+            if not any(one.found for one in findings):
+                set_rng_state(self.rng)
+                findings = [one for some in every(self.suspect.look(backward)) for one in some]
         set_rng_state(after)
         place = Path(args.output_dir) / FOLDER / f"step-{step}"
         said = _said(findings, step, losses_are_finite)
@@ -157,19 +211,16 @@ class NanGuard(TrainerCallback):
                 "no mend here. Where every batch fails, it is the weights: lower --learning_rate, and go on from an "
                 "older checkpoint by --resume PATH."
             )
-        if policy == "skip":
-            self.suspect.forget_loss()
-            what = "the step is left out"
-        else:
-            checkpoint = together(lambda: self._newest(Path(args.output_dir)) if leads() else None)
-            checkpoint = every(checkpoint)[0]
+        what, checkpoint = "the step is left out", None
+        if policy == "rollback":
+            checkpoint = of_first(together(lambda: self._newest(Path(args.output_dir)) if leads() else None))
             if checkpoint is None:
-                older = (
-                    f" older than {self.back_at.name}, after which the next step failed, too" if self.back_at else ""
-                )
+                back = self.back_at
+                older = f" older than {back.name}, after which the next step failed, too" if back else ""
                 raise RunError(f"{said} {kept} --on_nan rollback finds no checkpoint to go back to{older}.")
+        self.suspect.forget_loss()
+        if checkpoint is not None:
             self.back_at = checkpoint
-            self.suspect.forget_loss()
             self.suspect.roll_back(checkpoint)
             what = f"weights and optimizer are those of {checkpoint.name} again"
         if state.is_world_process_zero:
@@ -199,19 +250,6 @@ def poisoned(loss: torch.Tensor) -> torch.Tensor:
     return loss * (1 + (loss - loss).detach())
 
 
-def rng_state() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def set_rng_state(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-
-
 def _said(findings: list[Finding], step: int, losses_are_finite: bool) -> str:
     found = sorted((one for one in findings if one.found), key=lambda one: (one.micro_batch, one.rank))
     if not found:
@@ -222,17 +260,11 @@ def _said(findings: list[Finding], step: int, losses_are_finite: bool) -> str:
         )
     first = found[0]
     assert first.found is not None
-    samples = "samples not known (a stream)" if first.samples is None else f"samples {_some(first.samples)}"
+    samples = "samples not known (a stream)"
+    if first.samples is not None:
+        rest = len(first.samples) - MOST_SHOWN
+        samples = f"samples {', '.join(map(str, first.samples[:MOST_SHOWN]))}" + f" and {rest} more" * (rest > 0)
     more = len({(one.rank, one.micro_batch) for one in found}) - 1
     others = f" So have {more} more micro-batch(es)." if more else ""
     where = f"rank {first.rank}, micro-batch {first.micro_batch + 1}, {samples}"
     return f"step {step} is not finite: first {first.found.what}; {where}.{others}"
-
-
-def _some(numbers: list[int], most: int = 16) -> str:
-    shown = ", ".join(map(str, numbers[:most]))
-    return shown if len(numbers) <= most else f"{shown} and {len(numbers) - most} more"
-
-
-def _gathered(own: list[Finding]) -> list[Finding]:
-    return [one for some in every(own) for one in some]

@@ -13,15 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
 from torch import distributed
 
+from finetune.training.checkpoints.writing import every, of_first
 from finetune.training.guards.movement import Movement
-from finetune.training.guards.position import Position, Report, position_of
-from finetune.training.guards.verdict import Verdict, judge
+from finetune.training.guards.verdict import Position, Report, Verdict, judge, position_of
 
 BEAT_SECONDS = 1.0
 SUSPENDED_SECONDS = 3 * BEAT_SECONDS  # a lap so long: this process was stopped (a cluster suspends a job), or its host
@@ -125,18 +125,18 @@ class Pulse(threading.Thread):
         elif self.movement.since_last():
             self.idle_since = now
         still, idle = now - self.since, now - self.idle_since
-        stepped = self.has_stepped()
-        self.report = Report(self.rank, self.report.beat + 1, found, still, idle, has_stepped=stepped)
+        self.report = Report(self.rank, self.report.beat + 1, found, still, idle, has_stepped=self.has_stepped())
 
     def _tell(self) -> None:
-        self.store.set(f"rank {self.rank}", json.dumps(self.report.as_json()))
+        self.store.set(f"rank {self.rank}", json.dumps(asdict(self.report)))
 
     def _exchange(self) -> None:
         self._tell()
         for rank in self.others:
             if not self.store.check([f"rank {rank}"]):
                 continue
-            report = Report.of(json.loads(self.store.get(f"rank {rank}")))
+            content = json.loads(self.store.get(f"rank {rank}"))
+            report = Report(**{**content, "position": Position(**content["position"])})
             if rank not in self.seen or report.beat != self.seen[rank].beat:
                 self.seen[rank], self.seen_at[rank] = report, time.monotonic()
         if self.rank and self.store.check([VERDICT]):
@@ -191,16 +191,14 @@ def begin_pulse(
     store: Any = None
     if is_first:
         store = distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    told = [store.port if is_first else None]
-    distributed.broadcast_object_list(told, src=0)
+    port = of_first(store.port if is_first else None)
     if not is_first:
         with suppress(distributed.DistError):
-            store = distributed.TCPStore(address, told[0], is_master=False, wait_for_workers=False, timeout=timeout)
-    reach: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(reach, store is not None)
+            store = distributed.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    reach = every(store is not None)
     if not all(reach):
         if is_first:
-            print(f"warning: rank {reach.index(False)} does not reach {address}:{told[0]}: a hang is not noticed.")
+            print(f"warning: rank {reach.index(False)} does not reach {address}:{port}: a hang is not noticed.")
         return None
     pulse = Pulse(store, limit, pids, name_of, has_stepped)
     pulse.start()

@@ -1,13 +1,86 @@
-"""Who holds a run up: a judgement over what all ranks have told. No threads and no network here."""
+"""Where each rank's main thread stands, and who holds a run up by that. No threads and no network here."""
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from finetune.training.guards.position import Report
+from pathlib import Path
+from types import FrameType
 
 SILENT_SECONDS = 40.0  # signs of life come once a second, from a thread that waits for nothing
+COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/deepspeed/comm/", "/deepspeed/ops/comm/")
+BACKWARD = "_engine_run_backward"  # torch/autograd/graph.py: DDP's and ZeRO's collectives are waited for in it
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+# Where one rank may wait for a disk or a service, for as long as these take, while the others wait for it. A file
+# system in user space (FUSE) has an fsync or a rename wait in state S, which looks like nothing.
+PATIENT_STEPS = {
+    "/finetune/training/checkpoints/": "saves or deletes a checkpoint",
+    "/finetune/training/pipeline/checkpoint.py": "saves or loads a checkpoint",
+    "/finetune/training/hub.py": "talks to the hub",
+    "/huggingface_hub/": "talks to the hub",
+    "/fsspec/": "reads over the network",
+    "/datasets/utils/file_utils.py": "reads over the network",  # which waits 5 s, up to 20 times, for a server
+    "/transformers/integrations/integration_utils.py": "talks to a tracker",
+}
+
+
+@dataclass(frozen=True)
+class Position:
+    """`where` is for people: the innermost function, and the innermost one that is of no library. `collective` names
+    the transfer that is waited in; "" for none. `key` differs wherever the thread has moved."""
+
+    where: str
+    collective: str
+    key: str
+    patient: str = ""  # why it is no fault to stand here; "" where it is one
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells the others. `still_seconds`: since its main thread has moved; `idle_seconds`: since then, and
+    nothing else moved in the process either (no CPU time, no bytes, no disk wait). `has_stepped`: since this start."""
+
+    rank: int
+    beat: int
+    position: Position
+    still_seconds: float
+    idle_seconds: float
+    has_left: bool = False
+    has_stepped: bool = True
+
+
+def position_of(thread: int) -> Position:
+    """Of a thread by its ident."""
+    frame = sys._current_frames().get(thread)
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    if not frames:
+        return Position("its end", "", "")
+    inner = _words(frames[0])
+    own = next((f for f in frames if not f.f_code.co_filename.startswith((*LIBRARIES, "<"))), None)
+    where = inner if own is None or own is frames[0] else f"{inner}, called by {_words(own)}"
+    key = " ".join(f"{id(f)}:{f.f_lasti}" for f in frames)
+    files = [f.f_code.co_filename for f in frames]
+    patient = next((what for part, what in PATIENT_STEPS.items() if any(part in file for file in files)), "")
+    return Position(where, _collective(frames), key, patient)
+
+
+def _collective(frames: list[FrameType]) -> str:
+    if frames[0].f_code.co_name == BACKWARD:
+        return "backward"
+    found = [f for f in frames if any(part in f.f_code.co_filename for part in COLLECTIVES)]
+    # Wrappers of torch and DeepSpeed stand around the one that was asked for.
+    named = [f.f_code.co_name for f in found if f.f_code.co_name not in ("wrapper", "log_wrapper", "inner", "decorate")]
+    return named[-1].strip("_") if named else ""
+
+
+def _words(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name} ({'/'.join(path.parts[-2:])}:{frame.f_lineno})"
 
 
 @dataclass(frozen=True)
@@ -29,21 +102,21 @@ def judge(
     its first step, nor where it saves, or talks to a hub or a tracker, however long it takes.
     """
     silence = min(limit, SILENT_SECONDS)
-    silent = [rank for rank, age in sorted(ages.items()) if age >= silence and not _left(reports, rank)]
+    left = {rank for rank, report in reports.items() if report.has_left}
+    silent = [rank for rank, age in sorted(ages.items()) if age >= silence and rank not in left]
     if silent:
         names = _join([_silent(reports.get(rank), name_of(rank), ages[rank]) for rank in silent])
         return Verdict(tuple(silent), names)
-    there = {rank: report for rank, report in sorted(reports.items()) if not report.has_left}
+    there = {rank: report for rank, report in sorted(reports.items()) if rank not in left}
     stuck = [rank for rank, report in there.items() if report.idle_seconds >= limit and _is_a_fault(report)]
     waiting = [rank for rank, report in there.items() if report.still_seconds >= limit and rank not in stuck]
     if stuck and waiting:
-        names = _join([_stuck(there[rank], name_of(rank)) for rank in stuck])
+        still = {rank: f"has not moved for {there[rank].idle_seconds:.0f} s (--hang_timeout)" for rank in stuck}
+        names = _join([f"{name_of(rank)} {still[rank]}, in {there[rank].position.where}" for rank in stuck])
         others = _join([f"{name_of(rank)} in {_place(there[rank])}" for rank in waiting[:4]])
         return Verdict(tuple(stuck), f"{names}; {others} {'waits' if len(waiting) == 1 else 'wait'} for it")
-    all_wait = len(there) > 1 and all(
-        report.idle_seconds >= limit and report.position.collective for report in there.values()
-    )
-    if not all_wait:
+    idle = [report for report in there.values() if report.idle_seconds >= limit and report.position.collective]
+    if not len(idle) == len(there) > 1:
         return None
     names = _join([f"{name_of(rank)} in {_place(report)}" for rank, report in there.items()])
     if len({report.position.where for report in there.values()}) > 1:
@@ -56,17 +129,9 @@ def _is_a_fault(report: Report) -> bool:
     return report.has_stepped and not report.position.collective and not report.position.patient
 
 
-def _left(reports: Mapping[int, Report], rank: int) -> bool:
-    return rank in reports and reports[rank].has_left
-
-
 def _silent(report: Report | None, name: str, age: float) -> str:
     at = f"; it stood in {_place(report)}" if report and report.position.where else ""
     return f"{name} has given no sign of life for {age:.0f} s (stopped, or its host is gone){at}"
-
-
-def _stuck(report: Report, name: str) -> str:
-    return f"{name} has not moved for {report.idle_seconds:.0f} s (--hang_timeout), in {report.position.where}"
 
 
 def _place(report: Report) -> str:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
-
-import torch
-from torch.utils.data import DataLoader
 
 from finetune.data.sampling import GlobalBatchSampler
-from finetune.training.interruption import DeafToSigterm
 
 
 class TrainingShard:
@@ -54,18 +49,3 @@ class EvaluationShard:
 
     def __len__(self) -> int:
         return len(self.indices)
-
-
-def loader(dataset: Any, shard: Any, collator: Any, workers: int, seed: int, pin: bool) -> DataLoader[Any]:
-    """Collated micro-batches of a shard, in its order. A loader draws a seed for its workers; it has a generator of its
-    own for that, so that dropout draws the same in a run that is resumed."""
-    own = torch.Generator().manual_seed(seed)
-    return DataLoader(
-        dataset,
-        batch_sampler=shard,
-        collate_fn=collator,
-        num_workers=workers,
-        generator=own,
-        pin_memory=pin,
-        worker_init_fn=DeafToSigterm(),
-    )

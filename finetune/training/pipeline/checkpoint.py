@@ -7,13 +7,10 @@ and a run goes on at any number of stages and of pipelines. Written beside its p
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import distributed
@@ -26,12 +23,11 @@ from finetune.training.checkpoints.final import open_final, save_final
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.manifest import Spread
 from finetune.training.checkpoints.space import OTHER_BYTES, check_space, stage_bytes
-from finetune.training.checkpoints.writing import About, AtomicFolder, every
-from finetune.training.own_settings import OwnSettings
+from finetune.training.checkpoints.writing import About, AtomicFolder, every, leads, rank
 from finetune.training.pipeline.engine import Built, Named
-from finetune.training.pipeline.files import file_name, find_tensors, read_tensor
-from finetune.training.pipeline.flat_states import FlatStates
+from finetune.training.pipeline.files import FlatStates, file_name, find_tensors, read_tensor
 from finetune.training.pipeline.stages import Cut, owned
+from finetune.training.resuming import OwnSettings, random_states, set_random_states
 from finetune.training.run_folder import write_json
 
 SCHEDULER, RNG = "scheduler.pt", "rng_state_{rank}.pth"
@@ -56,8 +52,6 @@ class Checkpoints:
         self.mine = owned(parts, self.stage)  # the names of what this stage saves
         self.pipelines = grid.get_data_parallel_world_size()
         self.states = FlatStates(built.optimizer, built.groups, grid.get_data_parallel_group())
-        self.rank = distributed.get_rank()
-        self.leads = self.rank == 0
         self.optim = type(built.optimizer).__name__
         self.own_settings = OwnSettings.of(built.engine.optimizer)
         self.saved_bytes = 0  # of the last checkpoint, all files
@@ -72,17 +66,17 @@ class Checkpoints:
                 states = self.states.whole(self.mine if self.writes else set())
                 if self.writes:
                     save_file(states, folder / file_name("optimizer", self.stage, self.stages))
-                torch.save(_rng_states(), folder / RNG.format(rank=self.rank))
-            if self.leads and not weights_only:
-                torch.save(self.built.scheduler.state_dict(), folder / SCHEDULER)
-            if self.leads:
+                torch.save(random_states(), folder / RNG.format(rank=rank()))
+                if leads():
+                    torch.save(self.built.scheduler.state_dict(), folder / SCHEDULER)
+            if leads():
                 record = {
                     "stages": self.stages,
                     "pipelines": self.pipelines,
                     "partition_method": self.parts.method,
                     "bounds": list(self.parts.bounds),
                     "global_batch_size": global_batch_size,
-                    "optimizer": type(self.states.optimizer).__name__,
+                    "optimizer": self.optim,
                     "optimizer_steps": self.states.steps(),
                     "loss_scale": self._loss_scale(),
                 }
@@ -98,11 +92,10 @@ class Checkpoints:
 
     def load(self, folder: Path, record: dict[str, Any]) -> None:
         """Weights, optimizer, schedule and, at the same layout, random states; `record` is what `read_record` gave."""
-        kind = type(self.states.optimizer).__name__
-        if record["optimizer"] != kind:
+        if record["optimizer"] != self.optim:
             raise RequestError(
-                f"--resume: {folder} holds the states of {record['optimizer']}, but --optim makes {kind}. Resume with "
-                "the --optim in recipe.yaml."
+                f"--resume: {folder} holds the states of {record['optimizer']}, but --optim makes {self.optim}. Resume "
+                "with the --optim in recipe.yaml."
             )
         if not (folder / SCHEDULER).is_file():
             raise RequestError(f"--resume: {folder} was saved with --save_only_model: there is nothing to go on with.")
@@ -112,7 +105,7 @@ class Checkpoints:
             vars(self.built.engine.optimizer.loss_scaler).update(record["loss_scale"])
         self.load_schedule(torch.load(folder / SCHEDULER, weights_only=True))
         if (record["stages"], record["pipelines"]) == (self.stages, self.pipelines):
-            _restore_rng_states(folder / RNG.format(rank=self.rank))
+            set_random_states(torch.load(folder / RNG.format(rank=rank()), weights_only=True))
 
     def _loss_scale(self) -> dict[str, Any]:
         """The numbers of fp16's dynamic loss scale; those of bf16 and fp32 stay 1."""
@@ -142,13 +135,12 @@ class Checkpoints:
     def _write_model(self, folder: Path) -> None:
         weights = whole_weights(self.built.named, self.mine, self.writes)
         if self.writes:
-            weights |= {
-                name: b.detach().to("cpu", copy=True) for name, b in self.built.buffers.items() if name in self.mine
-            }
+            own = {name: buffer for name, buffer in self.built.buffers.items() if name in self.mine}
+            weights |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in own.items()}
         write_weights(folder, weights, self.stage, self.stages, self.writes)
-        if self.leads and self.save_config is not None:
+        if leads() and self.save_config is not None:
             self.save_config(folder)
-        if self.leads and self.processing_class is not None:
+        if leads() and self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 
 
@@ -174,14 +166,11 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor], stage: int, st
     own = file_name("model", stage, stages)
     if writes:
         save_file(weights, folder / own, metadata={"format": "pt"})
-    parts: list[Any] = [None] * distributed.get_world_size()
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in weights.items()} if writes else {}
-    distributed.all_gather_object(parts, (own, sizes))
-    if distributed.get_rank() == 0 and stages > 1:
+    parts = every((own, {name: tensor.nbytes for name, tensor in weights.items()} if writes else {}))
+    if leads() and stages > 1:
         places = {name: file for file, names in parts for name in names}
         total = sum(size for _, names in parts for size in names.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": places})
 
 
 def load_weights(folder: Path, named: Named, buffers: dict[str, torch.Tensor]) -> None:
@@ -199,23 +188,3 @@ def load_weights(folder: Path, named: Named, buffers: dict[str, torch.Tensor]) -
             parameter.copy_(value)
         if name in named:
             safe_set_full_fp32_param(parameter, value.to(parameter.device, torch.float32))
-
-
-def _rng_states() -> dict[str, Any]:
-    """Python's, numpy's, and torch's on the CPU and on this rank's GPU."""
-    drawn: Any = np.random.get_state()
-    kind, keys, *rest = drawn
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    numpy = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)  # as a file of plain tensors and numbers takes it
-    return {"cpu": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
-
-
-def _restore_rng_states(path: Path) -> None:
-    states = torch.load(path, weights_only=True)
-    torch.set_rng_state(states["cpu"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "python" in states:
-        random.setstate(states["python"])
-        kind, keys, *rest = states["numpy"]
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

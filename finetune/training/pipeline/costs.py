@@ -56,11 +56,7 @@ def _look(layers: Sequence[PipelineLayer]) -> list[_Look]:
 
 
 def measure_layers(
-    model: PipelineModel,
-    batch: dict[str, torch.Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-    recomputes: bool,
+    model: PipelineModel, batch: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype, recomputes: bool
 ) -> tuple[list[LayerCost], torch.Tensor]:
     """What each layer costs on this machine: a micro-batch goes through one layer after another, forward and backward.
     And what goes from the middle layer to the next, as a tensor.

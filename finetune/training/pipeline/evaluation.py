@@ -1,4 +1,5 @@
-"""Forward passes through a pipeline: of the whole evaluation set, or of a step's batches once more."""
+"""The loss that DeepSpeed calls on the last stage; and forward passes through a pipeline, of the whole evaluation set
+or of a step's batches once more."""
 
 from __future__ import annotations
 
@@ -11,25 +12,48 @@ from torch import distributed
 from transformers import EvalPrediction
 from transformers.trainer_utils import speed_metrics
 
+from finetune.models.pipeline import PipelineModel
+from finetune.training.guards.nan_guard import poisoned
 from finetune.training.pipeline.batches import EvaluationShard
 from finetune.training.speed import wall_clock
 
 
+class StageLoss:
+    """In training, the micro-batch's summed loss by the items of the whole global batch. DeepSpeed takes the mean over
+    micro-batches and data-parallel ranks; `shares` of them undo that. In evaluation, sums of the rows' figures gather
+    in `figures`, in float64."""
+
+    def __init__(self, model: PipelineModel, shares: int) -> None:
+        self.model, self.shares = model, shares
+        self.items: Any = 1
+        self.figures: torch.Tensor | None = None
+        self.real_rows: deque[int] | None = None  # of each micro-batch of an evaluation, in order; None in training
+
+    def count(self, labels: list[Any], group: Any, device: torch.device) -> None:
+        """The items of this pipeline's micro-batches of a step, and of the other pipelines' in `group`."""
+        items = torch.stack([self.model.items(some) for some in labels]).sum().to(device)
+        if distributed.get_world_size(group) > 1:
+            distributed.all_reduce(items, group=group)
+        self.items = items.clamp(min=1)
+
+    def __call__(self, outputs: Any, labels: Any) -> torch.Tensor:
+        if self.real_rows is None:
+            return poisoned(self.model.loss(outputs, labels) * (self.shares / self.items))
+        real = self.real_rows.popleft()
+        sums = self.model.figures(_first_rows(outputs, real), _first_rows(labels, real)).double().sum(dim=0)
+        self.figures = sums if self.figures is None else self.figures + sums
+        return sums.new_zeros(())  # which DeepSpeed adds up, and nobody reads
+
+
+def _first_rows(values: Any, count: int) -> Any:
+    """Of a tensor, or of each in a tuple: what comes behind fills up the last batch."""
+    return tuple(value[:count] for value in values) if isinstance(values, tuple) else values[:count]
+
+
 def evaluated(trainer: Any) -> dict[str, float]:
-    """The figures over the whole evaluation set, the same on every rank."""
-    start = time.monotonic()
-    sums, batches = whole_set(trainer)
-    metrics = trainer.compute_metrics(EvalPrediction(predictions=sums, label_ids=None))
-    figures: dict[str, float] = {f"eval_{name}": value for name, value in metrics.items()}
-    samples = len(trainer.eval_dataset)
-    return {**figures, **speed_metrics("eval", wall_clock(start), num_samples=samples, num_steps=batches)}
-
-
-def whole_set(trainer: Any) -> tuple[Any, int]:
-    """The sums of the figures over the evaluation set of a PipelineTrainer, (1, k), the same on every rank, and how
-    many batches a pipeline took. All ranks must call it."""
-    args, engine, loss = trainer.args, trainer.engine, trainer.loss
-    shard = EvaluationShard(len(trainer.eval_dataset), args.eval_batch_size, trainer.pipeline, trainer.pipelines)
+    """The figures over the whole evaluation set of a PipelineTrainer, the same on every rank; all must call it."""
+    start, samples, engine, loss = time.monotonic(), len(trainer.eval_dataset), trainer.engine, trainer.loss
+    shard = EvaluationShard(samples, trainer.args.eval_batch_size, trainer.pipeline, trainer.pipelines)
     batches = None
     if trainer.is_first or trainer.is_last:
         batches = map(trainer.model.split, trainer.loader(trainer.eval_dataset, shard))
@@ -39,29 +63,25 @@ def whole_set(trainer: Any) -> tuple[Any, int]:
     engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=len(shard))
     if not trainer.dynamic:
         engine.reset_activation_shape()
-    return _from_last_stage(trainer, loss.figures), len(shard)
-
-
-def _from_last_stage(trainer: Any, figures: torch.Tensor | None) -> Any:
-    """Summed over pipelines, and told to every rank."""
-    grid = trainer.grid
+    told: list[Any] = [None]
     if trainer.is_last:
-        assert figures is not None
-        distributed.all_reduce(figures, group=grid.get_data_parallel_group())
-    told = [figures.cpu() if figures is not None else None]
-    distributed.broadcast_object_list(told, src=grid.stage_to_global(trainer.parts.stages - 1, data=0))
-    assert told[0] is not None
-    return told[0].numpy()[None]
+        assert loss.figures is not None
+        distributed.all_reduce(loss.figures, group=trainer.grid.get_data_parallel_group())
+        told = [loss.figures.cpu().numpy()[None]]  # (1, k)
+    distributed.broadcast_object_list(told, src=trainer.grid.stage_to_global(trainer.parts.stages - 1, data=0))
+    metrics = trainer.compute_metrics(EvalPrediction(predictions=told[0], label_ids=None))
+    figures: dict[str, float] = {f"eval_{name}": value for name, value in metrics.items()}
+    return {**figures, **speed_metrics("eval", wall_clock(start), num_samples=samples, num_steps=len(shard))}
 
 
 def forward(trainer: Any, batches: list[dict[str, Any]]) -> None:
     """The micro-batches of a step, without a step; on all ranks."""
-    rows = [len(next(iter(batch.values()))) for batch in batches] or [0] * trainer.micro_batches
-    trainer.loss.real_rows, trainer.loss.figures = deque(rows), None
+    loss, micro_batches = trainer.loss, trainer.micro_batches
+    loss.real_rows = deque([len(next(iter(batch.values()))) for batch in batches] or [0] * micro_batches)
+    loss.figures = None
     pairs = map(trainer.model.split, batches) if trainer.is_first or trainer.is_last else None
-    micro_batches = trainer.micro_batches
     trainer.engine.eval_batch(pairs, reduce_output=None, bcast_loss=False, num_micro_batches=micro_batches)
-    trainer.loss.figures = None
+    loss.figures = None
 
 
 def note_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:

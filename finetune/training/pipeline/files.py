@@ -1,11 +1,17 @@
-"""The files of a checkpoint: tensors by name in however many files."""
+"""The files of a checkpoint, tensors by name in however many of them; and the optimizer's states for them, out of
+ZeRO-1's flat tensors and back at any layout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import distributed
+
+from finetune.training.pipeline.engine import Named
 
 
 def file_name(kind: str, stage: int, stages: int) -> str:
@@ -29,3 +35,65 @@ def read_tensor(places: dict[str, Path], name: str) -> torch.Tensor:
     with safe_open(places[name], framework="pt") as file:
         tensor: torch.Tensor = file.get_tensor(name)
     return tensor
+
+
+class FlatStates:
+    """The optimizer's states that have an element a weight, such as Adam's momentum, by the names of the weights.
+
+    Under ZeRO-1 each of the optimizer's groups holds one flat tensor, this data-parallel rank's part of all its weights
+    from end to end in the order in which they were given, with padding behind the last (deepspeed/runtime/zero/
+    stage_1_and_2.py and bf16_optimizer.py). DeepSpeed's own `safe_get_full_optimizer_state` finds the states of the
+    first group alone: in 0.19.8 it links them all as soon as that one has stepped (stage_1_and_2.py, _optimizer_step).
+    """
+
+    def __init__(self, optimizer: Any, groups: Sequence[Named], process_group: Any) -> None:
+        self.optimizer, self.groups, self.process_group = optimizer, groups, process_group
+
+    def whole(self, wanted: set[str]) -> dict[str, torch.Tensor]:
+        """Like "exp_avg:name of the weight", on the CPU, of the weights that are `wanted`. All data-parallel ranks must
+        ask, also those that want none."""
+        found = {}
+        for group, named in zip(self.optimizer.param_groups, self.groups, strict=True):
+            (flat,) = group["params"]
+            state = self.optimizer.state[flat]
+            for key in sorted(key for key, value in state.items() if torch.is_tensor(value) and value.dim()):
+                sizes = [p.numel() for p in named.values()]
+                pieces = self._gathered(state[key])[: sum(sizes)].split(sizes)
+                for (name, p), piece in zip(named.items(), pieces, strict=True):
+                    if name in wanted:
+                        found[f"{key}:{name}"] = piece.reshape(p.shape).to("cpu", copy=True)
+        return found
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(part) for _ in range(distributed.get_world_size(self.process_group))]
+        distributed.all_gather(parts, part.contiguous(), group=self.process_group)
+        return torch.cat(parts)
+
+    def fill(self, folder: Path, steps: float | None) -> None:
+        """With what `whole` gave, from the files of `folder`, after `steps` of the optimizer."""
+        places = find_tensors(folder, "optimizer")
+        keys = sorted({name.split(":", 1)[0] for name in places})
+        record = self.optimizer.state_dict()
+        for index, (group, named) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
+            (flat,) = group["params"]
+            state: dict[str, Any] = {} if steps is None else {"step": torch.tensor(steps)}
+            for key in keys:
+                parts = [_state_of(places, f"{key}:{name}", p.numel()) for name, p in named.items()]
+                state[key] = self._own(torch.cat(parts), flat)
+            record["state"][index] = state
+        self.optimizer.load_state_dict(record)
+
+    def _own(self, whole: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        rank, ranks = (f(self.process_group) for f in (distributed.get_rank, distributed.get_world_size))
+        padded = torch.nn.functional.pad(whole, (0, flat.numel() * ranks - whole.numel()))
+        return padded[rank * flat.numel() :][: flat.numel()].to(flat.device, flat.dtype, copy=True)
+
+    def steps(self) -> float | None:
+        """How many steps Adam has taken, by which it mends its bias; None for an optimizer that does not count."""
+        counts = {float(state["step"]) for state in self.optimizer.state.values() if "step" in state}
+        return max(counts) if counts else None
+
+
+def _state_of(places: dict[str, Path], name: str, size: int) -> torch.Tensor:
+    """Flat; zeros for the number that fills an empty group, which no checkpoint holds."""
+    return read_tensor(places, name).flatten() if name in places else torch.zeros(size)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 
 from finetune.errors import RequestError
 from finetune.models.pipeline import PipelineModel
@@ -14,6 +13,7 @@ from finetune.plan.schedule import bubble_share
 from finetune.run.files import PIPELINE_RECORD
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.launch import Launch
+from finetune.training.checkpoints.writing import leads, of_first, together
 from finetune.training.pipeline.checkpoint import read_record
 from finetune.training.pipeline.costs import agreed, measure_layers, measure_transfer
 from finetune.training.pipeline.stages import Cut, MemoryRule, check_cut, cut
@@ -53,17 +53,13 @@ def partition(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()  # what is measured here is no part of the run
     memory = MemoryRule(HELD_BYTES[dtype] + SHARED_BYTES * stages // launch.world_size, limit)
-    told: list[Any] = [None, None]
-    if launch.rank == 0:
-        try:
-            told[0] = saved_bounds(checkpoint, method, stages, launch.world_size // stages, len(model.layers))
-            told[0] = told[0] or cut(model.layers, costs, method, stages, micro_batches, memory)
-        except RequestError as error:
-            told[1] = str(error)
-    distributed.broadcast_object_list(told, src=0)
-    if told[1]:
-        raise RequestError(told[1])
-    return Cut(model.layers, costs, told[0], micro_batches, transfer, method)
+
+    def bounds() -> list[int]:
+        saved = saved_bounds(checkpoint, method, stages, launch.world_size // stages, len(model.layers))
+        return saved or cut(model.layers, costs, method, stages, micro_batches, memory)
+
+    decided = of_first(together(lambda: bounds() if leads() else []))
+    return Cut(model.layers, costs, decided, micro_batches, transfer, method)
 
 
 def saved_bounds(checkpoint: str | None, method: str, stages: int, pipelines: int, layers: int) -> list[int] | None:

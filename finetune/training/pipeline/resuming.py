@@ -12,7 +12,6 @@ from transformers.trainer_callback import ExportableState
 from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
 from finetune.training.checkpoints.final import best_to_load, note_place_of_best
-from finetune.training.guards.nan_guard import rng_state, set_rng_state
 from finetune.training.pipeline.checkpoint import read_record
 from finetune.training.reshard.resuming import loadable
 from finetune.training.resuming import restore_callbacks
@@ -35,14 +34,6 @@ def save_checkpoint(trainer: Any) -> None:
     if trainer.launch.speaks:
         trainer.keeper.trust(place)
         trainer.keeper.rotate(args.save_total_limit, place, state.best_model_checkpoint)
-
-
-def roll_back(trainer: Any, folder: Path) -> None:
-    """Weights and optimizer of a checkpoint; the schedule, the random states and the data go on from here."""
-    schedule, states = trainer.scheduler.state_dict(), rng_state()
-    trainer.checkpoints.load(folder, read_record(folder))
-    trainer.checkpoints.load_schedule(schedule)
-    set_rng_state(states)
 
 
 def resume(trainer: Any, folder: Path) -> TrainerState:

@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -66,12 +66,7 @@ class Cut:
 
 
 def _grouped(names: Iterable[str]) -> str:
-    groups: list[list[Any]] = []
-    for name in names:
-        if groups and groups[-1][0] == name:
-            groups[-1][1] += 1
-        else:
-            groups.append([name, 1])
+    groups = [(name, len(list(some))) for name, some in groupby(names)]
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in groups)
 
 

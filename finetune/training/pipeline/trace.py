@@ -1,17 +1,26 @@
-"""What each stage really did in one step: forward, backward, send, receive, and nothing, in the form of a plan."""
+"""What each stage really did in one step: forward, backward, send, receive, and nothing, in the form of a plan;
+and both in a picture: a lane a stage, work numbered by micro-batch, planned above measured."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from torch import distributed
 
-from finetune.plan.schedule import BACKWARD, FORWARD, RECEIVE, SEND, Event, Schedule, simulate
+from finetune.plan.schedule import BACKWARD, FORWARD, RECEIVE, SEND, Event, Schedule, bubble_share, simulate
+from finetune.report.plan_pictures import lanes
+from finetune.report.shapes import WIDE
+from finetune.report.svg import write_png
+from finetune.training.checkpoints.writing import every
 from finetune.training.pipeline.costs import now
+from finetune.training.run_folder import write_json
 
 Interval = tuple[float, float]  # seconds since the step began, on this rank
 
@@ -67,11 +76,8 @@ class Recorder:
 def _without_gaps(found: list[tuple[str, Interval]]) -> list[tuple[str, Interval]]:
     """A computation lasts until the rank does something else: DeepSpeed adds the gradients up there, for instance."""
     work = (FORWARD, BACKWARD)
-    starts = [start for _, (start, _) in found[1:]]
-    closed = [
-        (kind, (start, later if kind in work else end))
-        for (kind, (start, end)), later in zip(found, starts, strict=False)
-    ]
+    pairs = pairwise(found)
+    closed = [(kind, (start, later if kind in work else end)) for (kind, (start, end)), (_, (later, _)) in pairs]
     return [*closed, *found[-1:]]
 
 
@@ -114,8 +120,31 @@ def plan_from(found: Schedule) -> Schedule:
     return simulate(found.micro_batches, forward, backward, transfer)
 
 
-def intervals_of(recorder: Recorder, grid: Any, stages: int) -> list[Any]:
-    """What each stage of the first pipeline has recorded. All ranks must ask."""
-    every: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, recorder.intervals)
-    return [every[grid.stage_to_global(stage, data=0)] for stage in range(stages)]
+def note_schedule(trainer: Any, recorder: Recorder) -> None:
+    """What the first pipeline did: from the first of two steps the plan, from the second the picture of both."""
+    recorded = every(recorder.intervals)
+    if not trainer.launch.speaks:
+        return
+    ranks = [trainer.grid.stage_to_global(stage, data=0) for stage in range(trainer.parts.stages)]
+    found = measured([recorded[rank] for rank in ranks], trainer.micro_batches)
+    if trainer.state.global_step + 1 < trainer.schedule_step:
+        trainer.planned = plan_from(found)
+    else:
+        _write_schedule(Path(trainer.args.output_dir), trainer.planned, found)
+
+
+def _write_schedule(folder: Path, planned: Schedule, measured: Schedule) -> None:
+    """`schedule.png` and `schedule.json` in a run folder."""
+    pictures, record = [], dict[str, Any](ideal_bubble_share=bubble_share(planned.stages, planned.micro_batches))
+    for name, schedule in (("planned", planned), ("measured", measured)):
+        of = " from the step before" if schedule is planned else ""
+        share = f"{schedule.makespan * 1e3:.0f} ms, {schedule.bubble_share:.0%} of it neither forward nor backward"
+        pictures.append(lanes(schedule, f"{name}{of}: {share}", WIDE))
+        record[name] = {
+            "makespan_seconds": schedule.makespan,
+            "bubble_share": schedule.bubble_share,
+            "in_flight": schedule.in_flight,
+            "events": [asdict(event) for event in schedule.events],
+        }
+    write_png(folder / "schedule.png", pictures)
+    write_json(folder / "schedule.json", record)

@@ -4,6 +4,7 @@ schedule, callbacks, logs and run folder."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -12,14 +13,10 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import (
-    CallbackHandler,
-    DefaultFlowCallback,
-    PrinterCallback,
-    ProgressCallback,
-)
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import save_metrics, save_state
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
@@ -32,26 +29,25 @@ from finetune.run.flags.guards import GuardArguments
 from finetune.run.launch import Launch
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.rotation import Keeper
+from finetune.training.checkpoints.writing import every
 from finetune.training.guards.nan_guard import NanGuard
 from finetune.training.guards.pipeline_adapter import PipelineSuspect
-from finetune.training.interruption import StopOnSignal, close_trackers
-from finetune.training.pipeline.batches import TrainingShard, loader
+from finetune.training.interruption import StopOnSignal, close_trackers, deaf_to_sigterm
+from finetune.training.pipeline.batches import TrainingShard
 from finetune.training.pipeline.checkpoint import Checkpoints
 from finetune.training.pipeline.engine import build_engine
-from finetune.training.pipeline.evaluation import evaluated, note_best
-from finetune.training.pipeline.loss import StageLoss
+from finetune.training.pipeline.evaluation import StageLoss, evaluated, note_best
 from finetune.training.pipeline.resuming import alike, load_best, resume, save_checkpoint
-from finetune.training.pipeline.schedule_plot import note_schedule
 from finetune.training.pipeline.stages import Cut, build_module
-from finetune.training.pipeline.trace import Recorder
+from finetune.training.pipeline.trace import Recorder, note_schedule
 from finetune.training.resuming import RunningLoss, SavesLast, ended_early
 from finetune.training.speed import SpeedMeter, peak_memory_bytes, wall_clock
 from finetune.training.watch import watching
 
 
 class PipelineTrainer:
-    """One rank of `parts.stages` stages times so many pipelines. Every method must be called on all ranks; those of
-    finetune.training.protocol.Closing are as the Trainer's.
+    """One rank of `parts.stages` stages times so many pipelines. Every method must be called on all ranks; those that
+    finetune.training.chapters.finish calls are as the Trainer's.
 
     `ds_config` has no "auto" left. `lengths` are those of the training samples, to group by. With `dynamic`,
     micro-batches may have different shapes. `weights` is a folder to start from, or None for the layers as they were
@@ -128,9 +124,8 @@ class PipelineTrainer:
         """In the order in which they are called."""
         shown = PrinterCallback() if self.args.disable_tqdm else ProgressCallback()
         reports = [report() for report in get_reporting_integration_callbacks(self.args.report_to)]
-        guard = [self.nan_guard] if self.nan_guard else []
-        own = [self.speed, shown, self.running_loss, SavesLast(), self.stop, *guard]
-        return [DefaultFlowCallback(), *reports, *others, *own]
+        own = (self.speed, shown, self.running_loss, SavesLast(), self.stop, self.nan_guard)
+        return [DefaultFlowCallback(), *reports, *others, *filter(None, own)]
 
     @property
     def is_first(self) -> bool:
@@ -185,8 +180,7 @@ class PipelineTrainer:
                 close_trackers(handler, args, state, self.control)
                 raise
         steps = state.global_step - first_step
-        samples = steps * self.global_batch_size
-        metrics: dict[str, Any] = speed_metrics("train", wall_clock(start), num_samples=samples, num_steps=steps)
+        metrics: dict[str, Any] = speed_metrics("train", wall_clock(start), steps * self.global_batch_size, steps)
         metrics["train_loss"] = self.running_loss.mean(state.global_step, alike)
         metrics |= self.speed.summary(self._sum_over_ranks)
         metrics["peak_memory_gib"] = max(self.peak_memory_gib_per_rank())
@@ -247,9 +241,17 @@ class PipelineTrainer:
         self._grad_norm = self.engine.get_global_grad_norm()
 
     def loader(self, dataset: Any, shard: Any) -> Any:
-        """Batches of `shard` of `dataset`, on the CPU."""
-        args = self.args
-        return loader(dataset, shard, self.collator, args.dataloader_num_workers, args.seed, self.device.type == "cuda")
+        """Collated micro-batches of a shard, in its order, on the CPU. A loader draws a seed for its workers; it has a
+        generator of its own for that, so that dropout draws the same in a run that is resumed."""
+        return DataLoader(
+            dataset,
+            batch_sampler=shard,
+            collate_fn=self.collator,
+            num_workers=self.args.dataloader_num_workers,
+            generator=torch.Generator().manual_seed(self.args.seed),
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=functools.partial(deaf_to_sigterm, None),
+        )
 
     def _log_evaluate_save(self) -> None:
         """What the callbacks have asked for, in the Trainer's order."""
@@ -289,9 +291,7 @@ class PipelineTrainer:
 
     def peak_memory_gib_per_rank(self) -> list[float]:
         """In GiB."""
-        peaks: list[Any] = [None] * self.launch.world_size
-        distributed.all_gather_object(peaks, round(peak_memory_bytes() / 2**30, 3))
-        return peaks
+        return every(round(peak_memory_bytes() / 2**30, 3))
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(self.device)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from transformers import TrainerCallback
 
 from finetune.run.flags.profiling import ProfileArguments, check_length
+from finetune.training.checkpoints.writing import every, rank
 from finetune.training.profiling.deepspeed import CommsSummary
 from finetune.training.profiling.parts import FORWARD_RANGE, NEW_START, spans_of, steps_of
 from finetune.training.profiling.summary import RankProfile, by_part, page, plot_parts, record, shares_line, trace_name
@@ -45,7 +45,7 @@ class StepProfile(TrainerCallback):
         self._profiler: Any = None
         self._hooks: list[Any] = []
         self._folder: Path | None = None
-        self._traced: tuple[RankProfile, ...] | None = None
+        self._traced: tuple[RankProfile, ...] = ()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         check_length(self.first, self.count, state.max_steps, state.global_step)
@@ -56,15 +56,10 @@ class StepProfile(TrainerCallback):
             model.register_forward_pre_hook(lambda *_: self._forward_begins()),
             model.register_forward_hook(lambda *_: self._forward_ends(), always_call=True),
         ]
-        on_gpu = torch.cuda.is_available()
+        on_gpu, wait = torch.cuda.is_available(), self.first - 1 - PROFILER_WARMUP_STEPS
         self._profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-            schedule=schedule(
-                wait=self.first - 1 - PROFILER_WARMUP_STEPS,
-                warmup=PROFILER_WARMUP_STEPS,
-                active=self.count,
-                repeat=1,
-            ),
+            schedule=schedule(wait=wait, warmup=PROFILER_WARMUP_STEPS, active=self.count, repeat=1),
             on_trace_ready=self._keep,
         )
         self._profiler.start()
@@ -111,7 +106,7 @@ class StepProfile(TrainerCallback):
         self._profiler = None
         for hook in self._hooks:
             hook.remove()
-        ranks = self._of_all_ranks()
+        ranks = [found for traced in every(self._traced) for found in traced]
         if not state.is_world_process_zero:
             return
         assert self._folder is not None
@@ -132,8 +127,7 @@ class StepProfile(TrainerCallback):
         begin = time.perf_counter()
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
-        rank = distributed.get_rank() if distributed.is_initialized() else 0
-        path = self._folder / trace_name(rank)
+        path = self._folder / trace_name(rank())
         profiler.export_chrome_trace(str(path))
         with gzip.open(path, "rt", encoding="utf-8") as file:
             steps = steps_of(spans_of(json.load(file)))
@@ -144,15 +138,7 @@ class StepProfile(TrainerCallback):
         took = time.perf_counter() - begin
         if whole:
             on_gpu = torch.cuda.is_available()
-            self._traced = (RankProfile(rank, numbers, tuple(steps[:whole]), untraced, on_gpu, took),)
-
-    def _of_all_ranks(self) -> list[RankProfile]:
-        own = self._traced or ()
-        if not distributed.is_initialized():
-            return list(own)
-        every: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(every, own)
-        return [found for rank in every for found in rank]
+            self._traced = (RankProfile(rank(), numbers, tuple(steps[:whole]), untraced, on_gpu, took),)
 
 
 class _FlopsStep(TrainerCallback):

@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
 from transformers import TrainerCallback
 
 from finetune.run.flags.profiling import MONITORS, steps_done
 from finetune.run.run import Run
+from finetune.training.checkpoints.writing import every
 from finetune.training.run_folder import write_json, write_text
 
 FLOPS_FILE, MONITOR_FOLDER = "flops.txt", "monitor"
@@ -52,10 +52,9 @@ class CommsSummary(TrainerCallback):
         with contextlib.redirect_stdout(printed):
             # Without the stragglers: that is a collective for each operation, and stages of a pipeline have others.
             own = comm.log_summary(return_dict=True)
-        every: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(every, own["summary"])
+        ranks = every(own["summary"])
         if state.is_world_process_zero:
             folder = Path(args.output_dir)
             write_text(folder / "comms.txt", printed.getvalue())
-            write_json(folder / "comms.json", {"ranks": every})
+            write_json(folder / "comms.json", {"ranks": ranks})
             print(f"communication by DeepSpeed's count: {folder / 'comms.txt'}", flush=True)

@@ -18,21 +18,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from finetune.training.profiling.intervals import Interval, intersect, length, subtract, union
+Interval = tuple[int, int]  # start and end in whole nanoseconds, so that sums are exact
 
-DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER = (
-    "data",
-    "forward",
-    "backward",
-    "communication",
-    "optimizer",
-    "other",
-)
-PARTS = (DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER)
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")
+DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER = PARTS
 FORWARD_RANGE = "finetune: forward"  # from the callback's hooks
 NEW_START = "finetune: an evaluation or a checkpoint ended"  # the step begins after it
 # What torch names its own.
@@ -192,3 +186,42 @@ def _innermost(spans: list[Span], threads: set[Any]) -> list[Span]:
         found += [span for span, after in pairwise(own) if after.start >= span.end]
         found += own[-1:]
     return found
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Any intervals, as a sorted list of disjoint ones: what lies in two is counted once."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        elif end > start:
+            joined.append((start, end))
+    return joined
+
+
+def subtract(of: list[Interval], what: list[Interval]) -> list[Interval]:
+    """The time in `of` and not in `what`; both disjoint and sorted."""
+    left: list[Interval] = []
+    first = 0
+    for start, end in of:
+        while first < len(what) and what[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(what) and what[at][0] < end:
+            if what[at][0] > start:
+                left.append((start, what[at][0]))
+            start = max(start, what[at][1])
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def intersect(one: list[Interval], other: list[Interval]) -> list[Interval]:
+    """The time in both."""
+    return subtract(one, subtract(one, other))
+
+
+def length(intervals: list[Interval]) -> int:
+    """In nanoseconds."""
+    return sum(end - start for start, end in intervals)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from finetune.training.guards.movement import OTHER_BYTES, Movement, _waits_for_a_disk
-from finetune.training.guards.position import position_of
+from finetune.training.guards.verdict import position_of
 
 LOOKS, LAP = 4, 0.3
 

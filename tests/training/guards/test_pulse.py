@@ -15,9 +15,8 @@ import pytest
 from torch import distributed
 
 from finetune.training.guards import pulse as module
-from finetune.training.guards.position import Position, position_of
 from finetune.training.guards.pulse import Pulse
-from finetune.training.guards.verdict import Verdict
+from finetune.training.guards.verdict import Position, Verdict, position_of
 
 SCRIPT = Path(__file__).with_name("ranks_that_hang.py")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.training.guards.position import Position, Report
-from finetune.training.guards.verdict import judge
+from finetune.training.guards.verdict import Position, Report, judge
 
 
 def report(rank: int, where: str, collective: str, still: float = 60.0, idle: float = 60.0) -> Report:
