@@ -22,6 +22,7 @@ from finetune.training.hub import push
 from finetune.training.pipeline.partition import describe, partition
 from finetune.training.pipeline.trainer import PipelineTrainer
 from finetune.training.profiling.callback import profiling
+from finetune.training.protocol import Closing
 from finetune.training.results import closing_line, refuse_divergence
 from finetune.training.run_folder import (
     MetricsFile,
@@ -31,10 +32,7 @@ from finetune.training.run_folder import (
     write_records,
 )
 from finetune.training.start import Session
-from finetune.training.trainer import FinetuneMixin, FinetuneTrainer
-
-# Of either engine; every method is called on all ranks, files are written by rank 0, and all get the same back.
-AnyTrainer = FinetuneMixin | PipelineTrainer
+from finetune.training.trainer import FinetuneTrainer
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ class Outcome:
 
 def finish(
     session: Session,
-    trainer: AnyTrainer,
+    trainer: Closing,
     *,
     samples: Mapping[str, int] | None = None,
     report: Callable[[Outcome], Iterable[str]] | None = None,
@@ -180,7 +178,7 @@ def finish(
             session.say(push(trainer))
 
 
-def _train(session: Session, trainer: AnyTrainer, samples: Mapping[str, int]) -> TrainOutput:
+def _train(session: Session, trainer: Closing, samples: Mapping[str, int]) -> TrainOutput:
     trained: TrainOutput = trainer.train(resume_from_checkpoint=session.checkpoint)
     peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
     trainer.save_metrics("train", {**trained.metrics, **peaks, **_count(samples, "train", "train_samples")})

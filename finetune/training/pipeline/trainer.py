@@ -46,8 +46,8 @@ from finetune.training.watch import watching
 
 
 class PipelineTrainer:
-    """One rank of `parts.stages` stages times so many pipelines. Every method must be called on all ranks; those that
-    finetune.training.chapters.finish calls are as the Trainer's.
+    """One rank of `parts.stages` stages times so many pipelines. Every method must be called on all ranks; those of
+    finetune.training.protocol.Closing are as the Trainer's.
 
     `ds_config` has no "auto" left. `lengths` are those of the training samples, to group by. With `dynamic`,
     micro-batches may have different shapes. `weights` is a folder to start from, or None for the layers as they were
