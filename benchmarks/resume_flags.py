@@ -109,12 +109,6 @@ class Campaign:
     def __init__(self, name: str, home: Path, ranks: WarmRanks) -> None:
         self.name, self.run, self.home, self.ranks = name, OWN[name], home / name, ranks
         self.env = environment(home / "cache")
-        self.base: dict[str, Any] = {
-            "max_steps": STEPS,
-            "save_strategy": "steps",
-            "save_steps": CUT,
-            "logging_steps": 1,
-        }
         self.cut = self.home / "cut"
         status, output = self.launch(self.cut, {})
         assert status == 0, output[-3000:]

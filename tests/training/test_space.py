@@ -59,14 +59,18 @@ def test_each_layout_writes_what_it_has(trainer: Any, zero_stage: int | None, by
 
 
 def test_a_stage_of_a_pipeline_writes_fp32_weights_and_states() -> None:
-    assert stage_bytes([10**8, 10**8], "AdamW", weights_only=False) == pytest.approx(12 * 2 * 10**8, rel=0.03)
-    assert stage_bytes([10**8], "AdamW", weights_only=True) == pytest.approx(4 * 10**8, rel=0.03)
+    def each(optim: str, has_momentum: bool, weights_only: bool) -> float:
+        return stage_bytes([10**8, 10**8], optim, has_momentum, weights_only) / (2 * 10**8)
+
+    assert each("AdamW", False, weights_only=False) == pytest.approx(12, rel=0.03)
+    assert each("AdamW", False, weights_only=True) == pytest.approx(4, rel=0.03)
+    assert each("SGD", True, weights_only=False) == pytest.approx(8, rel=0.03)
 
 
 def test_optimizers_keep_what_they_keep() -> None:
     names = "adamw_torch sgd adafactor adamw_bnb_8bit paged_lion_8bit rmsprop FusedAdam".split()
     assert [states_bytes(name) for name in names] == [8, 0, 0, 2, 2, 4, 8]
-    assert states_bytes("sgd", "momentum=0.9") == 4
+    assert states_bytes("sgd", has_momentum=True) == 4
 
 
 def test_too_little_room_is_said_with_both_numbers_and_the_mends(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ class Checkpoints:
     def check_space(self, run_folder: Path, when: str, weights_only: bool) -> None:
         """Raises RunError where the disk has no room for a checkpoint. All ranks must call it."""
         counts = [p.numel() for name, p in self.built.named.items() if name in self.mine and self.writes]
-        own = stage_bytes(counts, self.optim, weights_only)
+        has_momentum = bool(self.built.engine.optimizer.param_groups[0].get("momentum"))
+        own = stage_bytes(counts, self.optim, has_momentum, weights_only)
         check_space(run_folder, self.saved_bytes or sum(every(own)) + OTHER_BYTES, when)
 
     def load(self, folder: Path, record: dict[str, Any]) -> None:
