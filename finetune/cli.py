@@ -8,8 +8,9 @@ import argparse
 import importlib
 import io
 import os
+import re
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from finetune import __version__
 from finetune.errors import FinetuneError, RequestError
@@ -51,6 +52,22 @@ class _Parser(argparse.ArgumentParser):
             mend = meant(word.partition("=")[0], names).replace("`--help`", f"`{self.prog} --help`")
             raise RequestError(f"unknown flag {word} for `{self.prog}`.{mend}")
         return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        from finetune.run.meanings import nearest_choice
+
+        what = action.option_strings[0] if action.option_strings else f"the {action.dest} of `{self.prog}`"
+        near = nearest_choice(str(value), [str(one) for one in action.choices])
+        mend = f"; you may mean {near}" if near else ""
+        raise RequestError(f"{what} is {value!r}, but it must be one of {', '.join(map(str, action.choices))}{mend}.")
+
+    def error(self, message: str) -> NoReturn:
+        for kind, words in (("int", "a whole number"), ("float", "a number")):
+            said = rf"argument (\S+): invalid {kind} value: (.*)"
+            message = re.sub(said, rf"\1 is \2, but it must be {words}", message)
+        raise RequestError(f"{message}. `{self.prog} --help` says how it is called.")
 
 
 class _RecipeFlag(argparse.Action):

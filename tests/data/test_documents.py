@@ -304,7 +304,7 @@ def test_a_column_that_is_no_text_is_refused(row: dict[str, Any], message: str, 
 
 def test_text_of_another_encoding_is_refused_and_line_ends_are_alike(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_bytes("caf\u00e9\n".encode("latin-1") * 50)
+    path.write_bytes("\u043f\u0440\u0438\u0432\u0435\u0442\n".encode("cp1251") * 50)
     with pytest.raises(RequestError, match="is not UTF-8 text"):
         prepared(train_file=str(path))
     path.write_bytes("\ufeffa line\r\nanother\r\n".encode() * 50)

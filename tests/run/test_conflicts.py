@@ -65,6 +65,8 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (TOKEN_CLS, "--dataset_name a/b --train_file t", "Keep one"),
         (CAUSAL_LM, "--dataset_name a/b --train_file t", "Keep one"),
         (CAUSAL_LM, "--metric_for_best_model f1", "--metric_for_best_model is 'f1' .*perplexity"),
+        (SEQ_CLS, "--metric_for_best_model acuracy", "an evaluation here gives loss, accuracy"),
+        (TOKEN_CLS, "--metric_for_best_model eval_matthews", "gives loss, precision"),
         (SEQ_CLS, "--max_steps 3 --seed 1 --max_steps 4", "--max_steps is '3' and '4'"),
         (SEQ_CLS, "--no_group_by_length --group_by_length True", "--group_by_length is 'False' and 'True'"),
         (SEQ_CLS, "--model_name_or_path=", "--model_name_or_path is '' .*names nothing"),
