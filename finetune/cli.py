@@ -16,6 +16,8 @@ from finetune import __version__
 from finetune.errors import FinetuneError, RequestError
 from finetune.privacy import shown
 
+CHOICE = re.compile(r"argument (.+): invalid choice: '?(.*?)'? \(choose from (.*)\)")  # as argparse says it
+
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, do, and give the exit status: 0 done, 1 it failed, 2 the request was wrong."""
@@ -53,17 +55,17 @@ class _Parser(argparse.ArgumentParser):
             raise RequestError(f"unknown flag {word} for `{self.prog}`.{mend}")
         return known, unknown
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        from finetune.run.meanings import nearest_choice
-
-        what = action.option_strings[0] if action.option_strings else f"the {action.dest} of `{self.prog}`"
-        near = nearest_choice(str(value), [str(one) for one in action.choices])
-        mend = f"; you may mean {near}" if near else ""
-        raise RequestError(f"{what} is {value!r}, but it must be one of {', '.join(map(str, action.choices))}{mend}.")
-
     def error(self, message: str) -> NoReturn:
+        """What argparse says of a value, in the recipes' words."""
+        if found := CHOICE.fullmatch(message):
+            from finetune.run.meanings import nearest_choice
+
+            what, word, words = found.groups()
+            choices = [one.strip("'") for one in words.split(", ")]
+            near = nearest_choice(word, choices)
+            mend = f"; you may mean {near}" if near else ""
+            what = what if what.startswith("-") else f"the command of `{self.prog}`"
+            raise RequestError(f"{what} is {word!r}, but it must be one of {', '.join(choices)}{mend}.")
         for kind, words in (("int", "a whole number"), ("float", "a number")):
             said = rf"argument (\S+): invalid {kind} value: (.*)"
             message = re.sub(said, rf"\1 is \2, but it must be {words}", message)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from finetune.data.cache import cache_home, cache_key, file_state
-from finetune.errors import FinetuneError, RequestError
+from finetune.errors import RequestError
 
-T = TypeVar("T")
 UTF8 = "utf-8-sig"  # with a mark or without
 MARKS = (
     (codecs.BOM_UTF8, UTF8),
@@ -70,16 +68,6 @@ def encoding_notes(arguments: Any, splits: tuple[str, ...]) -> tuple[str, ...]:
         found = _encoding(f"{split}_file", name, None, streaming, file_state(name))
         notes += [] if found == UTF8 else [f"{Path(name).name} read as {found} (--encoding says another)"]
     return tuple(notes)
-
-
-def decoded(rows: Iterable[T], fault: type[FinetuneError]) -> Iterator[T]:
-    """`rows` of a stream, of whose file only the beginning was looked at."""
-    try:
-        yield from rows
-    except UnicodeDecodeError as error:
-        raise fault(
-            f"the stream is not UTF-8 to its end ({error.reason}), as its beginning is. Say what it is by --encoding."
-        ) from error
 
 
 @lru_cache

@@ -6,9 +6,9 @@ import csv
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 from datasets import Dataset, Features, IterableDataset, Value, load_dataset
@@ -17,11 +17,12 @@ from datasets.utils.extract import Extractor
 
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.hub import hub_is_reachable
-from finetune.errors import RequestError, first_line
+from finetune.errors import FinetuneError, RequestError, first_line
 from finetune.safe_read import DEEPEST, TOKEN
 from finetune.safe_read.files import open_plain
 from finetune.safe_read.folders import check_data_folder
 
+T = TypeVar("T")
 KINDS = {
     ".csv": "csv",
     ".tsv": "csv",
@@ -207,11 +208,29 @@ def _fault(kind: str, path: Path, error: Exception) -> str:
         cause = cause.__cause__
     if "corresponds to no data" in str(error):
         return "the file has no rows."
-    if found := TOO_LONG.search(causes[-1]):
+    return _explained(causes[-1]) or f"cannot be read as {kind}: {causes[-1] or causes[0] or type(error).__name__}"
+
+
+def _explained(words: str) -> str:
+    """What pandas means; nothing for what it says of other things."""
+    if found := TOO_LONG.search(words):
         return _too_long(int(found[2]), int(found[3]), int(found[1]))
-    if found := NOT_CLOSED.search(causes[-1]):
+    if found := NOT_CLOSED.search(words):
         return f"row {int(found[1]) + 1} opens a double quote that nothing closes. Close it, or double it if meant."
-    return f"cannot be read as {kind}: {causes[-1] or causes[0] or type(error).__name__}"
+    return ""
+
+
+def readable(rows: Iterable[T], fault: type[FinetuneError]) -> Iterator[T]:
+    """`rows` of a stream, of whose file only the beginning was looked at; a `fault` where they cannot be read on."""
+    try:
+        yield from rows
+    except UnicodeDecodeError as error:
+        raise fault(
+            f"the stream is not UTF-8 to its end ({error.reason}), as its beginning is. Say what it is by --encoding."
+        ) from error
+    except ValueError as error:  # which Arrow's and pandas' are
+        why = _explained(str(error)) or f"{first_line(error)}. Mend its file."
+        raise fault(f"the stream cannot be read to its end: {why}") from error
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:

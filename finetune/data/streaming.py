@@ -16,7 +16,6 @@ from torch.utils.data import get_worker_info
 from transformers import DataCollatorWithPadding
 
 from finetune.data.changes import UnchangedFiles, unchanged_rows
-from finetune.data.charset import decoded
 from finetune.data.columns import (
     MULTI_LABEL,
     Columns,
@@ -27,7 +26,7 @@ from finetune.data.columns import (
     label_text,
     note_of_numbers,
 )
-from finetune.data.files import open_file, open_hub
+from finetune.data.files import open_file, open_hub, readable
 from finetune.data.tables import HEAD_ROWS, ROW
 from finetune.errors import RequestError, RunError
 from finetune.run.flags.text import DataArguments, PreparationArguments
@@ -89,7 +88,7 @@ def survey(
     everything: Counter[Any] = Counter()
     kept: Counter[Any] = Counter()
     rows, held_out, last, bad = 0, 0, -1, 0
-    for number, row in enumerate(decoded(stream, RequestError)):
+    for number, row in enumerate(readable(stream, RequestError)):
         if _is_bad(row, columns):
             bad += 1
             if not preparation.skip_bad_rows:

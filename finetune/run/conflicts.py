@@ -151,6 +151,10 @@ def _of_images(run: Run) -> Iterator[str]:
     for name, only, usual in (("norm", "resnet", "batch"), ("dropout", "alexnet", None)):
         if run.value(name) != usual and kind != only and not is_named:
             yield f"{run.said(name)}, which is for {only}s, but {run.said('model_type')}. Drop it."
+    if run.given.get("group_by_length"):
+        yield f"{run.said('group_by_length')}, which does nothing: pictures have one size. Drop it."
+    if run.given.get("label_column_name") and not run.value("dataset_name"):
+        yield f"{run.said('label_column_name')}, which does nothing: folders name their classes. Add --dataset_name."
     if run.value("freeze_batch_norm"):
         if not is_named:
             yield f"{run.said('freeze_batch_norm')}: a model from scratch has no statistics to keep. Drop it."

@@ -155,3 +155,21 @@ def test_a_stream_that_is_another_further_on_says_so(tmp_path: Path) -> None:
     assert found.rows + found.held_out == len(rows) + 1
     with pytest.raises(RunError, match="the stream is not UTF-8 to its end"):
         list(TextStream(arguments, found, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "rows.csv",
+            "text,label\n" + "plain words,1\n" * 20_000 + "a, b,1\n",
+            "line 20002 has 3 cells",
+        ),
+        ("rows.jsonl", '{"text": "a b", "label": 1}\n' * 500_000 + '{"text": "a",\n', "JSON parse error"),
+    ],
+)
+def test_a_stream_that_is_broken_further_on_says_where(name: str, text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(RequestError, match=f"the stream cannot be read to its end: {said}"):
+        survey(DataArguments(train_file=str(path), streaming=True), PreparationArguments(), False, 1, None)
