@@ -322,3 +322,26 @@ def test_the_manual_is_there_on_every_python() -> None:
     data = prepared(block_size=128)
     assert data.account.tokens["train"] > 300_000
     assert data.account.documents["validation"] >= 5
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "said"),
+    [
+        ({"document": "a b c", "summary": "d"}, {}, "reads document as text, not summary"),
+        (
+            {"document": "a b c", "summary": "d e f"},
+            {"text_column_name": "summary"},
+            "reads summary as text, not document",
+        ),
+        ({"prompt": "a b", "completion": "c d", "id": "1"}, {}, "reads prompt + completion as text, not id"),
+        ({"text": "a b c"}, {}, "reads text as text"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_are_said_with_those_that_nothing_reads(
+    row: dict[str, str], flags: dict[str, Any], said: str, streaming: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row | {"n": i}) + "\n" for i in range(400)))
+    corpus = documents.open_corpus(CorpusArguments(train_file=str(path), streaming=streaming, **flags), seed=1)
+    assert corpus.columns == (f"{said} + n" if "not" in said else f"{said}, not n")
