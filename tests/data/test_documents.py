@@ -342,6 +342,6 @@ def test_columns_are_said_with_those_that_nothing_reads(
     row: dict[str, str], flags: dict[str, Any], said: str, streaming: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row | {"n": i}) + "\n" for i in range(400)))
+    path.write_text("".join(json.dumps({k: f"{v} {i}" for k, v in row.items()} | {"n": i}) + "\n" for i in range(90)))
     corpus = documents.open_corpus(CorpusArguments(train_file=str(path), streaming=streaming, **flags), seed=1)
     assert corpus.columns == (f"{said} + n" if "not" in said else f"{said}, not n")
