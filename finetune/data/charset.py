@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ PIECE = 1 << 20  # bytes; of a stream no more is looked at
 # What Western European text has beside ASCII. Other bytes that Windows-1252 knows are letters of other alphabets, read
 # wrong: Turkish would have many ý and þ, Polish ³ and ¹, Russian all of them.
 WESTERN = frozenset("àáâãäåæçèéêëìíîïñòóôõöøœùúûüßÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÕÖØŒÙÚÛÜŸ‘’“”–—…•«»¿¡€£§°©®™·´\xa0")  # noqa: RUF001
+JUDGED_PIECES = 16
 MOSTLY = 0.98
 MOST_BEYOND_ASCII = 0.4  # of all characters
 ZEROS = 0.3  # of every second byte, in UTF-16 without a mark
@@ -85,7 +87,7 @@ def _encoding(flag: str, name: str, given: str | None, streaming: bool, _: Any) 
     wrong = _first_wrong(path, streaming) if found == UTF8 else None
     if wrong is None:
         return found
-    if given is None and _is_western(path, streaming):
+    if given is None and _is_western(path, wrong):
         return "cp1252"
     raise RequestError(
         f"--{flag} {name}: is not UTF-8 text (byte {wrong:,}), and its bytes do not show what it is. Say it by "
@@ -118,16 +120,16 @@ def _first_wrong(path: Path, streaming: bool) -> int | None:
                 return None
 
 
-def _is_western(path: Path, streaming: bool) -> bool:
-    """Whether what is not ASCII is, read as Windows-1252, what Western European text has."""
+def _is_western(path: Path, start: int) -> bool:
+    """Whether what is not ASCII is, read as Windows-1252, what Western European text has. It is looked at from `start`
+    on; what comes later is looked at when it is read."""
     read = beyond = western = 0
     with path.open("rb") as file:
-        while piece := file.read(PIECE):
+        file.seek(max(0, start - PIECE // 2))
+        for piece in islice(iter(lambda: file.read(PIECE), b""), JUDGED_PIECES):
             text = piece.decode("cp1252", errors="replace")
             read += len(text)
             others = [letter for letter in text if letter > "\x7f"]
             beyond += len(others)
             western += sum(letter in WESTERN for letter in others)
-            if streaming:
-                break
     return western >= MOSTLY * beyond and beyond <= MOST_BEYOND_ASCII * read
