@@ -304,7 +304,7 @@ def test_a_column_that_is_no_text_is_refused(row: dict[str, Any], message: str, 
 
 def test_text_of_another_encoding_is_refused_and_line_ends_are_alike(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_bytes("caf\u00e9\n".encode("latin-1") * 50)
+    path.write_bytes("\u043f\u0440\u0438\u0432\u0435\u0442\n".encode("cp1251") * 50)
     with pytest.raises(RequestError, match="is not UTF-8 text"):
         prepared(train_file=str(path))
     path.write_bytes("\ufeffa line\r\nanother\r\n".encode() * 50)
@@ -322,3 +322,26 @@ def test_the_manual_is_there_on_every_python() -> None:
     data = prepared(block_size=128)
     assert data.account.tokens["train"] > 300_000
     assert data.account.documents["validation"] >= 5
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "said"),
+    [
+        ({"document": "a b c", "summary": "d"}, {}, "reads document as text, not summary"),
+        (
+            {"document": "a b c", "summary": "d e f"},
+            {"text_column_name": "summary"},
+            "reads summary as text, not document",
+        ),
+        ({"prompt": "a b", "completion": "c d", "id": "1"}, {}, "reads prompt + completion as text, not id"),
+        ({"text": "a b c"}, {}, "reads text as text"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_are_said_with_those_that_nothing_reads(
+    row: dict[str, str], flags: dict[str, Any], said: str, streaming: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({k: f"{v} {i}" for k, v in row.items()} | {"n": i}) + "\n" for i in range(90)))
+    corpus = documents.open_corpus(CorpusArguments(train_file=str(path), streaming=streaming, **flags), seed=1)
+    assert corpus.columns == (f"{said} + n" if "not" in said else f"{said}, not n")
