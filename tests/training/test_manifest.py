@@ -229,6 +229,17 @@ def test_checkpoints_are_ordered_by_step_whatever_their_age(tmp_path: Path) -> N
     assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-100", "checkpoint-20", "checkpoint-9"]
 
 
+def test_a_record_is_on_the_disk_where_that_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.readlink(f"/proc/self/fd/{handle}")))
+    path = tmp_path / "weights"
+    path.write_bytes(b"w" * 10)
+    assert record_of(path) == FileRecord(10, hash_of(path))
+    assert flushed == []
+    record_of(path, to_disk=True)
+    assert flushed == [str(path)]
+
+
 def test_shares_are_even_and_leave_nothing_out() -> None:
     sizes = {f"file-{i}": (i * 7919) % 1000 for i in range(200)} | {"large": 30_000}
     spread = shares(sizes, 4)
