@@ -162,6 +162,20 @@ def test_a_stream_gives_the_documents_that_are_not_held_out_once_an_epoch(
     assert not learnt - wanted
 
 
+def test_each_epoch_of_a_stream_has_its_documents_in_an_order_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not its blocks alone, which are shuffled within a window."""
+    monkeypatch.setattr(token_stream, "WINDOW_TOKENS", 1500)
+    train = stream(tmp_path).splits["train"]
+    windows = []
+    for epoch in (0, 1, 0):
+        assert len(list(train.blocks(epoch))) > 100
+        windows.append([window.tokens.ids.tolist() for window in train._windows()])
+    assert windows[0] == windows[2] != windows[1]
+    assert windows[0][0] != windows[1][0]
+
+
 @pytest.mark.parametrize("most", [None, 300])
 def test_no_held_out_document_of_a_stream_of_many_files_is_trained_on(most: int | None, tmp_path: Path) -> None:
     """Shuffling a stream changes the order of its files, under any filter that counts."""
