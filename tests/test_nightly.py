@@ -97,13 +97,14 @@ def test_a_run_is_recorded_with_its_reasons_for_skipping(tmp_path: Path) -> None
         assert record["narrowed"] == []
 
 
-@pytest.mark.parametrize("fails", ["update", "install", ""])
-def test_a_night_without_its_packages_is_not_begun(fails: str, tmp_path: Path) -> None:
-    """With an apt-get and a pytest of our own, and as root."""
+@pytest.mark.parametrize("fails", ["update", "install", "pytest", "mutants", ""])
+def test_a_night_without_its_packages_is_not_begun_and_each_part_can_fail_it(fails: str, tmp_path: Path) -> None:
+    """With an apt-get, a pytest and a python of our own, and as root."""
     tools = {
         "apt-get": f'[ "$1" != "{fails}" ] || {{ echo "E: no network" >&2; exit 100; }}',
         "id": "echo 0",
-        "pytest": f"touch {tmp_path}/ran",
+        "pytest": f"touch {tmp_path}/ran; exit {int(fails == 'pytest')}",
+        "python": f'echo "$@" > {tmp_path}/mutants; exit {int(fails == "mutants")}',
     }
     for name, does in tools.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
@@ -112,9 +113,15 @@ def test_a_night_without_its_packages_is_not_begun(fails: str, tmp_path: Path) -
     (tmp_path / ".ci" / "nightly").write_text((REPO / ".ci" / "nightly").read_text())
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(["bash", ".ci/nightly"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert (tmp_path / "ran").exists() is not bool(fails)
-    assert (done.returncode == 0) is not bool(fails)
-    assert ("E: no network" in done.stderr and "error: apt-get could not install" in done.stderr) is bool(fails)
+    is_begun = fails not in ("update", "install")
+    assert (tmp_path / "ran").exists() is is_begun
+    assert (tmp_path / "mutants").exists() is is_begun, "also where tests have failed"
+    assert (done.returncode == 0) is (fails == "")
+    assert ("E: no network" in done.stderr and "error: apt-get could not install" in done.stderr) is not is_begun
+    if is_begun:
+        assert (
+            (tmp_path / "mutants").read_text().startswith("benchmarks/mutants.py --sample 50 --seconds 1200 --seed 2")
+        )
 
 
 def test_the_tests_are_collected_without_pytests_cache() -> None:

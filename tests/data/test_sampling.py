@@ -81,6 +81,21 @@ def test_epochs_differ_and_a_seed_repeats_them() -> None:
     assert epoch(1, 2) != epoch(2, 1)
 
 
+def test_an_order_stays_what_it_was_in_earlier_releases() -> None:
+    """A run that is resumed goes on with the samples that it has not seen: what was shipped is written down here."""
+
+    def order(epoch: int, lengths: list[int] | None) -> list[int]:
+        sampler = GlobalBatchSampler(10, 4, 7, lengths)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert order(0, None) == [8, 0, 7, 1, 3, 6, 2, 4, 5, 9, 8, 0]
+    assert order(1, None) == [9, 0, 8, 6, 7, 1, 3, 4, 2, 5, 9, 0]
+    lengths = [5, 3, 8, 1, 9, 2, 7, 4, 6, 0]
+    assert order(0, lengths) == [4, 2, 6, 8, 1, 5, 3, 9, 8, 0, 0, 7]
+    assert order(2, lengths) == [4, 2, 6, 8, 0, 7, 1, 1, 5, 5, 3, 9]
+
+
 def test_grouping_leaves_little_padding_on_long_tailed_lengths() -> None:
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(5.2, 0.75, 8000), 20, 512).astype(int)  # reviews of IMDB look like this

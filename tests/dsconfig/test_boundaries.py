@@ -268,6 +268,9 @@ ZERO: list[Case] = [
 ]  # fmt: skip
 
 OFFLOAD: list[Case] = [
+    ("DS601", E, zero(2, offload_param=NVME), {}),
+    ("DS602", E, zero(0, offload_optimizer=NVME), {}),
+    ("DS602", None, zero(0, offload_optimizer={"device": "none"}), {}),
     *(("DS601", severity, zero(stage, offload_param={"device": device}), {}) for stage, device, severity in (
         (3, "cpu", None), (2, "cpu", E), (2, "none", None))),
     *(("DS602", severity, zero(stage, **ADAM_OFF), {}) for stage, severity in ((0, E), (1, None), (3, None))),

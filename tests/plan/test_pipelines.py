@@ -64,7 +64,7 @@ def test_a_stage_keeps_buffers_for_as_many_micro_batches_as_deepspeed_has_in_fli
     but on the first stage; and its logits on the last."""
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    width, rows, stages = 16, 8, 4
+    width, rows, stages = 20, 3, 4
     one = Job(mlp(7, width), PIPELINE, Zero(stage=1, reduce_bucket_size=1000), stages, stages=stages, micro_batch=rows,
               accumulation=micro_batches, tokens=1, partition_method="uniform")  # fmt: skip
     hidden, logits = 4 * rows * width, 4 * rows * 10

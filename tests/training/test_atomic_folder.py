@@ -52,12 +52,16 @@ def test_it_has_its_name_its_manifest_and_a_pointer(tmp_path: Path) -> None:
 def test_one_of_the_same_name_gives_way(can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_exchange:
         monkeypatch.setattr(writing, "_exchange", lambda one, other: False)
+    for leftover in ("replaced-checkpoint-4", "unfinished-checkpoint-4/checkpoint-4"):  # of saves that were cut off
+        (tmp_path / leftover / "global_step4").mkdir(parents=True)
+        (tmp_path / leftover / "model-00001.safetensors").write_text("another")
     for word in ("one", "two"):
         with AtomicFolder(tmp_path / "checkpoint-4", ABOUT) as folder:
             write(folder, word)
     assert (tmp_path / "checkpoint-4" / "model.safetensors").read_text() == "two"
     assert problems(tmp_path / "checkpoint-4", hashes=True) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "latest"]
+    aside = ["replaced-checkpoint-4"] if can_exchange else []  # which nothing looks at there
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "latest", *aside]
 
 
 def test_one_that_was_moved_aside_for_none_is_had_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

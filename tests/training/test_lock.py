@@ -120,6 +120,19 @@ def test_a_disk_that_is_too_full_for_the_owners_name_has_a_lock(
     assert "has not said its name" in second.stderr
 
 
+def test_a_disk_without_locks_is_said_and_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(lock.fcntl, "flock", fail)
+    held = len(os.listdir("/proc/self/fd"))
+    said = lock_run_folder(tmp_path, "one")
+    assert said == f"note: {tmp_path} cannot be locked (No locks available). Let no second run write there."
+    assert len(os.listdir("/proc/self/fd")) == held
+    monkeypatch.undo()
+    assert lock_run_folder(tmp_path, "one") is None
+
+
 def test_the_same_process_has_it_already(tmp_path: Path) -> None:
     assert lock_run_folder(tmp_path, "one") is None
     assert lock_run_folder(tmp_path, "one") is None

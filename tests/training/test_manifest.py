@@ -21,6 +21,7 @@ from finetune.training.checkpoints.manifest import (
     checkpoints_in,
     files_of,
     hash_of,
+    in_short,
     problems,
     read_manifest,
     record_of,
@@ -238,6 +239,23 @@ def test_a_record_is_on_the_disk_where_that_is_asked(tmp_path: Path, monkeypatch
     assert flushed == []
     record_of(path, to_disk=True)
     assert flushed == [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (Spread("ddp", 2), "ddp"),
+        (Spread("deepspeed", 2, 0), "deepspeed ZeRO-0"),
+        (Spread("pipeline", 6, 1, stages=3, pipelines=2), "3 stage(s) x 2 pipeline(s)"),
+    ],
+)
+def test_a_layout_is_said_in_words(layout: Spread, said: str) -> None:
+    assert str(layout) == said
+
+
+def test_of_many_problems_the_first_three_are_said() -> None:
+    assert in_short(["a.", "b.", "c."]) == "a. b. c."
+    assert in_short(["a.", "b.", "c.", "d.", "e."]) == "a. b. c. And 2 more."
 
 
 def test_shares_are_even_and_leave_nothing_out() -> None:
