@@ -27,12 +27,15 @@ def test_of_every_room_mutants_were_tried_and_nearly_all_were_caught() -> None:
     assert page(rows) == PAGE.read_text()
 
 
-def test_a_share_is_of_all_that_were_tried() -> None:
+def test_a_share_is_of_all_that_were_tried_and_mean_something_else() -> None:
     rows = [
         Mutant("loss", "a.py", "AddNot", n, 1, 9, outcome=outcome) for n, outcome in enumerate([CAUGHT] * 3 + [LIVED])
     ]
     assert mutants.share_caught(rows) == 0.75
-    assert "| loss | 9 | 4 | 3 | 1 | 75.0% |" in page(rows)
+    assert "| loss | 9 | 4 | 0 | 3 | 1 | 75.0% |" in page(rows)
+    rows.append(Mutant("loss", "a.py", "AddNot", 5, 1, 9, outcome=LIVED, because="same: it is"))
+    assert mutants.share_caught(rows) == 0.75, "one that computes the same is none"
+    assert "| loss | 9 | 5 | 1 | 3 | 1 | 75.0% |" in page(rows)
 
 
 def test_places_are_broken_one_at_a_time(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
