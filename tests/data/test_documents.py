@@ -63,6 +63,11 @@ def test_a_text_file_is_one_document_and_its_end_is_held_out(tmp_path: Path, mon
     assert (text_of(data, "train"), text_of(data, "validation")) == (text[:cut], text[cut:])
     assert data.account.documents == {"train": 1, "validation": 1}
     assert data.account.characters == {"train": cut, "validation": len(text) - cut}
+    assert data.account.left_over == (cut - 1) % 16
+    assert data.account.describe() == (
+        f"data: a.txt ({cut:,} train, {len(text) - cut:,} validation tokens, {(cut - 1) % 16} left over; blocks of 16, "
+        "wrapped)"
+    )
     assert data.tokenizer.eos_token is None
     blocks = data.splits["train"]
     assert len(blocks) == (cut - 1) // 16
@@ -90,6 +95,7 @@ def test_conversations_are_learnt_in_part(tmp_path: Path) -> None:
     assert tokenizer.decode(labels[labels != IGNORED].tolist()) == f"Yes.{tokenizer.eos_token}\n", "it learns to stop"
     assert data.account.learnt["train"] == 3 * len("Yes.!\n")
     assert data.account.characters["train"] == 3 * len("Yes.\n")
+    assert data.account.tokens_per_byte == data.account.tokens_per_character == len("Yes.!\n") / len("Yes.\n")
     assert data.tokenizer.chat_template, "and the template that it has learnt by is saved with it"
 
 
