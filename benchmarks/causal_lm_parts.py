@@ -19,6 +19,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from spread import spread
+
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
 REPEATS = 5
@@ -162,7 +164,11 @@ def document_mask() -> dict:
 def render(results: dict) -> str:
     """The page in docs/results/, from the figures kept beside it."""
     lines = ["# Parts of a language model's run", "", results["machine"] + ". Made by"]
-    lines += ["`python benchmarks/causal_lm_parts.py --sst2 ../shared/data/sst2`. Medians of processes by turns.", ""]
+    lines += [
+        "`python benchmarks/causal_lm_parts.py --sst2 ../shared/data/sst2`. Medians (smallest to largest) of as many",
+        "turns as stand there.",
+        "",
+    ]
     titles = {
         "cross_entropy": f"Head and loss, {TOKENS:,} tokens x {WIDTH} x {VOCABULARY:,}, fp32, forward and backward",
         "checkpointing": f"Checkpointing, 12 layers x {DEEP['hidden_size']}, {DEEP_BATCH} x 512 tokens, fp32, a step",
@@ -170,12 +176,20 @@ def render(results: dict) -> str:
     for part, title in titles.items():
         if part not in results:
             continue
-        lines += [f"## {title}", "", "| | seconds | peak MiB above the start | time against the first | memory |"]
-        lines += ["|---|---|---|---|---|"]
-        rows = {name: [column(runs, key) for key in ("seconds", "peak_mib")] for name, runs in results[part].items()}
-        first = next(iter(rows.values()))
-        for name, (seconds, peak) in rows.items():
-            lines.append(f"| {name} | {seconds:.3f} | {peak:.0f} | {seconds / first[0]:.2f} | {peak / first[1]:.3f} |")
+        lines += [
+            f"## {title}",
+            "",
+            "| | turns | seconds | peak MiB above the start | time against the first | memory |",
+        ]
+        lines += ["|---|---|---|---|---|---|"]
+        first = next(iter(results[part].values()))
+        for name, runs in results[part].items():
+            seconds, peaks = ([run[key] for run in runs] for key in ("seconds", "peak_mib"))
+            slower = [a["seconds"] / b["seconds"] for a, b in zip(runs, first, strict=True)]
+            memory = statistics.median(peaks) / column(first, "peak_mib")
+            against = f"{spread(slower, 2)} | {memory:.3f}" if runs is not first else "1 | 1"
+            row = f"{spread(seconds, 3)} | {statistics.median(peaks):.0f} | {against}"
+            lines.append(f"| {name} | {len(runs)} | {row} |")
         same = {name: runs[0] for name, runs in results[part].items()}
         exact = [key for key in next(iter(same.values())) if key not in ("seconds", "peak_mib")]
         lines += ["", "| | " + " | ".join(exact) + " |", "|---" * (len(exact) + 1) + "|"]
@@ -190,10 +204,10 @@ def render(results: dict) -> str:
         lines += ["", "Without packing (`none`) a batch is padded to its longest row alone, so less than this.", ""]
     if found := results.get("document_mask"):
         plain, masked = (statistics.median(values) for values in found.values())
-        ratio = statistics.median(b / a for a, b in zip(*found.values(), strict=True))
+        ratios = [b / a for a, b in zip(*found.values(), strict=True)]
         lines += [f"## Document mask: 6 layers x {DEEP['hidden_size']}, {DEEP_BATCH} x 512 tokens, 4 documents a block"]
         lines += ["", "| | seconds, forward and backward |", "|---|---|", f"| no mask | {plain:.3f} |"]
-        lines += [f"| document mask | {masked:.3f} |", f"| ratio, median of turns | {ratio:.3f} |"]
+        lines += [f"| document mask | {masked:.3f} |", f"| ratio, by {len(ratios)} turns | {spread(ratios, 3)} |"]
     return "\n".join(lines).rstrip() + "\n"
 
 

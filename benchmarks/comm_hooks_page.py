@@ -9,6 +9,9 @@ from pathlib import Path
 
 from finetune.run.flags.compression import HOOKS
 
+ENOUGH_ROUNDS = 5
+FEW = ", too few for more than the order of magnitude"
+WHOLE_RUN_MBIT = 100
 QUIET = 0.5  # a load below which nothing else is said to run
 
 
@@ -20,15 +23,18 @@ def medians(found: dict) -> dict:
     return table
 
 
-def speedups(found: dict) -> dict:
-    """How many times as fast as plain DDP, by hook and rate: the median over rounds, in which all hooks have a turn, so
-    that what else runs on the machine slows both."""
+def ratios(found: dict) -> dict:
+    """How many times as fast as plain DDP, by hook and rate: of each round, in which all hooks have a turn, so that
+    what else runs on the machine slows both."""
     seconds = {(cell["hook"], cell["mbit"]): cell["seconds"] for cell in found["cells"]}
     table: dict = {hook: {} for hook in HOOKS}
     for (hook, mbit), ours in seconds.items():
-        plain = seconds["none", mbit]
-        table[hook][mbit] = statistics.median(theirs / own for theirs, own in zip(plain, ours, strict=True))
+        table[hook][mbit] = [theirs / own for theirs, own in zip(seconds["none", mbit], ours, strict=True)]
     return table
+
+
+def speedups(found: dict) -> dict:
+    return {hook: {mbit: statistics.median(each) for mbit, each in row.items()} for hook, row in ratios(found).items()}
 
 
 def crossovers(found: dict) -> dict:
@@ -116,14 +122,33 @@ def page(found: dict) -> str:
         ]
     if "accuracy" in found:
         lines += accuracy_chapter(found["accuracy"], found["taken"]["accuracy"])
+        lines += whole_runs(found)
     machine = found["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in machine.items() if name != "cpu_cores")
     lines += [f"Machine: {machine['cpu_cores']} CPU cores, gloo; {versions}.", ""]
     return "\n".join(lines)
 
 
+def whole_runs(found: dict) -> list[str]:
+    """What a run gains that sends whole gradients first, by the two tables."""
+    lines = []
+    for recipe, seeds in found["accuracy"].items() if "link" in found else ():
+        for hook, row in next(iter(seeds.values())).items():
+            if row.get("comm_compressed_share_of_fp32", 1) < 1:
+                late = (1 - row["comm_share_of_fp32"]) / (1 - row["comm_compressed_share_of_fp32"])
+                gain = 1 / (1 - late + late / speedups(found["link"])[hook][WHOLE_RUN_MBIT])
+                lines += [
+                    f"`{hook}` compressed {late:.0%} of the steps of recipes/{recipe}.py. At {WHOLE_RUN_MBIT} Mbit/s a "
+                    f"whole such run would be {gain:.1f} times as fast as plain DDP, by the two tables; it was not run "
+                    "there.",
+                    "",
+                ]
+    return lines
+
+
 def link_chapter(found: dict, day: str) -> list[str]:
-    table, faster, cross = medians(found), speedups(found), crossovers(found)
+    table, faster, cross = medians(found), ratios(found), crossovers(found)
+    rounds = len(found["cells"][0]["seconds"])
     rates = sorted(rate for rate in table["none"] if rate) + [0]
     names = [f"{rate:g}" if rate else "no limit" for rate in rates]
     lines = ["## Step time on a slow link", "", "![Seconds a step over the bandwidth, by hook](comm_hooks.png)", ""]
@@ -131,15 +156,16 @@ def link_chapter(found: dict, day: str) -> list[str]:
         f"A GPT-lite of {found['parameters']:,} parameters, one rank in each of two network namespaces, and "
         f"`tc … tbf` on both ends of the cable between them. Median seconds of a step after the first whole steps, all "
         f"hooks in turn ({day}); computing alone takes {found['seconds_without_exchange']:.2f} s. In brackets how many "
-        "times as fast as plain DDP, the median over rounds in which each had its turn; the picture shows plain "
-        "DDP's median over these, so that lines cross where a hook ceases to pay.",
+        f"times as fast as plain DDP: median (smallest to largest) of {rounds} rounds in which each had its turn"
+        f"{FEW if rounds < ENOUGH_ROUNDS else ''}. The picture shows plain DDP's median over these, so that lines "
+        "cross where a hook ceases to pay.",
         "",
         *_busy(found.get("load")),
         f"| Mbit/s | {' | '.join(names)} | pays below |",
         f"|---|{'---|' * len(rates)}---|",
     ]
     for hook in HOOKS:
-        cells = [f"{table[hook][r]:.2f} ({faster[hook][r]:.1f}x)" for r in rates]
+        cells = [f"{table[hook][r]:.2f}{'' if hook == 'none' else _times(faster[hook][r])}" for r in rates]
         pays = "" if hook == "none" else _mbit(cross[hook]["measured"], rates)
         lines.append(f"| {hook} | {' | '.join(cells)} | {pays} |")
     lines += [
@@ -168,6 +194,10 @@ def _busy(load: float | None) -> list[str]:
         "links, and with them where the lines cross, are noisy.",
         "",
     ]
+
+
+def _times(each: list[float]) -> str:
+    return f" ({statistics.median(each):.1f}x, {min(each):.1f} to {max(each):.1f})"
 
 
 def _mbit(value: float, rates: list[float]) -> str:

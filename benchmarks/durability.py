@@ -1,4 +1,4 @@
-"""All of docs/results/durability.md, unattended: each benchmark goes on where it stopped, and the page follows each.
+"""All of docs/results/durability.md, unattended: each benchmark goes on where it stopped; then the page.
 
 python benchmarks/durability.py --minutes 60        # of killing; about two hours and a half in all, on two cores
 """
@@ -17,11 +17,12 @@ def main() -> None:
     parser.add_argument("--minutes", default="60")
     options = parser.parse_args()
     parts = [("faults.py", "--minutes", options.minutes), ("faults_stock.py",), ("resume.py",)]
-    for part in [*parts, ("hangs.py",), ("long_run.py",), ("saving_sizes.py",)]:
+    parts += [("hangs.py",), ("long_run.py",), ("saving_sizes.py",)]
+    for part in [*parts, *((f"{name}.py", "--json", f"docs/results/{name}.json") for name in ("saving", "guards"))]:
         began = time.monotonic()
         status = subprocess.run([sys.executable, str(HERE / part[0]), *part[1:]], check=False).returncode
         print(f"{part[0]}: status {status} after {time.monotonic() - began:.0f} s", flush=True)
-        subprocess.run([sys.executable, str(HERE / "durability_page.py")], check=True)
+    subprocess.run([sys.executable, str(HERE / "pages.py"), "durability"], check=True)
 
 
 if __name__ == "__main__":

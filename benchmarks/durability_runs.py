@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import load_file
+if TYPE_CHECKING:
+    import torch
 
 REPO = Path(__file__).resolve().parents[1]
 STEPS_PER_EPOCH = 5
@@ -155,11 +155,15 @@ def environment(cache: Path) -> dict[str, str]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """All of a model's, from however many files."""
+    from safetensors.torch import load_file
+
     return {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def different_weights(one: Path, other: Path) -> list[str]:
     """The names of tensors that are not bit-equal."""
+    import torch  # here, for the pages are made without it
+
     ours, theirs = weights(one), weights(other)
     if not ours or ours.keys() != theirs.keys():
         return sorted(ours.keys() ^ theirs.keys()) or ["no weights"]

@@ -5,14 +5,17 @@
 
 The guard is switched on and off from step to step of one training, so that what else the machine does meets both alike.
 Printed is the median of the ratios of neighbouring steps, and the middle half of 1,000 medians drawn from them anew.
+--json FILE keeps these.
 """
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 
 from torch import distributed
 from transformers import TrainerCallback, TrainingArguments
@@ -103,14 +106,21 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["gptlite", "distilbert"], choices=list(SCALES))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
+    kept: dict = {"models": {}}
     for name in asked.models:
-        median, low, high = spread(measured(name, asked.steps, asked.batch))
+        ratios = measured(name, asked.steps, asked.batch)
+        median, low, high = spread(ratios)
+        kept["models"][name] = {"pairs": len(ratios), "median": median, "low": low, "high": high}
         if not distributed.is_initialized() or distributed.get_rank() == 0:
             print(f"{name}: {100 * (median - 1):+.2f}% a step ({100 * (low - 1):+.2f} to {100 * (high - 1):+.2f})")
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-        print(f"heartbeat: {1e3 * heartbeat():.2f} ms of CPU a second")
+        kept["heartbeat_cpu_seconds"] = heartbeat()
+        print(f"heartbeat: {1e3 * kept['heartbeat_cpu_seconds']:.2f} ms of CPU a second")
+        if asked.json:
+            asked.json.write_text(json.dumps(kept) + "\n")
 
 
 if __name__ == "__main__":

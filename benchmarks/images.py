@@ -1,17 +1,12 @@
-"""recipes/image_cls.py: accuracy on the digits, and the loss of the same steps in every layout; into docs/results/.
+"""recipes/image_cls.py: the loss of the same steps in every layout, into docs/results/images.json.
 
-python benchmarks/images.py                        # a quarter of an hour on two quiet cores
-python benchmarks/images.py --runs runs/images     # in parts: what has ended there is not run again
+python benchmarks/images.py        # some five minutes on two cores; pages.py makes the page
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
-import shlex
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,11 +14,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from durability_runs import environment, port
+
 REPO = Path(__file__).resolve().parents[1]
-RESULT = REPO / "docs" / "results" / "images.md"
+OUT = REPO / "docs" / "results" / "images.json"
 STEPS = (1, 3, 6, 10)
 GLOBAL_BATCH = 32
-TIMEOUT_SECONDS = 280
+TIMEOUT_SECONDS = 200.0
 SAME = {
     "max_steps": STEPS[-1],
     "logging_steps": 1,
@@ -57,106 +54,69 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-def tool(name: str) -> str:
-    return str(Path(sys.executable).with_name(name))
+def measure(home: Path) -> dict[str, dict[str, list[float]]]:
+    """The logged losses of each model in each layout; the tests' ranks have imported the stack already."""
+    sys.path.insert(0, str(REPO / "tests"))
+    from warm_ranks import WarmRanks
 
-
-def launch(folder: Path, launcher: str, ranks: int, flags: dict[str, Any]) -> float:
-    """Seconds that the run took, from the command to its end; written beside it, for it is not run twice."""
-    ended = folder.with_suffix(".seconds")
-    if ended.is_file():
-        return float(ended.read_text())
-    starts = {
-        "python": [sys.executable],
-        "torchrun": [tool("torchrun"), "--nproc_per_node", str(ranks), "--master_port", "29611"],
-        "deepspeed": [tool("deepspeed"), "--num_gpus", str(ranks), "--master_port", "29612"],
-    }
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
-    command = [*starts[launcher], "recipes/image_cls.py", "--output_dir", str(folder), *words]
-    start = time.monotonic()
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    seconds = time.monotonic() - start
-    ended.write_text(f"{seconds:.1f}")
-    return seconds
-
-
-def losses(folder: Path) -> list[float]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row["loss"] for row in rows if "loss" in row]
-
-
-def same_loss(home: Path, only: str) -> list[str]:
-    lines = ["| model | layout | " + " | ".join(f"step {step}" for step in STEPS) + " | furthest from 1 process |"]
-    lines.append("|---|---|" + "---|" * (len(STEPS) + 1))
+    warm, found = WarmRanks(), {}
     for model, (flags, layouts) in MODELS.items():
-        if only not in model:
-            continue
-        first: list[float] = []
+        found[model] = {}
         for number, layout in enumerate(layouts):
             launcher, ranks, micro, accumulation, more = LAYOUTS[layout]
             assert micro * accumulation * (1 if "pipeline_parallel_size" in more else ranks) == GLOBAL_BATCH
-            batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
             folder = home / f"{model}-{number}".replace(" ", "_").replace(",", "")
-            launch(folder, launcher, ranks, {**SAME, **flags, **batch, **more})
-            found = losses(folder)
-            first = first or found
-            apart = max(abs(b / a - 1) for a, b in zip(first, found, strict=True))
-            shown = " | ".join(f"{found[step - 1]:.4f}" for step in STEPS)
-            lines.append(f"| {model} | {layout} | {shown} | {apart:.2%} |")
-            print(lines[-1], flush=True)
-    return lines
+            values = {**SAME, **flags, **more, "output_dir": folder, "per_device_train_batch_size": micro}
+            values["gradient_accumulation_steps"] = accumulation
+            words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+            start = start_of(launcher, ranks)
+            command = ["recipes/image_cls.py", *words]
+            status, said = warm.run(start, command, ranks, environment(home / "cache"), TIMEOUT_SECONDS)
+            if status:
+                raise SystemExit(f"{model}, {layout}\n{said[-3000:]}")
+            rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+            found[model][layout] = [row["loss"] for row in rows if "loss" in row]
+            print(model, layout, found[model][layout], flush=True)
+    warm.close()
+    return found
 
 
-def accuracy(home: Path) -> list[str]:
-    lines = [
-        "| launch | accuracy | macro F1 | seconds, from the command to its end | training alone |",
-        "|---|---|---|---|---|",
+def start_of(launcher: str, ranks: int) -> list[str]:
+    if launcher == "python":
+        return [sys.executable]
+    count = "--num_gpus" if launcher == "deepspeed" else "--nproc_per_node"
+    return [str(Path(sys.executable).with_name(launcher)), count, str(ranks), "--master_port", port()]
+
+
+def page(found: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    lines = ["# recipes/image_cls.py: the loss of the same steps", ""]
+    lines += [f"`python benchmarks/images.py`, {found['date']}, {found['machine']}; {versions}; fp32, one run each."]
+    lines += [
+        "docs/images.md says what follows from it; how far the defaults come is in [defaults.md](defaults.md).",
+        "",
     ]
-    for launcher, ranks in (("deepspeed", 2), ("torchrun", 2), ("python", 1)):
-        folder = home / f"digits-{launcher}"
-        seconds = launch(folder, launcher, ranks, {})
-        found = json.loads((folder / "all_results.json").read_text())
-        name = f"{launcher}, {ranks} rank(s)"
-        lines.append(
-            f"| {name} | {found['eval_accuracy']:.4f} | {found['eval_f1_macro']:.4f} | {seconds:.0f} "
-            f"| {found['train_runtime']:.0f} |"
-        )
-        print(lines[-1], flush=True)
-    return lines
+    lines += [f"Global batch of {GLOBAL_BATCH}, SGD, learning rate {SAME['learning_rate']:g}, scikit-learn's digits."]
+    lines += ["Furthest: the largest relative difference from the loss of one process in any step.", ""]
+    lines.append("| model | layout | " + " | ".join(f"step {step}" for step in STEPS) + " | furthest from 1 process |")
+    lines.append("|---|---|" + "---|" * (len(STEPS) + 1))
+    for model, layouts in found["losses"].items():
+        first = next(iter(layouts.values()))
+        for layout, losses in layouts.items():
+            apart = max(abs(b / a - 1) for a, b in zip(first, losses, strict=True))
+            shown = " | ".join(f"{losses[step - 1]:.4f}" for step in STEPS)
+            far = "" if losses is first else f"{apart:.2%}" if apart > 1e-4 else f"{apart:.0e}"
+            lines.append(f"| {model} | {layout} | {shown} | {far} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, help="folder for the runs, kept; default: one that is deleted")
-    parser.add_argument("--only", default="", help="models with this in their name; prints, and writes no page")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as passing:
-        home = arguments.runs or Path(passing)
-        home.mkdir(exist_ok=True)
-        table = same_loss(home, arguments.only)
-        if arguments.only:
-            return
-        digits = accuracy(home)
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "deepspeed"))
-    RESULT.write_text(
-        f"""# recipes/image_cls.py: accuracy and the same loss
-
-`python benchmarks/images.py`; {platform.machine()}, CPU; {packages}; fp32. docs/images.md says what follows from it.
-
-## scikit-learn's digits, all defaults: ResNet-18's layout at a quarter of its width, 8 rounds
-
-Of 1,797 pictures a tenth is held out, by class; global batch 16 a rank.
-
-{chr(10).join(digits)}
-
-## The loss of the same steps: global batch of {GLOBAL_BATCH}, SGD, learning rate {SAME["learning_rate"]:g}
-
-{chr(10).join(table)}
-"""
-    )
+    with tempfile.TemporaryDirectory() as home:
+        losses = measure(Path(home))
+    names = ("torch", "transformers", "accelerate", "deepspeed")
+    found = {"date": time.strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, two CPU cores"}
+    found["versions"] = {name: version(name) for name in names}
+    OUT.write_text(json.dumps({**found, "losses": losses}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,11 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 from durability_runs import CLASSIFIER, LANGUAGE, PIPE, REPO, SEQ, Run, rows_of, versions
 from killing import Launch
-from scipy import stats
 
 OUT = REPO / "docs" / "results" / "long_run.jsonl"
 SPANS = 20
@@ -117,6 +115,9 @@ def size_of(folder: Path) -> int:
 
 def slopes(samples: list[dict[str, float]]) -> dict[str, Any]:
     """Of one rank, for each figure: the slope a step with its 95% interval, and the first and last means."""
+    import numpy as np
+    from scipy import stats
+
     last = samples[-1]["step"]
     kept = [sample for sample in samples if sample["step"] > WARM_UP * last]
     found: dict[str, Any] = {"samples": len(kept)}

@@ -23,6 +23,8 @@ from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
+from spread import spread
+
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
 ACCUMULATIONS = (1, 2, 4, 8, 16)
@@ -252,34 +254,42 @@ def render(results: dict) -> str:
     middle = statistics.median
     lines = ["# Pipeline: what it costs", "", f"`python benchmarks/pipeline.py`; {results['machine']}; fp32.", ""]
     if found := results.get("efficiency"):
-        width = SHAPE["hidden_size"]
+        width, turns = SHAPE["hidden_size"], len(next(iter(found.values()))["one_stage"])
         lines += [
             "## Efficiency: 2 stages, a core each",
             "",
             f"GPT-lite, 6 layers x {width}, 4 x 128 tokens a micro-batch. Efficiency is the time that the same two",
             "ranks take for as much work without waiting (two pipelines of one stage, which do twice the micro-batches",
-            "a step), by that of the two stages; medians of steps by turns. A step of one stage holds the whole",
-            "model's optimizer step and its all-reduce; two stages halve the first and lack the second, so that few",
-            "micro-batches do better than the formula.",
+            f"a step), by that of the two stages; medians of {turns} turns (smallest to largest). A step of one",
+            "stage holds the whole model's optimizer step and its all-reduce; two stages halve the first and lack the",
+            "second, so that few micro-batches do better than the formula.",
             "",
             "| micro-batches | seconds a step | efficiency | M / (M + 1) x balance | ratio |",
             "|---|---|---|---|---|",
         ]
         for m, row in found.items():
             two, one = middle(row["two_stages"]), row["one_stage"]
-            efficiency = middle(b / (2 * a) for a, b in zip(row["two_stages"], one, strict=True))
+            each = [b / (2 * a) for a, b in zip(row["two_stages"], one, strict=True)]
             formula = int(m) / (int(m) + 1) * row["balance"]
-            lines.append(f"| {m} | {two:.3f} | {efficiency:.3f} | {formula:.3f} | {efficiency / formula:.3f} |")
+            lines.append(f"| {m} | {two:.3f} | {spread(each, 3)} | {formula:.3f} | {middle(each) / formula:.3f} |")
         lines.append("")
     if found := results.get("cut"):
         lines += ["## The cut: 2 stages, a head that outweighs the blocks", ""]
         lines += [f"6 layers x 256, vocabulary {TOP_HEAVY_VOCABULARY:,}, 8 micro-batches of 4 x 128 tokens.", ""]
-        lines += ["| method | bounds | balance by plan | seconds a step | against balanced |", "|---|---|---|---|---|"]
-        best = found["seconds"]["balanced"]
-        for method, seconds in found["seconds"].items():
-            ratio = middle(a / b for a, b in zip(seconds, best, strict=True))
-            bounds, balance = found["bounds"][method], found["balance"][method]
-            lines.append(f"| {method} | {bounds} | {balance:.2f} | {middle(seconds):.3f} | {ratio:.2f} |")
+        lines += ["Methods that come to the same cut stand in one row: what their turns differ by is noise. Against"]
+        lines += ["balanced: each turn by the balanced cut's of the same round. Median (smallest to largest).", ""]
+        lines += ["| methods | bounds | balance by plan | turns | seconds a step | against balanced |"]
+        lines += ["|---|---|---|---|---|---|"]
+        best, same = found["seconds"]["balanced"], {}
+        for method, bounds in found["bounds"].items():
+            same.setdefault(tuple(bounds), []).append(method)
+        for bounds, methods in same.items():
+            seconds = [value for method in methods for value in found["seconds"][method]]
+            ratios = [a / b for method in methods for a, b in zip(found["seconds"][method], best, strict=True)]
+            balance = ", ".join(f"{found['balance'][method]:.2f}" for method in methods)
+            against = "" if "balanced" in methods else spread(ratios, 2)
+            row = (", ".join(methods), list(bounds), balance, len(seconds), spread(seconds, 3), against)
+            lines.append(f"| {' | '.join(map(str, row))} |")
         lines.append("")
     if found := results.get("plan"):
         lines += ["## The plan: measured makespan of a step by the planned one, 2 stages", ""]
@@ -308,18 +318,20 @@ def render(results: dict) -> str:
             lines.append("| " + " | ".join(map(str, (*row, f"{less:.0f}", f"{less / mib:.2f}" if mib else "-"))) + " |")
         lines.append("")
     if found := results.get("checkpointing"):
-        ratio = middle(b / a for a, b in zip(found["kept"], found["again"], strict=True))
+        ratio = spread([b / a for a, b in zip(found["kept"], found["again"], strict=True)], 2)
         lines += ["## Checkpointing: time, 2 stages, 8 micro-batches", ""]
         lines += [f"Every layer computed again: {middle(found['again']):.3f} s a step against"]
-        lines[-1] += f" {middle(found['kept']):.3f}, {ratio:.2f}x."
+        lines[-1] += f" {middle(found['kept']):.3f}: {ratio} times as long, of {len(found['kept'])} turns."
         lines.append("")
     if found := results.get("one_stage"):
         lines += ["## One stage against the Trainer: 8 micro-batches, the recipes' own step times", ""]
+        lines += [f"Medians of {len(next(iter(found.values())))} runs (smallest to largest).", ""]
         lines += ["| | seconds a step | against the Trainer | peak GiB |", "|---|---|---|---|"]
         base = middle(run["seconds"] for run in found["Trainer, ZeRO-1"])
         for name, runs in found.items():
-            seconds, peak = (middle(run[key] for run in runs) for key in ("seconds", "peak_gib"))
-            lines.append(f"| {name} | {seconds:.4f} | {seconds / base:.2f} | {peak:.2f} |")
+            seconds, peak = ([run[key] for run in runs] for key in ("seconds", "peak_gib"))
+            against = f"{middle(seconds) / base:.2f}"
+            lines.append(f"| {name} | {spread(seconds, 4)} | {against} | {middle(peak):.2f} |")
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -1,7 +1,7 @@
 """Planned beside measured: real runs of many layouts, their memory and their step times.
 
 python benchmarks/plan.py --measure runs/plan      # trains each configuration for some steps; about half an hour
-python benchmarks/plan.py --compare runs/plan      # plans the same ones and writes docs/results/plan.md
+python benchmarks/plan.py --compare runs/plan      # plans the same ones: docs/results/plan.json, for pages.py
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -33,9 +34,10 @@ INTRODUCTION = """# Planned beside measured
 `python benchmarks/plan.py --compare runs/plan --machine here.json`.
 
 Each configuration is a real launch of two ranks (those with 1x: of one) on a machine of two cores without a GPU
-({machine}; {versions}), with random weights and made-up tokens. Bytes are those of tensors' storages
+({machine}; {versions}; {date}),
+with random weights and made-up tokens. Bytes are those of tensors' storages
 (`finetune.measure.memory`) of the fullest rank: weights, gradients, optimizer states, buckets, activations. A process's
-RSS lies above it by the libraries, some 600 MiB here, and by what an allocator leaves between blocks. What a kernel
+RSS lies above it by the libraries, and by what an allocator leaves between blocks. What a kernel
 takes for itself before it ends is not seen. DeepSpeed's estimator (of model states alone; it has one for stages 2
 and 3) and the rule of 16 bytes a parameter stand beside the measured peak. Step times are medians of eight steps, of
 the slower rank; none of these configurations was used to calibrate. No GPU was lent: allocator peaks and step times on
@@ -278,12 +280,13 @@ def _estimator(job: Job) -> int | None:
     return int(device + host / job.world_size if offloads else device)
 
 
-def report(rows: list[Row], machine: Machine) -> str:
+def report(found: dict[str, Any]) -> str:
     """A Markdown page: what came out, and each row."""
+    rows = [Row(**row) for row in found["rows"]]
     head = ["configuration", "resident MiB planned", "measured", "error", "peak MiB planned", "measured", "error",
             "DeepSpeed's estimate", "16 bytes", "step s planned", "measured", "error"]  # fmt: skip
     lines = [
-        INTRODUCTION.format(machine=machine.name, versions=_versions()),
+        INTRODUCTION.format(**found),
         *_summary(rows),
         "",
         _row(head),
@@ -350,17 +353,26 @@ def main() -> None:
     parser.add_argument("--compare", type=Path)
     parser.add_argument("--machine", default="cpu", help="a profile that `finetune plan --calibrate` wrote")
     parser.add_argument("--only", default="")
+    parser.add_argument("--bytes", action="store_true", help="compare these alone: seconds want a quiet machine")
     asked = parser.parse_args()
     cases = [case for case in CASES if asked.only in case.name]
     for case in cases if asked.measure else ():
         measure(case, asked.measure)
     if asked.compare:
         machine = find_machine(asked.machine)
-        rows = [row for case in cases if (row := compare(case, asked.compare, machine)) is not None]
-        results = REPO / "docs" / "results"
-        (results / "plan.md").write_text(report(rows, machine))
-        (results / "plan.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        print("\n".join(_summary(rows)))
+        fresh = [row for case in cases if (row := compare(case, asked.compare, machine)) is not None]
+        path = REPO / "docs" / "results" / "plan.json"
+        found = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+        old = {row["name"]: row for row in found["rows"]}
+        if asked.bytes:
+            fresh = [replace(row, seconds=tuple(old[row.name]["seconds"])) for row in fresh]
+            again = f"bytes of {len(fresh)} rows again on {time.strftime('%Y-%m-%d')}"
+            found["date"] = f"{found['date'].split(', ')[0]}, {again}"
+        else:
+            found |= {"machine": machine.name, "versions": _versions(), "date": time.strftime("%Y-%m-%d")}
+        found["rows"] = list((old | {row.name: asdict(row) for row in fresh}).values())
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        print("\n".join(_summary([Row(**row) for row in found["rows"]])))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ COMMON = (
     "--do_eval False --bf16 False --sample_tokens 0 --overwrite_output_dir True"
 )
 PICTURED = "zero2"
+BUSY = "Other programs ran on these cores at the time: shares, not speeds."
+QUIET = 0.5  # a load below which nothing else is said to run
 
 
 def profiled(layout: str, folder: Path) -> dict:
@@ -55,6 +57,7 @@ def page(results: dict) -> str:
         "# Where a step's time goes",
         "",
         f"{results['machine']}. Made by `python benchmarks/profiling.py`. Means of 5 traced steps and 2 ranks, ms.",
+        *([BUSY] if results["busy"] else []),
         "",
         f"| layout | {' | '.join(parts)} | step | untraced step | traced / untraced |",
         "|---|" + "---:|" * (len(parts) + 3),
@@ -89,6 +92,7 @@ def main() -> None:
     results = json.loads(path.read_text()) if path.is_file() else {"layouts": {}}
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
     results["machine"] = f"{platform.machine()}, {os.cpu_count()} CPU cores; {versions}"
+    results["busy"] = results.get("busy", False) or os.getloadavg()[0] > QUIET
     for layout in options.layouts:
         results["layouts"][layout] = profiled(layout, options.folder)
         path.write_text(json.dumps(results, indent=1) + "\n")

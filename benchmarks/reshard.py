@@ -1,10 +1,11 @@
 r"""Going on with another number of ranks, ZeRO stage or engine: how far losses and gradient norms are from the run that
 was not cut, what moving costs, and what the stock Trainer and DeepSpeed do in the same place.
 
-    python benchmarks/reshard.py --folder runs/reshard --page docs/results/reshard.md
+    python benchmarks/reshard.py --folder runs/reshard
     python benchmarks/reshard.py --folder runs/reshard --parts uncut one      # some of it; what is there is kept
 
-Each part is one launch of many runs; none takes more than four minutes on two cores.
+None of these parts takes more than four minutes on two cores. Writes docs/results/reshard.json, of
+which benchmarks/pages.py makes the page.
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from durability_runs import environment, port
+
 REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "tests"))
+from warm_ranks import WarmRanks  # noqa: E402  (the ranks of the tests, which have imported the stack already)
+
+SECONDS = 200.0  # that a run may take
+OUT = REPO / "docs" / "results" / "reshard.json"
 FIRST, SECOND, LAST = 6, 12, 18  # steps: two checkpoints, and the end
 GLOBAL_BATCH, MICRO_BATCH = 16, 2
 SHAPE = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,max_position_embeddings=64"
@@ -60,7 +69,15 @@ TWO = [
     (2, "zero2", 2, "pipe2", "fp32"),  # last: a pipeline leaves its grid behind in DeepSpeed
 ]
 FOUR = [(1, "zero1", 4, to, "fp32") for to in ("zero1", "zero2", "zero3", "none", "pipe2")]
+STOCK_ABOUT = """
+The same moves of a GPT-2 of two layers by `benchmarks/stock_reshard.py`: resumed as it stands, and through
+`deepspeed.checkpoint.ds_to_universal` and `load_universal`.
+"""
 STOCK = [(1, 1), (1, 2), (1, 3), (3, 1), (3, 2), (3, 3)]  # ZeRO stages
+
+
+def tool(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
 
 
 def name_of(ranks: int, engine: str, precision: str) -> str:
@@ -80,18 +97,22 @@ def words(folder: Path, ranks: int, engine: str, precision: str, more: dict[str,
 
 def torchrun(ranks: int, *command: str) -> str:
     """What it printed."""
-    port = str(20_000 + os.getpid() % 20_000)
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", port]
+    start = [tool("torchrun"), "--nproc_per_node", str(ranks), "--master_port", port()]
     done = subprocess.run(
         [*start, *command], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     return done.stdout
 
 
-def launch(log: Path, ranks: int, runs: list[list[str]]) -> None:
-    """One set of ranks for all; the log keeps what was said."""
-    if runs:
-        log.write_text(torchrun(ranks, "tests/runs/one_set_of_ranks.py", json.dumps(runs)), encoding="utf-8")
+def launch(ranks: int, runs: list[list[str]]) -> None:
+    """Each run by ranks that have imported the stack already; what it said is in a log beside its folder."""
+    warm = WarmRanks()
+    for words_of in runs:
+        folder = Path(words_of[words_of.index("--output_dir") + 1])
+        start = [tool("torchrun"), "--nproc_per_node", str(ranks), "--master_port", port()]
+        _, said = warm.run(start, words_of, ranks, environment(folder.parent / "cache"), SECONDS)
+        folder.with_suffix(".log").write_text(said, encoding="utf-8")
+    warm.close()
 
 
 def uncut(folder: Path) -> None:
@@ -100,7 +121,7 @@ def uncut(folder: Path) -> None:
     for ranks in (2, 1):
         some = [run for run in [*wanted, (1, "zero1", "fp32"), (1, "zero2", "bf16")] if run[0] == ranks]
         left = [run for run in some if not (folder / name_of(*run) / "README.md").is_file()]
-        launch(folder / f"uncut-{ranks}.log", ranks, [words(folder / name_of(*run), *run, {}) for run in left])
+        launch(ranks, [words(folder / name_of(*run), *run, {}) for run in left])
 
 
 def place_of(folder: Path, move: tuple[Any, ...]) -> Path:
@@ -117,13 +138,13 @@ def source_of(folder: Path, move: tuple[Any, ...]) -> tuple[Path, int]:
     return folder / name_of(ranks, engine, precision) / f"checkpoint-{FIRST}", FIRST
 
 
-def moves(folder: Path, part: str, some: list[tuple[Any, ...]]) -> None:
+def moves(folder: Path, some: list[tuple[Any, ...]]) -> None:
     left = [move for move in some if not (place_of(folder, move) / "README.md").is_file()]
     runs = []
     for move in left:
         shutil.rmtree(place_of(folder, move), ignore_errors=True)
         runs.append(words(place_of(folder, move), move[2], move[3], move[4], {"resume": source_of(folder, move)[0]}))
-    launch(folder / f"{part}.log", some[0][2], runs)
+    launch(some[0][2], runs)
 
 
 def steps_of(folder: Path) -> dict[int, dict[str, float]]:
@@ -183,7 +204,7 @@ def size(folder: Path) -> None:
     place = folder / "large" / "checkpoint-1"
     if not place.is_dir():
         more = {"config_overrides": LARGE, "max_steps": 1, "save_steps": 1, "gradient_accumulation_steps": 1}
-        launch(folder / "large.log", 2, [words(folder / "large", 2, "zero3", "fp32", more)])
+        launch(2, [words(folder / "large", 2, "zero3", "fp32", more)])
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-c", MOVE, str(place), str(folder)]
     done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, check=True)
@@ -202,17 +223,14 @@ def size(folder: Path) -> None:
     (folder / "size.json").write_text(json.dumps({"ours": ours, "theirs": theirs}, indent=2) + "\n", encoding="utf-8")
 
 
-def cost_of(folder: Path, place: Path) -> str:
+def cost_of(place: Path) -> str:
     """What the log says of a move's seconds."""
-    for log in folder.glob("*.log"):
-        pattern = rf"resume: moved in ([\d.]+) s(?:(?!^run ).)*^run {re.escape(str(place))} "
-        found = re.search(pattern, log.read_text(encoding="utf-8"), re.M | re.S)
-        if found:
-            return found[1]
-    return "as it stands"
+    log = place.with_suffix(".log")
+    found = re.search(r"resume: moved in ([\d.]+) s", log.read_text(encoding="utf-8")) if log.is_file() else None
+    return found[1] if found else "as it stands"
 
 
-def rows(folder: Path, some: list[tuple[Any, ...]]) -> list[str]:
+def rows(folder: Path, some: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     made = []
     for move in some:
         ranks, engine, to_ranks, to_engine, precision = move
@@ -220,15 +238,13 @@ def rows(folder: Path, some: list[tuple[Any, ...]]) -> list[str]:
         truth = steps_of(folder / name_of(1 if to_ranks == 4 else 2, engine, precision))
         of, to = (f"{n} x {WORDS.get(e, e)}" for n, e in ((ranks, engine), (to_ranks, to_engine)))
         found = steps_of(place)
-        if not found or not truth:
-            made.append(f"| {of} | {to} | {precision} | failed | | |")
-            continue
-        loss, norm = apart(found, truth, after)
-        made.append(f"| {of} | {to} | {precision} | {loss:.1e} | {norm:.1e} | {cost_of(folder, place)} |")
+        apart_by = apart(found, truth, after) if found and truth else None
+        row = {"of": of, "to": to, "precision": precision, "apart": apart_by, "seconds": cost_of(place)}
+        made.append(row)
     return made
 
 
-def stock_rows(folder: Path) -> list[str]:
+def stock_rows(folder: Path) -> list[dict[str, str]]:
     every = [json.loads(line) for line in (folder / "stock.jsonl").read_text(encoding="utf-8").splitlines()]
     truth = {run["stage"]: {row["step"]: row for row in run["steps"]} for run in every if "resume" not in run}
 
@@ -247,58 +263,77 @@ def stock_rows(folder: Path) -> list[str]:
                 if r.get("ranks") == ranks and r["stage"] == to and f"stock-{of}/" in r.get("resume", "")
             ]
             by = {run["universal"]: said(run, of) for run in mine}
-            made.append(
-                f"| 2 x ZeRO-{of} | {ranks} x ZeRO-{to} | {by.get(False, 'crashed')} | {by.get(True, 'crashed')} |"
-            )
+            row = {"of": f"2 x ZeRO-{of}", "to": f"{ranks} x ZeRO-{to}", "as_it_stands": by.get(False, "crashed")}
+            made.append(row | {"universal": by.get(True, "crashed")})
     return made
 
 
-def noise(folder: Path) -> str:
+def noise(folder: Path) -> dict[str, tuple[float, float]]:
     """What uncut runs of other layouts differ by."""
-    words_of = []
+    found = {}
     for precision, engines in (("fp32", ENGINES), ("bf16", HALF)):
         truth = steps_of(folder / name_of(2, "zero2", precision))
         some = [apart(steps_of(folder / name_of(2, engine, precision)), truth, FIRST) for engine in engines]
-        loss, norm = (max(pair[i] for pair in some) for i in (0, 1))
-        words_of.append(f"{precision}: loss {loss:.1e}, gradient norm {norm:.1e}")
-    return "; ".join(words_of)
+        found[precision] = (max(loss for loss, _ in some), max(norm for _, norm in some))
+    return found
 
 
-def page(folder: Path) -> str:
-    sizes = json.loads((folder / "size.json").read_text(encoding="utf-8"))
-    ours, theirs = sizes["ours"], sizes["theirs"]
+def figures(folder: Path) -> dict[str, Any]:
+    """All that the page says, of a folder of runs."""
+    found = {
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")},
+        "noise": noise(folder),
+        "moves": rows(
+            folder, [move for move in ONE + TWO + FOUR if place_of(folder, move).with_suffix(".log").is_file()]
+        ),
+    }
+    if (folder / "stock.jsonl").is_file():
+        found["stock"] = stock_rows(folder)
+    if (folder / "size.json").is_file():
+        found["size"] = json.loads((folder / "size.json").read_text(encoding="utf-8"))
+    return found
+
+
+def page(found: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    noises = (f"{name}: loss {loss:.1e}, gradient norm {norm:.1e}" for name, (loss, norm) in found["noise"].items())
     about = f"""
-`python benchmarks/reshard.py --folder runs/reshard --page docs/results/reshard.md` wrote this page: a GPT-lite of two
-layers, global batch {GLOBAL_BATCH}, weight decay 0.1 on all but biases and norms, cut at step {FIRST} (2 -> 1 -> 2:
-again at {SECOND}) and gone on to step {LAST}, on CPU ranks over gloo. Deviations are the largest relative ones of any
-later step. Uncut runs of other layouts differ from the uncut ZeRO-2 run by the order of additions alone:
-{noise(folder)}.
-"""
-    stock_about = """
-The same moves of a GPT-2 of two layers by `benchmarks/stock_reshard.py`: resumed as it stands, and through
-`deepspeed.checkpoint.ds_to_universal` and `load_universal`.
-"""
-    size_about = f"""
-Moving {ours["bytes"] / 2**20:,.0f} MiB of weights and states (ZeRO-3, two ranks, to ZeRO-1): {ours["seconds"]:.1f} s
-and {ours["mib_peak"] - ours["mib_before"]:,.0f} MiB of memory above the {ours["mib_before"]:,.0f} MiB of the imports,
-mapped files included. `ds_to_universal` with one worker took {theirs["seconds"]:.1f} s, imports included, and
-{theirs["mib_peak"]:,.0f} MiB.
+`python benchmarks/reshard.py`, {found["date"]}, {versions}: a GPT-lite of two layers, global batch {GLOBAL_BATCH},
+weight decay 0.1 on all but biases and norms, cut at step {FIRST} (2 -> 1 -> 2: again at {SECOND}) and gone on to step
+{LAST}, on CPU ranks over gloo, one run each. Deviations are the largest relative ones of any later step. Uncut runs of
+other layouts differ from the uncut ZeRO-2 run, too, by the order of additions and what bf16 rounds:
+{"; ".join(noises)}.
 """
     lines = [
         "# Going on in another layout: measured",
         about,
         "| written by | goes on as | precision | loss | gradient norm | seconds of moving |",
         "|---|---|---|---|---|---|",
-        *rows(folder, ONE + TWO + FOUR),
-        "\n## The stock Trainer and DeepSpeed",
-        stock_about,
-        "| written by | goes on as | as it stands | universal |",
-        "|---|---|---|---|",
-        *stock_rows(folder),
-        "\n## Size",
-        size_about,
     ]
-    return "\n".join(lines)
+    for move in found["moves"]:
+        deviations = "failed | " if move["apart"] is None else "{:.1e} | {:.1e}".format(*move["apart"])
+        lines.append(f"| {move['of']} | {move['to']} | {move['precision']} | {deviations} | {move['seconds']} |")
+    if "stock" in found:
+        lines += [
+            "\n## The stock Trainer and DeepSpeed",
+            STOCK_ABOUT,
+            "| written by | goes on as | as it stands | universal |",
+        ]
+        lines += ["|---|---|---|---|", *(f"| {' | '.join(row.values())} |" for row in found["stock"])]
+    if "size" in found:
+        lines += ["\n## Size", size_about(**found["size"])]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def size_about(ours: dict[str, float], theirs: dict[str, float]) -> str:
+    more = ours["mib_peak"] - ours["mib_before"]
+    return f"""
+Moving {ours["bytes"] / 2**20:,.0f} MiB of weights and states (ZeRO-3, two ranks, to ZeRO-1), once, took
+{ours["seconds"]:.1f} s and {more:,.0f} MiB of memory above the {ours["mib_before"]:,.0f} MiB of the imports, mapped
+files included. `ds_to_universal` with one worker took {theirs["seconds"]:.1f} s, imports included, and
+{theirs["mib_peak"]:,.0f} MiB.
+"""
 
 
 def main() -> None:
@@ -306,23 +341,20 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/reshard"))
     parts = ("uncut", "one", "two", "four", "stock", "size")
     parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
-    parser.add_argument("--page", type=Path, help="where to write the tables; without it they are printed")
     given = parser.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     do = {
         "uncut": lambda: uncut(folder),
-        "one": lambda: moves(folder, "one", ONE),
-        "two": lambda: moves(folder, "two", TWO),
-        "four": lambda: moves(folder, "four", FOUR),
+        "one": lambda: moves(folder, ONE),
+        "two": lambda: moves(folder, TWO),
+        "four": lambda: moves(folder, FOUR),
         "stock": lambda: stock(folder),
         "size": lambda: size(folder),
     }
     for part in given.parts:
         do[part]()
-    if all((folder / name).is_file() for name in ("stock.jsonl", "size.json")):
-        text = page(folder)
-        print(text) if given.page is None else given.page.write_text(text, encoding="utf-8")
+    OUT.write_text(json.dumps(figures(folder), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from durability_runs import (
     REPO,
     RUNS,
@@ -78,6 +77,8 @@ def _link(source: str, target: str) -> None:
 
 def different_states(one: Path, other: Path) -> list[str]:
     """What is not the same in the last checkpoints of two runs: figures of the state, and each rank's random state."""
+    import torch  # here, for the pages are made without it
+
     ours, theirs = checkpoints(one)[-1], checkpoints(other)[-1]
     if ours.name != theirs.name:
         return [f"{ours.name} and {theirs.name}"]

@@ -145,6 +145,8 @@ def measure(layers: int, width: int, folder: Path, saves: int) -> dict[str, Any]
         **{f"{name}_seconds": value for name, value in found.items()},
         "overhead": extra / (SAVE_STEPS * step + medians["stock"]),
         "saves": saves,
+        "save_steps": SAVE_STEPS,
+        "each_seconds": seconds,
     }
 
 

@@ -3,7 +3,6 @@
     python benchmarks/zero_speed.py                              # all parts, some fifteen minutes on two quiet cores
     python benchmarks/zero_speed.py --parts shipped --models deep_study --rounds 9
     python benchmarks/zero_speed.py --parts settings profile     # one factor at a time, and where the time goes
-    python benchmarks/zero_speed.py --render                     # the page again from the JSON
     python benchmarks/zero_speed.py --gpu                        # one GPU, one rank: what the engine costs there
 
 Every layout is two ranks of a thread each under the Trainer, and several layouts of a model are up at the same time:
@@ -292,6 +291,9 @@ def render(results: dict) -> str:
         "",
         "`deep_study` (256 wide, 128 layers) and `gptlite_study` have 2,048 rows, or tokens, a rank, as the study",
         "gave each GPU; `deep_512` has 512 layers and 64 rows, so that computing does not hide what the engine costs.",
+        "A round takes a turn of each; other programs ran at the same time, which the ranges show.",
+        "What is slow in DeepSpeed on a CPU, and what was done about it, is in",
+        "[ds_configs/README.md](../../ds_configs/README.md).",
         "",
     ]
     if found := results.get("shipped"):
@@ -312,7 +314,7 @@ def render(results: dict) -> str:
             lines += [f"## Profile: {model}, {name}, rank 0, {row['steps']} steps, by own time", "", "```"]
             lines += [line[:118].rstrip() for line in row["python"].splitlines() if line.strip()][:24]
             lines += ["```", ""]
-    return "\n".join([*lines, *results.get("notes", [])]).rstrip() + "\n"  # notes are written by hand, and kept
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def main() -> None:
@@ -323,25 +325,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--render", action="store_true")
     options = parser.parse_args()
     path = OUT / ("zero_speed_gpu.json" if options.gpu else "zero_speed.json")
     results = json.loads(path.read_text()) if path.is_file() else {}
-
-    def keep() -> None:
-        path.write_text(json.dumps(results, indent=1) + "\n")
-        path.with_suffix(".md").write_text(render(results))
-
-    if not options.render:
-        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
-        results["command"] = " ".join(["python benchmarks/zero_speed.py", *sys.argv[1:]])
-        results["machine"] = f"{machine(options.gpu)}; {versions}; fp32"
-        ranks = 1 if options.gpu else 2
-        for part in options.parts:
-            for model in options.models:
-                run_part(part, model, options, ranks, results)
-                keep()
-    keep()
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
+    results["command"] = " ".join(["python benchmarks/zero_speed.py", *sys.argv[1:]])
+    results["machine"] = f"{machine(options.gpu)}; {versions}; fp32"
+    ranks = 1 if options.gpu else 2
+    for part in options.parts:
+        for model in options.models:
+            run_part(part, model, options, ranks, results)
+            path.write_text(json.dumps(results, indent=1) + "\n")
+            path.with_suffix(".md").write_text(render(results))
 
 
 def run_part(part: str, model: str, options: argparse.Namespace, ranks: int, results: dict) -> None:

@@ -1,0 +1,73 @@
+"""The pages of docs/results/, each from the data beside it; measures nothing.
+
+    python benchmarks/pages.py                  # all of them
+    python benchmarks/pages.py seq_cls plan     # these
+
+A figure that is not in the data has no way into a page: tests/test_claims.py holds each page to what is written here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import basics
+import causal_lm
+import causal_lm_parts
+import check
+import check_truth
+import comm_hooks_page
+import defaults
+import durability_page
+import images
+import pipeline
+import plan
+import profiling
+import reshard
+import seq_cls
+import startup
+import zero_speed
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def _of(name: str, render: Callable[[Any], str]) -> Callable[[], str]:
+    return lambda: render(json.loads((RESULTS / f"{name}.json").read_text()))
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "basics": _of("basics", basics.page),
+    "causal_lm": _of("causal_lm", causal_lm.render),
+    "causal_lm_parts": _of("causal_lm_parts", causal_lm_parts.render),
+    "check": _of("check", check.render),
+    "check_truth": lambda: check_truth.render(_lines("check_truth.json")),
+    "comm_hooks": _of("comm_hooks", comm_hooks_page.page),
+    "defaults": lambda: defaults.page(_lines("defaults.jsonl")),
+    "durability": durability_page.page,
+    "images": _of("images", images.page),
+    "pipeline": _of("pipeline", pipeline.render),
+    "plan": _of("plan", plan.report),
+    "profiling": _of("profiling", profiling.page),
+    "reshard": _of("reshard", reshard.page),
+    "seq_cls": _of("seq_cls", seq_cls.render),
+    "startup": _of("startup", startup.page),
+    "zero_speed": _of("zero_speed", zero_speed.render),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=", ".join(PAGES))
+    for name in parser.parse_args().names or PAGES:
+        (RESULTS / f"{name}.md").write_text(PAGES[name](), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""How the pages of docs/results/ show a figure that was measured several times."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Median, and in brackets smallest and largest."""
+    low, middle, high = (f"{of(values):.{digits}f}" for of in (min, statistics.median, max))
+    return f"{middle} ({low} to {high})"

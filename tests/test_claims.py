@@ -1,0 +1,201 @@
+"""No figure without its data: every page of docs/results is what its script makes of the data beside it, and every
+measured figure of the README and of docs/ is one that the same data give."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import plan
+import pytest
+from comm_hooks_page import speedups
+from conftest import REPO
+from pages import PAGES, RESULTS
+
+from finetune.plan.machine import find_machine
+
+WITHOUT_DATA = {"bench_laptop": "The rows that this page was made from were not kept"}  # to be made again
+# A number with the unit of something measured, a decimal, or a power of ten.
+UNITS = r"%|\u00d7|(?:x|times|percent|h|min|s|ms|µs|seconds|minutes|hours|[kKMGT]i?B|bits|points)\b|of\s\d"
+UNITS += r"|(?:tokens|samples|texts|steps|rows|images)\s?(?:/|a |per )\s?s"
+COUNTS = r"two|three|five|ten|fifteen|twenty"
+FIGURE = re.compile(
+    rf"(?<![\w.-])\d[\d,.]*(?:e-?\d+)?\s?(?:{UNITS})|(?<![\w.-])\d+\.\d+(?![\w.])|\b\d+e-\d+"
+    rf"|\b(?:half|twice|(?:{COUNTS}) (?:times|minutes|hours))\b"
+)
+# What says that a paragraph of docs/ speaks of something measured, by which it may hold no figure but a claim.
+MEASURED = re.compile(r"measured|results/|benchmarks/|faster|slower|two cores|CPU cores|busy|evaluation loss")
+# Figures that nobody measured: releases, settings, bounds that a test holds, formulas and other people's results.
+SETTINGS = {
+    "README.md": [
+        "Python 3.10 to 3.12",
+        "during training are at 0.5",
+        "(1e-3, 6e-4, 3e-4)",
+        "the tests hold them to 1%",
+    ],
+    "ds_configs/README.md": ["100 MB in bf16", "has ZeRO-1 at 0.35 of DDP"],
+    "docs/checkpoints.md": ["the last 4 MiB are compared"],
+    "docs/compression.md": [
+        *("1,000 steps for 0.999", "100 for 0.99", "15% to 20% of runs of 150,000 steps", "and at a quarter 28%"),
+        *("Default: half.", "with half of the steps compressed"),
+    ],
+    "docs/profiling.md": ["(0.9 M parameters)"],
+}
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def claims() -> Iterator[tuple[str, str]]:
+    """A document, and the words that it must hold, by the data."""
+    by_default = {row["recipe"]: row for row in rows("defaults")}
+    one = by_default["seq_cls"]
+    classes = one["held_out_by_class"].values()
+    yield "README.md", f"about {one['seconds']:.0f} seconds of it on two CPU cores"
+    yield "README.md", f"{one['train_samples']:,} texts and {one['eval_samples']} held out, {len(classes)} classes"
+    most = max(classes) / sum(classes)
+    yield (
+        "README.md",
+        f"accuracy of {one['eval_accuracy']:.2f}, where always guessing the largest class gives {most:.2f}",
+    )
+    names, alone = by_default["token_cls"], by_default["token_cls"]["f1_of_the_name_alone"]
+    yield "README.md", f"entity F1 {names['eval_f1']:.2f} in {names['seconds']:.0f} seconds on two cores"
+    yield "README.md", f"each name's commonest tag makes {alone:.2f}"
+    yield "docs/token_cls.md", f"entity F1 of {alone:.3f}"
+    yield "docs/token_cls.md", f"reaches {names['eval_f1']:.3f} in {names['train_runtime']:.0f} seconds"
+    text = by_default["causal_lm"]
+    yield (
+        "README.md",
+        f"{text['seconds']:.0f} seconds on two CPU cores, to {text['eval_bits_per_byte']:.1f} bits per byte",
+    )
+    yield "README.md", f"digits, to {by_default['image_cls']['eval_accuracy']:.0%} of held-out ones"
+    yield from durability()
+    yield from slow_networks()
+    found = json.loads((RESULTS / "profiling.json").read_text())["layouts"]["zero2"]
+    share = found["mean_seconds"]["communication"] / found["step_seconds"]
+    yield "docs/profiling.md", f"communication takes {share:.0%} of the step here on the mean over ranks"
+    configs = {json.loads(line)["file"] for line in (RESULTS / "check_truth.json").read_text().splitlines()}
+    yield "docs/check.md", f"its verdicts on {len(configs)} generated configs"
+    minutes = json.loads((REPO / "tests" / "nightly.json").read_text())["minutes"]
+    yield "README.md", "in less than an hour on two quiet cores" if minutes < 60 else f"in {minutes:.0f} minutes"
+
+
+def durability() -> Iterator[tuple[str, str]]:
+    found, stock = rows("faults"), rows("faults_stock")
+    kills, chains = [row for row in found if "kill" in row], [row for row in found if "kills" in row]
+    aimed = sum(row["moment"] in ("save", "rename", "rotation", "final") for row in kills)
+    torn, on = sum(bool(row["torn"]) for row in kills), sum(row.get("resumed", False) for row in kills)
+    assert on == len(kills)
+    assert not any(row["lost_steps"] for row in kills)
+    assert not any(row["weights_apart"] or row["rows_apart"] for row in chains)
+    yield (
+        "README.md",
+        f"{len(chains)} chains of runs were killed by SIGKILL {len(kills)} times; {aimed} kills were aimed at a",
+    )
+    yield (
+        "README.md",
+        f"and {torn} left one half written. All {on} went on without a lost step, and all {len(chains)} chains",
+    )
+    alone = sum(not row["failures"] for row in stock)
+    yield "README.md", f"Of {len(stock)} kills of the stock stack, all aimed at saves, {alone} went on without help"
+    moves = json.loads((RESULTS / "reshard.json").read_text())["moves"]
+    loss, norm = (max(move["apart"][i] for move in moves if move["precision"] == "fp32") for i in (0, 1))
+    yield "README.md", f"in fp32 the losses of the uncut run to {above(loss)}"
+    yield "docs/reshard.md", f"in fp32 losses to {above(loss)} and gradient norms to {above(norm)}"
+
+
+def above(value: float) -> str:
+    """The next power of ten."""
+    return f"1e-{-math.ceil(math.log10(value))}"
+
+
+def slow_networks() -> Iterator[tuple[str, str]]:
+    found, document = json.loads((RESULTS / "comm_hooks.json").read_text()), "docs/compression.md"
+    bits, low_rank = (speedups(found["link"])[hook][100] for hook in ("onebit_adam", "powersgd"))
+    counted = {cell["hook"]: cell["counted_bytes"] for cell in found["link"]["cells"]}
+    share = counted["onebit_adam"] / counted["none"]
+    yield document, f"1/2 + 1/2 · 1/{1 / share:.1f} = {0.5 + 0.5 * share:.0%} of plain DDP's"
+    yield document, f"about {1 / (0.5 + 0.5 / bits):.1f} times, where the step is {bits:.1f} times as fast"
+    yield document, f"PowerSGD's step {low_rank:.1f} times"
+    (runs,) = found["accuracy"]["causal_lm"].values()
+    yield document, f"{runs['onebit_adam']['eval_loss'] / runs['none']['eval_loss'] - 1:.1%} above AdamW's"
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.glob("*.md")))
+def test_a_page_of_results_is_what_its_script_makes_of_its_data(name: str) -> None:
+    page = (RESULTS / f"{name}.md").read_text()
+    if name in WITHOUT_DATA:
+        assert WITHOUT_DATA[name] in plain(page)
+    else:
+        assert PAGES[name]() == page, f"run `python benchmarks/pages.py {name}`"
+
+
+@pytest.mark.parametrize("case", plan.CASES, ids=lambda case: case.name)
+def test_what_the_page_of_plans_says_was_planned_is_what_is_planned_today(case: plan.Case) -> None:
+    """Bytes; the seconds are of a machine that was calibrated."""
+    (row,) = (row for row in json.loads((RESULTS / "plan.json").read_text())["rows"] if row["name"] == case.name)
+    job, machine = plan.job_of(case), find_machine("cpu")
+    planned = [plan.plan_memory(job, machine, rank) for rank in range(case.ranks)]
+    assert (row["resident"][0], row["peak"][0]) in [(rank.resident_bytes, rank.peak.bytes) for rank in planned]
+
+
+def test_the_pages_are_those_that_scripts_make() -> None:
+    assert sorted({*PAGES, *WITHOUT_DATA}) == sorted(path.stem for path in RESULTS.glob("*.md"))
+
+
+def test_the_readme_and_the_docs_say_what_the_data_give() -> None:
+    said = list(claims())
+    assert len(said) >= 20
+    missing = [(document, words) for document, words in said if words not in plain((REPO / document).read_text())]
+    assert missing == []
+
+
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "ds_configs/README.md",
+    *sorted(f"docs/{path.name}" for path in (REPO / "docs").glob("*.md")),
+]
+
+
+def loose(document: str, text: str, known: list[str]) -> list[str]:
+    """The figures in no known words: of the README all, of the others those in paragraphs on what was measured."""
+    found = []
+    for block in re.split(r"\n\s*\n|\n(?=[|-] |\d\. )", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        words = plain(re.sub(r"`[^`]*`|\]\([^)]*\)", " ", block))
+        if document == "README.md" or MEASURED.search(block):
+            for claim in known:
+                words = words.replace(plain(re.sub(r"`[^`]*`", " ", claim)), " ")
+            found += FIGURE.findall(words)
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_no_measured_figure_stands_in_prose_without_a_claim(document: str) -> None:
+    known = [words for place, words in claims() if place == document] + SETTINGS.get(document, [])
+    assert loose(document, (REPO / document).read_text(), known) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["It is 3.3 times as fast.", "within 0.5%", "takes 12 s on two cores", "24 of 36 went on", "twice as fast", "1e-6"],
+)
+def test_a_figure_that_is_no_claim_is_found(words: str) -> None:
+    assert loose("README.md", words, ["another 3.3 times"])
+    assert not loose("README.md", words, [words])
+
+
+def test_a_figure_that_the_data_do_not_give_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rewritten = (RESULTS / "startup.json").read_text().replace('"repeats": 5', '"repeats": 4')
+    (tmp_path / "startup.json").write_text(rewritten)
+    monkeypatch.setattr("pages.RESULTS", tmp_path)
+    assert PAGES["startup"]() != (RESULTS / "startup.md").read_text()
