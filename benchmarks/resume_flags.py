@@ -139,7 +139,7 @@ class Campaign:
     def judged(self, folder: Path, flag: str, status: int, output: str) -> dict[str, Any]:
         errors = re.findall(r"^(?:\[rank \d+\] )?error: (.*)", output, re.MULTILINE)
         said = [line for line in output.splitlines() if line.startswith("resume: ") and "going on from" not in line]
-        if status == 2 and errors:
+        if errors and "Traceback" not in output and status in (1, 2):  # torchrun's is 1 whatever its ranks end with
             return {"verdict": "refused", "words": errors[0][:300]}
         if status:
             return {"verdict": "failed", "words": (errors or output.splitlines()[-1:])[0][:300]}

@@ -17,6 +17,11 @@ FOLDERS = ("train_dir", "validation_dir", "test_dir")
 TESTS = ("test_file", "test_dir", "cifar_dir", "dataset_name")
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedules whose rate follows from past evaluations, not from the step
 ADAPTER_NEEDS = {"use_peft": "peft", "load_in_4bit": "bitsandbytes"}  # by flag, the package
+NEEDS = {**ADAPTER_NEEDS, "use_liger_kernel": "liger-kernel"}
+# Those of transformers 5.23 (modeling_utils.py, AttentionInterface); what has a slash is a kernel of the hub.
+ATTENTIONS = "eager sdpa flex_attention flash_attention_2 flash_attention_3 flash_attention_4".split()
+# What an evaluation gives is judged and drawn at its end, of all rows at once.
+WHOLE_EVALUATION = {"prediction_loss_only": False, "eval_do_concat_batches": True, "batch_eval_metrics": False}
 
 
 def conflicts(run: Run) -> Iterator[str]:
@@ -28,6 +33,9 @@ def conflicts(run: Run) -> Iterator[str]:
     yield from _of_encoding(run)
     if "train_dir" in run.recipe.flags:
         yield from _of_images(run)
+    attention = run.value("attn_implementation") if "attn_implementation" in run.recipe.flags else None
+    if attention and "/" not in attention and attention.removeprefix("paged|") not in ATTENTIONS:
+        yield f"{run.said('attn_implementation')}, but it must be one of {', '.join(ATTENTIONS)}."
     best, figures = run.value("metric_for_best_model"), run.recipe.figures
     if best and figures and not run.value("metrics") and best.removeprefix("eval_") not in figures:
         yield f"{run.said('metric_for_best_model')}, but an evaluation here gives {', '.join(figures)}. Give one."
@@ -51,8 +59,9 @@ def conflicts(run: Run) -> Iterator[str]:
 def missing(run: Run) -> Iterator[str]:
     """Likewise, what a run that is to start here needs and nobody gave."""
     value = run.value
-    for name, package in ADAPTER_NEEDS.items():
-        if value("use_peft") and value(name) and importlib.util.find_spec(package) is None:
+    for name, package in NEEDS.items():
+        asked = value(name) and (value("use_peft") or name not in ADAPTER_NEEDS)
+        if asked and importlib.util.find_spec(package.replace("-", "_")) is None:
             yield f"{run.said(name)}: needs {package}, which is not installed. pip install {package}, or drop it."
     if value("use_peft") and not value("model_name_or_path"):
         yield (
@@ -118,6 +127,9 @@ def _of_encoding(run: Run) -> Iterator[str]:
 def _of_evaluations(run: Run) -> Iterator[str]:
     """As transformers 5.23 refuses them (training_args.py, _validate_args), and what would never be saved."""
     value, said = run.value, run.said
+    for name, usual in WHOLE_EVALUATION.items():
+        if "metrics" in run.recipe.flags and value(name) not in (None, usual):
+            yield f"{said(name)}: figures and pictures here are made of a whole evaluation's predictions. Drop it."
     saves, evaluates = value("save_strategy"), value("eval_strategy")
     if not value("do_eval") or not value("do_train"):
         return

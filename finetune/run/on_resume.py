@@ -16,7 +16,7 @@ GOES_ON = frozenset(
     hang_timeout stop_grace
     merge_adapter sample_prompt sample_tokens sample_temperature metrics
     test_file test_dir max_predict_samples preprocessing_num_workers data_timeout_seconds
-    torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache
+    use_liger_kernel liger_kernel_config use_cache
     torch_empty_cache_steps auto_find_batch_size
     logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter
     include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project
@@ -35,11 +35,13 @@ GOES_ON = frozenset(
 )
 # Evaluation: said, and refused only where it has a say in what is learnt or kept (training/course.py).
 EVALUATED = frozenset("validation_file validation_dir max_eval_samples".split())
-# From the checkpoint's step on they are as this run's flags say: optimizer, schedule, precision, the guard's answer.
+# From the checkpoint's step on they are as this run's flags say: optimizer, schedule, precision, the guard's answer,
+# compiled layers (whose dropout draws other numbers).
 APPLIED = frozenset(
     """
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon
     max_grad_norm max_steps num_train_epochs bf16 fp16 tf32 on_nan nan_limit
+    torch_compile torch_compile_backend torch_compile_mode
     """.split()
 )
 # Refused unless --resume_changed allow: the course of the run is another, though it can go on.

@@ -8,6 +8,7 @@ import pytest
 from conftest import REPO
 
 from finetune.errors import RequestError
+from finetune.run.conflicts import ATTENTIONS
 from finetune.run.launch import Launch
 from finetune.run.recipe import Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM
@@ -29,6 +30,12 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         ),
         (SEQ_CLS, "--label_column_name a --label_column_names b c", "--label_column_names is .*Keep one"),
         (SEQ_CLS, "--bf16 True --fp16 True", "Keep one"),
+        (SEQ_CLS, "--prediction_loss_only True", "--prediction_loss_only is True .*Drop it"),
+        (TOKEN_CLS, "--eval_do_concat_batches False", "--eval_do_concat_batches is False .*Drop it"),
+        (IMAGE_CLS, "--batch_eval_metrics True", "--batch_eval_metrics is True .*Drop it"),
+        (SEQ_CLS, "--torch_compile_mode fast", "--torch_compile_mode is 'fast' .*one of default"),
+        (SEQ_CLS, "--torch_compile_backend nvfuser", "one of eager, aot_eager, inductor"),
+        (CAUSAL_LM, "--attn_implementation flash", "--attn_implementation is 'flash' .*one of eager, sdpa"),
         (SEQ_CLS, "--hub_model_id me/it", "Add --push_to_hub True"),
         (SEQ_CLS, "--max_seq_length -4", "--max_seq_length is -4 .*8 or more"),
         (SEQ_CLS, "--seed=-5", "--seed is -5 .*0 or more"),
@@ -174,3 +181,15 @@ def test_numbers_that_are_too_large_or_none_are_refused_in_words(tmp_path: Path)
     with pytest.raises(RequestError, match=r"must be a whole number"):
         resolve(SEQ_CLS, ["--max_steps", "+-5"], Launch())
     assert resolve(SEQ_CLS, ["--max_grad_norm", "inf"], Launch()).value("max_grad_norm") == float("inf")
+
+
+def test_every_attention_of_transformers_is_known() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    assert {name.removeprefix("paged|") for name in ALL_ATTENTION_FUNCTIONS.valid_keys()} | {"eager"} == set(ATTENTIONS)
+
+
+def test_a_package_that_a_flag_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"--use_liger_kernel is True .*pip install liger-kernel"):
+        resolve_here(CAUSAL_LM, ["--use_liger_kernel", "True"], Launch())
