@@ -55,7 +55,7 @@ class EvaluatingMixin(EvaluatesOnce, AnyTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As the Trainer's."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-        if not args and kwargs.keys() <= {"ignore_keys"}:
+        if self.looped is not None and not args and kwargs.keys() <= {"ignore_keys"}:
             self.keep_evaluation(PredictionOutput(self.looped.predictions, self.looped.label_ids, metrics))
         self.looped = None
         return metrics

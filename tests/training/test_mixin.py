@@ -101,6 +101,18 @@ def test_lengths_of_another_set_than_the_one_trained_on_are_refused(tmp_path: Pa
         trainer.get_train_dataloader()
 
 
+def test_several_evaluation_sets_are_evaluated_each(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1, 2], "labels": [1, 2]}] * 2
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], max_steps=1, eval_strategy="steps", eval_steps=1
+    )
+    trainer = FinetuneTrainer(model=t5(), args=args, train_dataset=rows, eval_dataset={"a": rows, "b": rows[:1]})
+    trainer.train()
+    losses = [row for row in trainer.state.log_history if "eval_a_loss" in row or "eval_b_loss" in row]
+    assert [row["step"] for row in losses] == [1, 1]
+    assert trainer.evaluated is None, "neither is the run's last"
+
+
 def t5() -> Any:
     sizes = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
     return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes))
