@@ -6,14 +6,16 @@ import ast
 from collections import Counter
 
 import mutants
+import mutants_made as made
 import pytest
 from conftest import REPO
-from mutants import CAUGHT, LIVED, PAGE, ROOMS, Mutant, key_of, page, read_rows
+from mutants import CAUGHT, LIVED, PAGE, page, read_rows
+from mutants_made import ROOMS, Mutant, key_of
 
 
 def test_every_room_has_files_and_quick_tests() -> None:
     for name, room in ROOMS.items():
-        assert mutants.files_of(room), name
+        assert made.files_of(room), name
         for test in (*room.tests, *room.then):
             assert (REPO / test).exists(), test
 
@@ -42,18 +44,18 @@ def test_places_are_broken_one_at_a_time(tmp_path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("cosmic_ray", reason="cosmic-ray (extra dev) is not installed")
     source = "def f(x: int | None) -> int | None:\n    print(x)\n    return x + 2 if x < 3 else None\n"
     (tmp_path / "a.py").write_text(source)
-    monkeypatch.setattr(mutants, "REPO", tmp_path)
-    monkeypatch.setattr(mutants, "ROOMS", {"loss": mutants.Room(("a.py",), ())})
-    places = mutants.every_mutant("loss")
-    made = [found for place in places for one in place if (found := mutants.mutated(one))]
-    assert all(ast.dump(ast.parse(text)) != ast.dump(ast.parse(source)) for _, text in made)
-    became = {row.became for row, _ in made}
+    monkeypatch.setattr(made, "REPO", tmp_path)
+    monkeypatch.setattr(made, "ROOMS", {"loss": made.Room(("a.py",), ())})
+    places = made.every_mutant("loss")
+    found = [one for place in places for one in map(made.mutated, place) if one]
+    assert all(ast.dump(ast.parse(text)) != ast.dump(ast.parse(source)) for _, text in found)
+    became = {row.became for row, _ in found}
     assert {"pass", "return x - 2 if x < 3 else None", "return x + 2 if x <= 3 else None"} <= became
     assert {"return x + 3 if x < 3 else None", "return x + 2 if x < 2 else None"} <= {
         b.replace("  ", " ") for b in became
     }
-    assert not any(row.line == 1 for row, _ in made), "annotations mean nothing"
-    some = list(mutants.sampled("loss", 3, "0", set()))
-    assert some == list(mutants.sampled("loss", 3, "0", set())), "by the seed"
+    assert not any(row.line == 1 for row, _ in found), "annotations mean nothing"
+    some = list(made.sampled("loss", 3, "0", set()))
+    assert some == list(made.sampled("loss", 3, "0", set())), "by the seed"
     known = {key_of(row) for row, _ in some}
-    assert not known & {key_of(row) for row, _ in mutants.sampled("loss", 9, "1", known)}
+    assert not known & {key_of(row) for row, _ in made.sampled("loss", 9, "1", known)}

@@ -23,6 +23,7 @@ from finetune.models.mlp import MLPConfig, mlp_pipeline
 from finetune.models.pipeline import PipelineLayer, PipelineModel, sequential_layers
 from finetune.plan.schedule import BACKWARD, FORWARD, Event, Schedule, simulate
 from finetune.training.pipeline.batches import EvaluationShard, TrainingShard
+from finetune.training.pipeline.checkpoint import Checkpoints
 from finetune.training.pipeline.costs import LayerCost, _look, measure_layers
 from finetune.training.pipeline.engine import UNUSED, _optimizer
 from finetune.training.pipeline.evaluation import StageLoss, note_best
@@ -314,6 +315,15 @@ def test_states_are_found_by_name_in_however_many_files_and_filled_up(
         f"exp_avg:{name}": value.tolist() for name, value in weights.items()
     }
     assert states.whole({"b"}).keys() == {"exp_avg:b"}
+
+
+def test_of_a_loss_scale_the_numbers_are_kept() -> None:
+    def kept(**optimizer: Any) -> dict[str, Any]:
+        engine = SimpleNamespace(optimizer=SimpleNamespace(**optimizer))
+        return Checkpoints._loss_scale(SimpleNamespace(built=SimpleNamespace(engine=engine)))  # type: ignore[arg-type]
+
+    assert kept() == kept(loss_scaler=None) == {}
+    assert kept(loss_scaler=SimpleNamespace(cur_scale=8.0, cur_iter=3, name="x")) == {"cur_scale": 8.0, "cur_iter": 3}
 
 
 # The recorded step

@@ -106,3 +106,16 @@ def test_a_file_system_that_fails_to_answer_once_is_asked_again(
     file.unlink()
     with pytest.raises(RunError, match="is gone"):
         found.check()
+
+
+def test_one_that_never_answers_is_asked_for_four_seconds_and_some_and_then_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, slept = tmp_path / "rows.txt", []
+    file.write_text("1\n")
+    found = UnchangedFiles([file])
+    file.unlink()
+    monkeypatch.setattr(changes.time, "sleep", slept.append)
+    with pytest.raises(RunError, match=r"rows\.txt .*is gone"):
+        found.check()
+    assert slept == [0.2, 1.0, 3.0]
