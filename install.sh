@@ -72,8 +72,9 @@ fi
 # Whatever comes next must not touch it: pip takes several constraint files, and the image's own stays in force.
 printf 'torch==%s\n' "$(torch_version)" >"$keep"
 
-# 3. The package
-"$python" -m pip install -q -c "$keep" -e ".$extras"
+# 3. The package. pip before 23.1 runs an old setup.py (seqeval's) as it is, and setuptools then fetches what that builds
+# with, but not what that needs in turn (fonttools/py-zopfli#31 tells why); --use-pep517 has pip fetch it.
+"$python" -m pip install -q --use-pep517 -c "$keep" -e ".$extras"
 after=$(torch_version)
 if [ -n "$before" ] && [ "$before" != "$after" ]; then
   say "torch was $before and is now $after. That is a bug of this script; please report it." >&2

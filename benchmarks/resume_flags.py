@@ -109,12 +109,6 @@ class Campaign:
     def __init__(self, name: str, home: Path, ranks: WarmRanks) -> None:
         self.name, self.run, self.home, self.ranks = name, OWN[name], home / name, ranks
         self.env = environment(home / "cache")
-        self.base: dict[str, Any] = {
-            "max_steps": STEPS,
-            "save_strategy": "steps",
-            "save_steps": CUT,
-            "logging_steps": 1,
-        }
         self.cut = self.home / "cut"
         status, output = self.launch(self.cut, {})
         assert status == 0, output[-3000:]
@@ -145,7 +139,7 @@ class Campaign:
     def judged(self, folder: Path, flag: str, status: int, output: str) -> dict[str, Any]:
         errors = re.findall(r"^(?:\[rank \d+\] )?error: (.*)", output, re.MULTILINE)
         said = [line for line in output.splitlines() if line.startswith("resume: ") and "going on from" not in line]
-        if status == 2 and errors:
+        if errors and "Traceback" not in output and status in (1, 2):  # torchrun's is 1 whatever its ranks end with
             return {"verdict": "refused", "words": errors[0][:300]}
         if status:
             return {"verdict": "failed", "words": (errors or output.splitlines()[-1:])[0][:300]}

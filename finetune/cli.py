@@ -8,12 +8,15 @@ import argparse
 import importlib
 import io
 import os
+import re
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from finetune import __version__
 from finetune.errors import FinetuneError, RequestError
 from finetune.privacy import shown
+
+CHOICE = re.compile(r"argument (.+): invalid choice: '?(.*?)'? \(choose from (.*)\)")  # as argparse says it
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,6 +54,22 @@ class _Parser(argparse.ArgumentParser):
             mend = meant(word.partition("=")[0], names).replace("`--help`", f"`{self.prog} --help`")
             raise RequestError(f"unknown flag {word} for `{self.prog}`.{mend}")
         return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse says of a value, in the recipes' words."""
+        if found := CHOICE.fullmatch(message):
+            from finetune.run.meanings import nearest_choice
+
+            what, word, words = found.groups()
+            choices = [one.strip("'") for one in words.split(", ")]
+            near = nearest_choice(word, choices)
+            mend = f"; you may mean {near}" if near else ""
+            what = what if what.startswith("-") else f"the command of `{self.prog}`"
+            raise RequestError(f"{what} is {word!r}, but it must be one of {', '.join(choices)}{mend}.")
+        for kind, words in (("int", "a whole number"), ("float", "a number")):
+            said = rf"argument (\S+): invalid {kind} value: (.*)"
+            message = re.sub(said, rf"\1 is \2, but it must be {words}", message)
+        raise RequestError(f"{message}. `{self.prog} --help` says how it is called.")
 
 
 class _RecipeFlag(argparse.Action):

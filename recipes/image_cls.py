@@ -44,23 +44,22 @@ def main(run):
     data.require_all(training)
     metrics = CountedMetrics(len(data.labels.names), session.run.value("metrics"), session.run.stages is not None)
     settle_best_metric(training, metrics, session.run.given)
-    session.say(data.describe(), f"model: {source.description}; --model_name_or_path takes any other")
+    session.introduce(data.describe(), source.description)
 
     # Model and trainer: with --pipeline_parallel_size the engine is DeepSpeed's pipeline.
     trainer = image_trainer(session, source, data, metrics)
 
     # Train, evaluate and predict whole sets, each picture once, whatever the number of ranks; then report.
-    def evaluate():
-        figures = trainer.evaluate()
-        counted.append(metrics.counts)
-        return figures
+    def keep_counts(evaluated):
+        counted.append(metrics.counts)  # a prediction has others
+        return evaluated
 
     counted = []
     finish(
         session,
         trainer,
         samples=data.account.rows,
-        evaluate=evaluate,
+        settle=keep_counts,
         predict=lambda: trainer.predict(data.splits["test"], metric_key_prefix="predict"),
         report=lambda done: write_image_report(session, data, source, counted[-1] if counted else None, done.predicted),
     )

@@ -42,22 +42,18 @@ def main(run):
     )
     data.require_all(training)
     metrics = metrics_of_run(session, data.labels, source)
-    session.say(data.describe(), f"model: {source.description}; --model_name_or_path takes any other")
+    session.introduce(data.describe(), source.description)
 
     # Model: built after `start`, for ZeRO-3 shards it while it is built.
     model, loss = text_classifier(session, source, data)
 
     # Train, evaluate and predict whole sets, each row once, whatever the number of ranks; then report.
-    def evaluate():
-        evaluated = trainer.predict(data.splits["validation"], metric_key_prefix="eval")
-        return settle_thresholds(session, metrics, evaluated)
-
     trainer = trainer_of(session, model, data, compute_metrics=metrics, compute_loss=loss)
     finish(
         session,
         trainer,
         samples=data.account.rows,
-        evaluate=evaluate,
+        settle=lambda evaluated: settle_thresholds(session, metrics, evaluated),
         predict=lambda: trainer.predict_in_input_order(data.splits["test"]),
         report=lambda done: write_report(session, data, source, metrics, done.evaluated, done.predicted),
     )

@@ -45,7 +45,7 @@ def main(run):
     )
     data.require_all(training)
     metrics = metrics_of_run(session, data.labels, source)
-    session.say(data.describe(), f"model: {source.description}; --model_name_or_path takes any other")
+    session.introduce(data.describe(), source.description)
 
     # Model: built after `start`, for ZeRO-3 shards it while it is built.
     model, loss = text_classifier(session, source, data)
@@ -58,7 +58,6 @@ def main(run):
         session,
         trainer,
         samples=data.account.rows,
-        evaluate=lambda: trainer.predict(data.splits["validation"], metric_key_prefix="eval"),
         predict=lambda: trainer.predict_in_input_order(data.splits["test"]),
         report=lambda done: write_entity_report(session, data, source, metrics, done.evaluated, done.predicted),
     )

@@ -27,6 +27,8 @@ def faults_of(record: dict[str, Any]) -> list[str]:
         found.append(f"what ran was not what was committed: {record['uncommitted']}")
     if not record["passed"]:
         found.append("nothing passed")
+    if record["skipped"]:
+        found.append(f"tests were left out: {record['skipped']}")
     return found
 
 
@@ -55,15 +57,22 @@ def test_the_last_nightly_run_is_not_long_ago() -> None:
     assert since <= MOST_COMMITS, f"{since} commits of product code since the last nightly run. {MEND}"
 
 
-WHOLE = {"failed": 0, "selected": "nightly", "narrowed": [], "uncommitted": [], "passed": 3}
+WHOLE = {"failed": 0, "selected": "nightly", "narrowed": [], "uncommitted": [], "passed": 3, "skipped": {}}
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"failed": 1}, {"selected": "not nightly"}, {"narrowed": ["-k x"]}, {"uncommitted": [" M a.py"]}, {"passed": 0}],
+    [
+        {"failed": 1},
+        {"selected": "not nightly"},
+        {"narrowed": ["-k x"]},
+        {"uncommitted": [" M a.py"]},
+        {"passed": 0},
+        {"skipped": {"no browser": 1}},
+    ],
     ids=str,
 )
-def test_a_run_that_failed_or_was_narrowed_does_not_count(change: dict[str, Any]) -> None:
+def test_a_run_that_failed_or_was_narrowed_or_left_tests_out_does_not_count(change: dict[str, Any]) -> None:
     assert faults_of(WHOLE) == []
     assert len(faults_of({**WHOLE, **change})) == 1
 
@@ -86,3 +95,37 @@ def test_a_run_is_recorded_with_its_reasons_for_skipping(tmp_path: Path) -> None
         assert (record["passed"], record["failed"], record["skipped"]) == (1, 2, {"no browser": 1})
         assert record["commit"] == git("rev-parse", "HEAD")
         assert record["narrowed"] == []
+
+
+@pytest.mark.parametrize("fails", ["update", "install", "pytest", "mutants", ""])
+def test_a_night_without_its_packages_is_not_begun_and_each_part_can_fail_it(fails: str, tmp_path: Path) -> None:
+    """With an apt-get, a pytest and a python of our own, and as root."""
+    tools = {
+        "apt-get": f'[ "$1" != "{fails}" ] || {{ echo "E: no network" >&2; exit 100; }}',
+        "id": "echo 0",
+        "pytest": f"touch {tmp_path}/ran; exit {int(fails == 'pytest')}",
+        "python": f'echo "$@" > {tmp_path}/mutants; exit {int(fails == "mutants")}',
+    }
+    for name, does in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "nightly").write_text((REPO / ".ci" / "nightly").read_text())
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", ".ci/nightly"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    is_begun = fails not in ("update", "install")
+    assert (tmp_path / "ran").exists() is is_begun
+    assert (tmp_path / "mutants").exists() is is_begun, "also where tests have failed"
+    assert (done.returncode == 0) is (fails == "")
+    assert ("E: no network" in done.stderr and "error: apt-get could not install" in done.stderr) is not is_begun
+    if is_begun:
+        assert (
+            (tmp_path / "mutants").read_text().startswith("benchmarks/mutants.py --sample 50 --seconds 1200 --seed 2")
+        )
+
+
+def test_the_tests_are_collected_without_pytests_cache() -> None:
+    """Where the checkout cannot be written to, it is switched off."""
+    words = ["-p", "no:cacheprovider", "-q", "--collect-only", "tests/test_hostfile.py"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -24,7 +24,7 @@ from finetune.errors import RequestError
 from finetune.run.flags.language import BlockArguments, CorpusArguments
 from finetune.run.launch import Launch
 
-FORMAT = 2  # raise it when what is cached changes
+FORMAT = 3  # raise it when what is cached changes
 TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary on
 
 
@@ -34,6 +34,8 @@ class CorpusAccount:
 
     source: str
     kind: str
+    columns: str  # which are read, and which are not; nothing where there are none
+    notes: tuple[str, ...]  # what else there is to say
     documents: dict[str, int]
     tokens: dict[str, int]
     characters: dict[str, int]
@@ -61,6 +63,8 @@ class CorpusAccount:
         counts = ", ".join(f"{count:,} {split}" for split, count in self.tokens.items())
         counts = counts if "train" in self.tokens else f"streamed; {counts}"
         rest = f", {self.left_over} left over" if self.left_over else ""
+        rest += "" if self.source.startswith("built-in") or not self.columns else f"; {self.columns}"
+        rest += "".join(f"; {note}" for note in self.notes)
         return f"data: {self.source} ({counts} tokens{rest}; blocks of {self.block_size}, {self.packing}{more})"
 
 
@@ -147,7 +151,7 @@ class _Job:
         """Read, tokenize, and write tokens and what was counted. A stream's training text is left where it is."""
         corpus = open_corpus(self.arguments, self.seed)
         tokenizer = self.tokenizer or self._train_tokenizer(corpus)
-        account: dict[str, Any] = {"source": corpus.source, "kind": corpus.kind}
+        account: dict[str, Any] = {name: getattr(corpus, name) for name in ("source", "kind", "columns", "notes")}
         workers = self.arguments.preprocessing_num_workers or os.cpu_count() or 1
         tables = {"validation": corpus.validation}
         if not self.arguments.streaming:

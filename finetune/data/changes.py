@@ -12,6 +12,7 @@ from typing import TypeVar
 import xxhash
 
 from finetune.data.cache import cache_home
+from finetune.data.files import readable
 from finetune.errors import RunError
 
 MAPS = Path("/proc/self/maps")
@@ -111,7 +112,7 @@ def _sample(path: str, size: int) -> str:
 def unchanged_rows(rows: Iterable[T], files: UnchangedFiles) -> Iterator[T]:
     """`rows` of `files`, as long as these are what they were; what a reader says of a file that is not, is not told."""
     try:
-        for number, row in enumerate(rows):
+        for number, row in enumerate(readable(rows, RunError)):
             if number % LOOKED_AT_ROWS == 0:
                 files.look()
             yield row

@@ -16,7 +16,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForTokenClassification, DataCollatorWithPadding
 
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
+from finetune.data.charset import encoding_notes
 from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels
+from finetune.data.label_lists import MERGED
 from finetune.data.splits import require_splits
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, clean_tables, load_tables
@@ -24,8 +26,7 @@ from finetune.data.tokenizer import identity, made_by, train_wordpiece
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
-MANY_NUMBERS = 20  # more labels than these, all of them integers, may be amounts
-FORMAT = 7  # raise it when what is cached changes
+FORMAT = 8  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,20 @@ class ClassificationData:
         kind += ", any number of them a row" if self.labels.task == MULTI_LABEL else ""
         left_out = sum(account.skipped.values())
         cut = f", {left_out:,} bad rows left out" if left_out else ""
+        cut += f"; {self.columns}" if self.columns else ""
         cut += "".join(f"; {note}" for note in account.notes)
         if truncated := sum(account.truncated.values()):
             cut += f"; {truncated:,} rows cut to {account.max_seq_length} tokens"
         more = "; --train_file takes your own" if account.source.startswith("built-in") else ""
-        if len(names) > MANY_NUMBERS and all(name.lstrip("-").isdigit() for name in names):
-            more = "; if these are amounts and no classes, --task regression"
         return f"data: {account.source} ({rows} rows, {kind}{cut}{more})"
+
+    @property
+    def columns(self) -> str:
+        """Which columns are read, and which are not; nothing of data that has no others than these."""
+        columns = self.account.columns
+        if self.account.source.startswith("built-in"):
+            return ""
+        return columns.describe(self.labels.names if columns.label == MERGED else ())
 
     @property
     def lengths(self) -> Any | None:
@@ -196,9 +204,8 @@ class _Preparation:
         skipped = clean.skipped
         if found:
             rows, skipped = {"train": found.rows, **rows}, {"train": found.skipped, **skipped}
-        account = Account(
-            source, clean.columns, rows, skipped, truncated, counts, self.max_seq_length, found, clean.notes
-        )
+        notes = (*encoding_notes(arguments, SPLITS), *(found.notes if found else ()), *clean.notes)
+        account = Account(source, clean.columns, rows, skipped, truncated, counts, self.max_seq_length, found, notes)
         save(folder, tokenized, clean.labels, account, tokenizer)
 
 
@@ -279,7 +286,7 @@ def load(folder: Path) -> ClassificationData:
     splits = {split: Dataset.load_from_disk(str(folder / split)) for split in SPLITS if (folder / split).is_dir()}
     labels = Labels(stored["labels"]["task"], tuple(stored["labels"]["names"]))
     found = stored["account"]
-    columns = Columns(tuple(found["columns"]["text"]), found["columns"]["label"])
+    columns = Columns(tuple(found["columns"]["text"]), found["columns"]["label"], tuple(found["columns"]["others"]))
     stream = Survey(**{**found["stream"], "columns": columns, "labels": labels}) if found["stream"] else None
     account = Account(**{**found, "columns": columns, "stream": stream, "notes": tuple(found["notes"])})
     return ClassificationData(splits, labels, account, AutoTokenizer.from_pretrained(str(folder / "tokenizer")))

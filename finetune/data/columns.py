@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, plain
 
 LABEL_NAMES = ("label", "labels", "sentiment", "class", "category", "target", "y", "score", "stars", "rating")
 SURE_LABEL_NAMES = ("label", "labels")  # whatever else is there
@@ -25,6 +26,8 @@ PAIR_NAMES = (
     ("query", "passage"),
 )
 MAX_SHOWN = 5
+FEW = 20  # labels that are whole numbers: more of them may be amounts
+WHOLE = re.compile(r"([+-]?\d+)\.0*")  # as pandas writes integers of a column that has held a NaN
 HIDDEN_LABEL = -1  # GLUE's test sets on the hub
 MULTI_LABEL = "multi_label_classification"  # transformers' word for it
 TOKENS = "token_classification"
@@ -37,6 +40,11 @@ class Columns:
 
     text: tuple[str, ...]
     label: str | None  # None where only predictions are made
+    others: tuple[str, ...] = ()  # which nothing reads
+
+    def describe(self, labels: Sequence[str] = ()) -> str:
+        """Which are read, and which are not; `labels` are the columns that `label` was made of, if it is none."""
+        return said_columns({"text": self.text, "label": labels or list(filter(None, [self.label]))}, self.others)
 
 
 @dataclass(frozen=True)
@@ -52,17 +60,29 @@ class Labels:
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """The id of each class by its name."""
-        return {name: i for i, name in enumerate(self.names)}
+        """The id of each class by its name, and by what `label_text` makes of that."""
+        named = {name: i for i, name in enumerate(self.names)}
+        return {label_text(name): i for name, i in named.items()} | named
+
+
+def said_columns(read: Mapping[str, Sequence[str]], others: Sequence[str]) -> str:
+    """Which columns are read, by what they are read as, and which are not; of many some."""
+    shown = [f"{_some(names)} as {what}" for what, names in read.items() if names]
+    return f"reads {', '.join(shown)}" + (f", not {_some(others)}" if others else "")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return " + ".join(map(plain, names[:MAX_SHOWN])) + more
 
 
 def label_text(value: Any) -> str:
-    """A label as the name it gets: 1, 1.0 and "1" are one class."""
-    if isinstance(value, bool):
-        return str(value)
+    """A label as the name it gets: 1, 1.0, "1" and "1.0" are one class."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return str(value).strip()
+    text = str(value).strip()
+    whole = WHOLE.fullmatch(text)
+    return whole[1] if whole else text
 
 
 def names_of_ids(ids: Sequence[int | None] | None, names: Sequence[str], where: str) -> list[str] | None:
@@ -96,11 +116,17 @@ def find_columns(
             f"{_describe(head)}"
         )
     label = label or _find_label(head, set(text or ()))
+    if label is None and needs_label and len(names) == 1:
+        raise RequestError(
+            f"{where}: has one column, {names[0][:30]!r}, and no label beside it. Give a csv, tsv, json or parquet "
+            "file with a column of texts and one of labels. (The columns of a txt lie between tabs.)"
+        )
     if label is None and needs_label:
         raise RequestError(
             f"{where}: cannot tell which column is the label. {_describe(head)} Say it by --label_column_name."
         )
-    return Columns(tuple(text) if text else _find_text(head, label, where), label)
+    found = tuple(text) if text else _find_text(head, label, where)
+    return Columns(found, label, tuple(name for name in names if name not in (*found, label)))
 
 
 def _find_label(head: Sequence[dict[str, Any]], taken: set[str]) -> str | None:
@@ -154,18 +180,17 @@ def find_labels(
     """What the training labels are: classes (integers or text), or numbers to predict.
 
     `class_names` are those that the data set itself declares, `trained` the labels of a trained model: the order of
-    ids of the latter, or else of the former, is kept where it has all classes. `values` counts the raw labels.
-    Fractions mean regression, and so does a column of floating-point numbers; `task` overrules both. Raises
-    RequestError where there is but one class, or where regression is asked for and a label is no number.
+    ids of the latter, or else of the former, is kept where it has all classes. `values` counts the raw labels. What
+    numbers mean by themselves `is_regression` says; `task` overrules it. Raises RequestError where there is but one
+    class, or where regression is asked for and a label is no number.
     """
     counts: Counter[str] = Counter()
     for value, count in values.items():
         counts[label_text(value)] += count
     numbers = {name: number for name in counts if (number := _number(name)) is not None}
-    all_numbers = len(numbers) == len(counts)
-    written_as_floats = any(isinstance(v, float) or (isinstance(v, str) and "." in v) for v in values)
-    fractions = not class_names and all_numbers and written_as_floats and len(counts) > 1
-    if task == "regression" or (task is None and fractions):
+    was_regression = trained is not None and trained.task == "regression" and len(numbers) == len(counts)
+    by_itself = not class_names and (was_regression or is_regression(values))
+    if task == "regression" or (task is None and by_itself):
         wrong = [name for name in counts if name not in numbers][:MAX_SHOWN]
         if wrong:
             raise RequestError(f"{where}: --task regression needs numbers as labels, but found {', '.join(wrong)}.")
@@ -175,12 +200,40 @@ def find_labels(
             f"{where}: the label is {next(iter(counts), None)!r} in every row ({sum(counts.values()):,}), and there is "
             "nothing to learn from one class. Check --label_column_name, and that the file is whole."
         )
-    for names in (trained.names if trained else (), class_names or ()):
-        if set(counts) <= set(names):
-            return Labels("classification", tuple(names))
-    return Labels(
-        "classification", tuple(sorted(counts, key=lambda name: numbers[name]) if all_numbers else sorted(counts))
-    )
+    for known in (trained, Labels("classification", tuple(class_names or ()))):
+        if known and set(counts) <= set(known.ids):
+            return Labels("classification", known.names)
+    ordered = sorted(counts, key=lambda name: numbers[name]) if len(numbers) == len(counts) else sorted(counts)
+    return Labels("classification", tuple(ordered))
+
+
+def is_regression(values: Collection[Any]) -> bool:
+    """Whether labels are numbers to predict: some have fractions, or they are written as
+    floats and take too many values for classes. Whole floats in a few values are classes: integers become 1.0 where a
+    column has held a NaN, and stars are from 1.0 to 5.0."""
+    numbers = {_number(str(value).strip()) for value in values}
+    if None in numbers or len(numbers) < 2:
+        return False
+    if any(number % 1 for number in numbers if number is not None):
+        return True
+    return len(numbers) > FEW and are_written_as_floats(values)
+
+
+def are_written_as_floats(values: Collection[Any]) -> bool:
+    return any(isinstance(value, float) or (isinstance(value, str) and "." in value) for value in values)
+
+
+def note_of_numbers(values: Collection[Any], labels: Labels, task: str | None) -> str:
+    """What to say of labels that might have been taken for something else; nothing where `task` was given."""
+    if task is not None or labels.task not in ("classification", "regression"):
+        return ""
+    if labels.task == "regression":
+        return "its labels are numbers to predict (--task classification makes them classes)"
+    if are_written_as_floats(values) and all(_number(str(value)) is not None for value in values):
+        return "its labels are whole numbers, and so classes (--task regression predicts numbers)"
+    if len(labels.names) > FEW and all(_number(name) is not None for name in labels.names):
+        return "if its labels are amounts and no classes, --task regression"
+    return ""
 
 
 def _number(text: str) -> float | None:

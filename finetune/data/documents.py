@@ -13,7 +13,8 @@ import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from finetune.data.builtin import manual_topics
-from finetune.data.columns import TEXT_NAMES
+from finetune.data.charset import UTF8, as_utf8, encoding_notes
+from finetune.data.columns import TEXT_NAMES, said_columns
 from finetune.data.files import open_file, open_hub
 from finetune.data.streaming import is_drawn
 from finetune.errors import RequestError
@@ -37,11 +38,15 @@ class Corpus:
     validation: Dataset
     source: str
     was_held_out: bool  # `validation` is a part of the same text
+    columns: str  # which are read, and which are not; nothing of a single text
+    notes: tuple[str, ...]  # what else there is to say
 
 
 def open_corpus(arguments: Any, seed: int) -> Corpus:
     """The training and the held-out documents. Raises RequestError."""
-    given = _open("validation_file", arguments.validation_file) if arguments.validation_file else None
+    given, encoding = None, arguments.encoding
+    if arguments.validation_file:
+        given = _open("validation_file", arguments.validation_file, encoding)
     if arguments.dataset_name:
         name, config = arguments.dataset_name, arguments.dataset_config_name
         train = open_hub(name, config, "train", arguments.streaming)
@@ -50,7 +55,7 @@ def open_corpus(arguments: Any, seed: int) -> Corpus:
             raise RequestError(f"--dataset_name {name}: has no train split.")
         source = " ".join(filter(None, (name, config)))
     elif arguments.train_file:
-        train = _open("train_file", arguments.train_file, arguments.streaming)
+        train = _open("train_file", arguments.train_file, encoding, arguments.streaming)
         held_out = given
         source = Path(arguments.train_file).name
     elif given is not None:
@@ -59,11 +64,11 @@ def open_corpus(arguments: Any, seed: int) -> Corpus:
     else:
         train, held_out = Dataset.from_dict({"text": manual_topics()}), None
         source = "built-in reference manual of Python"
-    kind, train = _settle(train, arguments.text_column_name, "the training data")
+    kind, train, columns = settle_columns(train, arguments.text_column_name, "the training data")
     was_held_out = held_out is None
     most, percentage = arguments.max_eval_samples, arguments.validation_split_percentage
     if held_out is not None:
-        other, held_out = _settle(held_out, arguments.text_column_name, "the validation data")
+        other, held_out, _ = settle_columns(held_out, arguments.text_column_name, "the validation data")
         if other != kind:
             raise RequestError(f"the training data has {kind}, but the validation data has {other}. Give both alike.")
         if isinstance(held_out, IterableDataset):
@@ -74,7 +79,8 @@ def open_corpus(arguments: Any, seed: int) -> Corpus:
         else:
             train, held_out = _hold_out(train, percentage, seed)
     train, held_out = _first(train, arguments.max_train_samples), _first(held_out, most)
-    return Corpus(kind, train, held_out, source, was_held_out)
+    notes = encoding_notes(arguments, ("train", "validation"))
+    return Corpus(kind, train, held_out, source, was_held_out, columns, notes)
 
 
 def _first(documents: Any, most: int | None) -> Any:
@@ -84,30 +90,24 @@ def _first(documents: Any, most: int | None) -> Any:
     return documents.take(most) if is_stream else documents.select(range(min(most, len(documents))))
 
 
-def _open(flag: str, name: str, streaming: bool = False) -> Any:
+def _open(flag: str, name: str, encoding: str | None, streaming: bool = False) -> Any:
     path = Path(name).expanduser()
     if path.suffix.lower() not in TEXT_FILES:
-        return open_file(flag, name, streaming)
+        return open_file(flag, name, streaming, encoding=encoding)
     if not path.is_file():
         raise RequestError(f"--{flag} {name}: there is no such file. Check the path.")
     open_plain(path, name=f"--{flag} {name}").close()
-    if path.stat().st_size == 0:
-        raise RequestError(f"--{flag} {name}: the file is empty.")
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            if not file.read(1 << 20):
-                raise RequestError(f"--{flag} {name}: the file is empty.")
-            while file.read(1 << 20):
-                pass
-    except UnicodeDecodeError as error:
-        raise RequestError(f"--{flag} {name}: is not UTF-8 text ({error.reason}). Save it as UTF-8.") from error
+    path = as_utf8(flag, name, encoding, streaming)
+    with path.open(encoding=UTF8) as file:
+        if not file.read(1):
+            raise RequestError(f"--{flag} {name}: the file is empty.")
     kind = IterableDataset if streaming else Dataset
     return kind.from_generator(_pieces_of, gen_kwargs={"path": str(path), "state": path.stat().st_mtime_ns})
 
 
 def _pieces_of(path: str, state: int) -> Iterator[dict[str, Any]]:
     """One text file as one document, in pieces. `state` is there for the library's cache, which keeps what it made."""
-    with open(path, encoding="utf-8-sig") as file:  # any line end becomes a newline
+    with open(path, encoding=UTF8) as file:  # any line end becomes a newline
         piece = _read_piece(file)
         while piece:
             following = _read_piece(file)
@@ -120,21 +120,25 @@ def _read_piece(file: Any) -> str:
     return str(file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS))
 
 
-def _settle(table: Any, column: str | None, where: str) -> tuple[str, Any]:
-    """What kind of documents a table or stream holds, and the columns that matter."""
+def settle_columns(table: Any, column: str | None, where: str) -> tuple[str, Any, str]:
+    """What kind of documents a table or stream holds, the columns that matter, and which these are in words."""
     names = table.column_names or list(next(iter(table)))  # a stream may have to be looked into
+
+    def said(*read: str) -> str:
+        return said_columns({"text": read}, [name for name in names if name not in read])
+
     if column is None and "messages" in names:
-        return CHAT, table.select_columns(["messages"])
+        return CHAT, table.select_columns(["messages"]), said("messages")
     if column is None and {"prompt", "completion"} <= set(names):
-        return COMPLETION, table.select_columns(["prompt", "completion"])
+        return COMPLETION, table.select_columns(["prompt", "completion"]), said("prompt", "completion")
     lower = {name.lower(): name for name in names}
     found = column or next((lower[name] for name in TEXT_NAMES if name in lower), None)
     if found is None and len(names) == 1:
         found = names[0]
     if found is None or found not in names:
-        said = f" (--text_column_name {column})" if column else ""
+        given = f" (--text_column_name {column})" if column else ""
         raise RequestError(
-            f"{where}: no column with text found{said}; it has {', '.join(names)}. Name one by --text_column_name, or "
+            f"{where}: no column with text found{given}; it has {', '.join(names)}. Name one by --text_column_name, or "
             "give `messages`, or `prompt` and `completion`."
         )
     if column is None and found == "prompt":
@@ -147,11 +151,11 @@ def _settle(table: Any, column: str | None, where: str) -> tuple[str, Any]:
     table = table.select_columns([found, *([ENDS] if ENDS in names else [])])
     table = table.rename_column(found, "text") if found != "text" else table
     if ENDS in names:
-        return TEXT, table
+        return TEXT, table, ""
     table = table.filter(_has_words, input_columns="text", batched=True)
     if isinstance(table, Dataset) and not len(table):
         raise RequestError(f"{where}: every document is empty. Check the file.")
-    return TEXT, table
+    return TEXT, table, said(found)
 
 
 def _has_words(texts: list[str | None]) -> list[bool]:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 from datasets import Dataset, Features, IterableDataset, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from datasets.utils.extract import Extractor
 
+from finetune.data.charset import UTF8, as_utf8
 from finetune.data.hub import hub_is_reachable
-from finetune.errors import RequestError, first_line
+from finetune.errors import FinetuneError, RequestError, first_line
 from finetune.safe_read import DEEPEST, TOKEN
 from finetune.safe_read.files import open_plain
 from finetune.safe_read.folders import check_data_folder
 
+T = TypeVar("T")
 KINDS = {
     ".csv": "csv",
     ".tsv": "csv",
@@ -29,11 +32,14 @@ KINDS = {
     ".parquet": "parquet",
 }
 OFFLINE = "Offline? Give local files by --train_file (csv, tsv, json, parquet), or leave both out for built-in text."
+# What pandas 2 and 3 say (_libs/src/parser/tokenizer.c); in other words it is shown as it is.
+TOO_LONG = re.compile(r"Expected (\d+) fields in line (\d+), saw (\d+)")
+NOT_CLOSED = re.compile(r"EOF inside string starting at row (\d+)")
 SNIFFED_ROWS = 200  # how much of a table is looked at to tell a header from a row, and quoting from plain text
 
 
 def open_file(
-    flag: str, name: str, streaming: bool = False, has_header: bool | None = None
+    flag: str, name: str, streaming: bool = False, has_header: bool | None = None, encoding: str | None = None
 ) -> Dataset | IterableDataset:
     """The rows of one csv, tsv, json(l) or parquet file. Cells of csv and tsv stay text: labels are typed later.
 
@@ -55,17 +61,18 @@ def open_file(
         raise RequestError(f"--{flag} {name}: cannot tell what it is by its name. Give {', '.join(KINDS)}.")
     if path.stat().st_size == 0:
         raise RequestError(f"--{flag} {name}: the file is empty.")
+    said, path = f"--{flag} {name}", path if kind == "parquet" else as_utf8(flag, name, encoding, streaming)
     if kind == "json":
-        _refuse_deep(flag, path)
-    options = _csv_options(flag, path, has_header) if kind == "csv" else {}
+        _refuse_deep(said, path)
+    options = _csv_options(said, path, has_header) if kind == "csv" else {}
     try:
         data = load_dataset(kind, data_files=str(path), split="train", streaming=streaming, **options)
         if streaming:
             next(iter(data))
     except (DatasetGenerationError, UnicodeDecodeError, ValueError, StopIteration) as error:
-        raise RequestError(f"--{flag} {name}: {_fault(kind, path, error)}") from error
+        raise RequestError(f"{said}: {_fault(kind, path, error)}") from error
     if not streaming and not len(data):
-        raise RequestError(f"--{flag} {name}: the file has no rows.")
+        raise RequestError(f"{said}: the file has no rows.")
     return data
 
 
@@ -96,28 +103,30 @@ def _not_found(name: str, error: Exception, mend: str) -> str:
     return f"--dataset_name {name}: neither a local folder nor to be had from the hub ({first_line(error)}). {mend}"
 
 
-def _csv_options(flag: str, path: Path, has_header: bool | None) -> dict[str, Any]:
+def _csv_options(said: str, path: Path, has_header: bool | None) -> dict[str, Any]:
     """Separator, quoting and header, found from the first rows, as keyword arguments for pandas' reader."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = list(itertools.islice(file, SNIFFED_ROWS))
-    except UnicodeDecodeError as error:
-        raise RequestError(f"--{flag} {path}: is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
+    with path.open(encoding=UTF8, newline="", errors="replace") as file:
+        lines = list(itertools.islice(file, SNIFFED_ROWS))
     first = lines[0] if lines else ""
     separator = next((s for s in ("\t", ";") if s in first and "," not in first), ",")
     if path.suffix.lower() in (".tsv", ".txt"):
         separator = "\t"
     quoting: Any = csv.QUOTE_NONE if separator == "\t" and not _is_quoted(lines) else csv.QUOTE_MINIMAL
+    reader = csv.reader(lines, delimiter=separator, quoting=quoting)
     try:
-        rows = [row for row in csv.reader(lines, delimiter=separator, quoting=quoting) if row]
+        numbered = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
-        raise RequestError(f"--{flag} {path}: is not csv: {error}. Is a quote left open?") from error
+        raise RequestError(f"{said}: is not csv: {error}. Is a quote left open?") from error
+    rows = [row for _, row in numbered]
     if not rows:
-        raise RequestError(f"--{flag} {path}: the file has no rows.")
+        raise RequestError(f"{said}: the file has no rows.")
+    for number, row in numbered:  # of which pandas would take the first for an index, without a word
+        if len(row) > len(rows[0]):
+            raise RequestError(f"{said}: {_too_long(number, len(row), len(rows[0]))}")
     header = _has_header(rows) if has_header is None else has_header
     names = rows[0] if header else [f"column_{i + 1}" for i in range(len(rows[0]))]
     if len(set(names)) < len(names):
-        raise RequestError(f"--{flag} {path}: two columns have one name in the header: {', '.join(names)}.")
+        raise RequestError(f"{said}: two columns have one name in the header: {', '.join(names)}.")
     return {
         "sep": separator,
         "quoting": quoting,
@@ -125,11 +134,18 @@ def _csv_options(flag: str, path: Path, has_header: bool | None) -> dict[str, An
         "names": names,
         "features": Features({name: Value("string") for name in names}),
         "keep_default_na": False,  # "NA" and "null" are words; an empty cell is found later, as an empty row
-        "encoding": "utf-8-sig",
+        "encoding": UTF8,
     }
 
 
-def _refuse_deep(flag: str, path: Path) -> None:
+def _too_long(line: int, cells: int, columns: int) -> str:
+    return (
+        f"line {line} has {cells} cells, and there are {columns} columns. Put a cell that holds the separator into "
+        "double quotes, or take what is too much out."
+    )
+
+
+def _refuse_deep(said: str, path: Path) -> None:
     """Arrow's parser calls itself for each level, and the process dies of some thousands of them. Brackets are counted
     first, and where they are many looked at one by one, for those inside of texts do not count."""
     level = 0
@@ -143,7 +159,7 @@ def _refuse_deep(flag: str, path: Path) -> None:
             for mark in TOKEN.finditer(line.decode("utf-8", "replace")):
                 level += (mark[0] in "[{") - (mark[0] in "]}")
                 if level > DEEPEST:
-                    raise RequestError(f"--{flag} {path}: line {number}: is nested deeper than {DEEPEST} levels.")
+                    raise RequestError(f"{said}: line {number}: is nested deeper than {DEEPEST} levels.")
 
 
 def _is_quoted(lines: list[str]) -> bool:
@@ -192,7 +208,29 @@ def _fault(kind: str, path: Path, error: Exception) -> str:
         cause = cause.__cause__
     if "corresponds to no data" in str(error):
         return "the file has no rows."
-    return f"cannot be read as {kind}: {causes[-1] or causes[0] or type(error).__name__}"
+    return _explained(causes[-1]) or f"cannot be read as {kind}: {causes[-1] or causes[0] or type(error).__name__}"
+
+
+def _explained(words: str) -> str:
+    """What pandas means; nothing for what it says of other things."""
+    if found := TOO_LONG.search(words):
+        return _too_long(int(found[2]), int(found[3]), int(found[1]))
+    if found := NOT_CLOSED.search(words):
+        return f"row {int(found[1]) + 1} opens a double quote that nothing closes. Close it, or double it if meant."
+    return ""
+
+
+def readable(rows: Iterable[T], fault: type[FinetuneError]) -> Iterator[T]:
+    """`rows` of a stream, of whose file only the beginning was looked at; a `fault` where they cannot be read on."""
+    try:
+        yield from rows
+    except UnicodeDecodeError as error:
+        raise fault(
+            f"the stream is not UTF-8 to its end ({error.reason}), as its beginning is. Say what it is by --encoding."
+        ) from error
+    except ValueError as error:  # which Arrow's and pandas' are
+        why = _explained(str(error)) or f"{first_line(error)}. Mend its file."
+        raise fault(f"the stream cannot be read to its end: {why}") from error
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:

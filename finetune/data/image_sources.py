@@ -16,7 +16,7 @@ from datasets import ClassLabel, Dataset
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from finetune.data import cifar
-from finetune.data.columns import HIDDEN_LABEL, label_text
+from finetune.data.columns import HIDDEN_LABEL, label_text, said_columns
 from finetune.data.files import open_hub
 from finetune.data.tables import SPLITS
 from finetune.errors import RequestError, first_line
@@ -58,6 +58,7 @@ class RawImages:
     is_builtin: bool = False
     left_out: int = 0  # files that are no pictures, or lie in no class folder
     hidden: tuple[str, ...] = ()  # folders of pictures that are not looked at, for their names begin with a dot
+    columns: str = ""  # which are read, and which are not
 
 
 def load_images(arguments: ImageArguments) -> RawImages:
@@ -191,16 +192,18 @@ def _from_hub(arguments: ImageArguments) -> RawImages:
     if not tables:
         raise RequestError(f"--dataset_name {name}: has none of the splits {', '.join(SPLITS)}.")
     names: tuple[str, ...] = ()
-    splits = {}
+    columns, splits = "", {}
     for split, table in tables.items():
         image, label = _hub_columns(table, arguments, split)
+        others = [one for one in table.column_names if one not in (image, label)]
+        columns = columns or said_columns({"picture": [image], "label": [label] if label else []}, others)
         labels = None if label is None else _hub_labels(table, label, split)
         stored = table.cast_column(image, datasets.Image(decode=False))[image]  # each row is read when it is asked for
         splits[split] = RawSplit(stored, _numbered(f"{split} row", table), labels)
         if label is not None and (split == "train" or not names):
             feature = table.features[label]
             names = tuple(feature.names) if isinstance(feature, ClassLabel) else tuple(sorted(set(labels or ())))
-    return RawImages(splits, names, " ".join(filter(None, (name, config))))
+    return RawImages(splits, names, " ".join(filter(None, (name, config))), columns=columns)
 
 
 def _hub_columns(table: Dataset, arguments: ImageArguments, split: str) -> tuple[str, str | None]:

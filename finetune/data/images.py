@@ -33,7 +33,7 @@ from finetune.run.flags.images import AugmentationArguments, ImageArguments
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
-FORMAT = 2  # raise it when what is cached changes
+FORMAT = 3  # raise it when what is cached changes
 LOOKED_AT = 200  # pictures that the default side is taken from
 
 
@@ -53,6 +53,7 @@ class ImageAccount:
     single: list[str]  # classes of one picture, of which nothing was held out
     mean: list[float]
     std: list[float]
+    notes: list[str]  # what else there is to say
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class ImageData:
         cut += f", {account.left_out:,} other files not looked at" if account.left_out else ""
         cut += f", hidden by a dot and left out: {_listed(account.hidden)}" if account.hidden else ""
         cut += f", of one picture and only trained on: {_listed(account.single)}" if account.single else ""
+        cut += "".join(f"; {note}" for note in account.notes)
         more = "; --train_dir takes your own" if account.is_builtin else ""
         return f"data: {account.source} ({rows} pictures, {len(self.labels.names)} classes{resized}{cut}{more})"
 
@@ -175,7 +177,7 @@ class _Preparation:
         arguments, preparation, seed = self.arguments, self.preparation, self.seed
         raw = load_images(arguments)
         names = _class_names(raw, self.trained)
-        chosen = _chosen_rows(raw, names, preparation, seed)
+        chosen, note = _chosen_rows(raw, names, preparation, seed)
         first = "train" if "train" in chosen else next(iter(chosen))
         side = arguments.image_size or _default_side(raw.splits["train" if "train" in raw.splits else first])
         processor = self.processor or square_processor(side, [0.0] * CHANNELS, [1.0] * CHANNELS)
@@ -209,6 +211,7 @@ class _Preparation:
             [name for name in names if found_labels[name] == 1],
             mean,
             std,
+            [one for one in (raw.columns, note) if one],
         )
         stored = {"account": asdict(account), "names": names, "shape": resizer.shape, "pictures": pictures}
         (folder / "data.json").write_text(json.dumps(stored, indent=1), encoding="utf-8")
@@ -237,8 +240,10 @@ def _class_names(raw: RawImages, trained: Labels | None) -> tuple[str, ...]:
 
 def _chosen_rows(
     raw: RawImages, names: Sequence[str], cut: PreparationArguments, seed: int
-) -> dict[str, tuple[RawSplit, npt.NDArray[np.int64]]]:
-    """Of each split which pictures are used, with a part of train held out where there is no validation split."""
+) -> tuple[dict[str, tuple[RawSplit, npt.NDArray[np.int64]]], str]:
+    """Of each split which pictures are used, with a part of train held out where there is no validation split; and what
+    there is to say of that."""
+    note = ""
     found = {split: (source, np.arange(len(source.names))) for split, source in raw.splits.items()}
     for split, source in raw.splits.items():
         if not source.names:
@@ -247,13 +252,13 @@ def _chosen_rows(
         source = raw.splits["train"]
         ids = np.asarray([names.index(label) for label in source.labels or ()])
         mend = "Add pictures, or give --validation_dir."
-        kept, held_out = hold_out(ids, len(names), cut.validation_fraction, seed, mend)
+        kept, held_out, note = hold_out(ids, len(names), cut.validation_fraction, seed, mend)
         found |= {"train": (source, kept), "validation": (source, held_out)}
     limits = dict(zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True))
     for split, (source, rows) in found.items():
         if (most := limits[split]) is not None:
             found[split] = source, rows[at_most(len(rows), most, None if split == "test" else seed)]
-    return {split: found[split] for split in SPLITS if split in found}
+    return {split: found[split] for split in SPLITS if split in found}, note
 
 
 def _default_side(split: RawSplit) -> int:

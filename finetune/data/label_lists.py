@@ -57,8 +57,6 @@ def _zero_or_one(cell: Any, where: str) -> int | None:
     if is_empty(cell):
         return None  # a bad row, which is refused or skipped with the others
     found = ZEROS_AND_ONES.get(label_text(cell).lower())
-    if found is None and label_text(cell) in ("0.0", "1.0"):
-        found = int(float(cell))
     if found is None:
         raise RequestError(f"{where}: is {str(cell)[:40]!r}, but a label's column holds 0 or 1 alone. {MEND}")
     return found

@@ -16,8 +16,17 @@ from torch.utils.data import get_worker_info
 from transformers import DataCollatorWithPadding
 
 from finetune.data.changes import UnchangedFiles, unchanged_rows
-from finetune.data.columns import MULTI_LABEL, Columns, Labels, find_columns, find_labels, is_empty, label_text
-from finetune.data.files import open_file, open_hub
+from finetune.data.columns import (
+    MULTI_LABEL,
+    Columns,
+    Labels,
+    find_columns,
+    find_labels,
+    is_empty,
+    label_text,
+    note_of_numbers,
+)
+from finetune.data.files import open_file, open_hub, readable
 from finetune.data.tables import HEAD_ROWS, ROW
 from finetune.errors import RequestError, RunError
 from finetune.run.flags.text import DataArguments, PreparationArguments
@@ -43,6 +52,7 @@ class Survey:
     fraction: float
     held_out: int
     last_held_out: int
+    notes: tuple[str, ...] = ()  # what there is to say of its labels
 
 
 def open_stream(arguments: DataArguments) -> IterableDataset:
@@ -50,7 +60,7 @@ def open_stream(arguments: DataArguments) -> IterableDataset:
     if arguments.dataset_name:
         stream = open_hub(arguments.dataset_name, arguments.dataset_config_name, "train", streaming=True)
     elif arguments.train_file:
-        stream = open_file("train_file", arguments.train_file, streaming=True)
+        stream = open_file("train_file", arguments.train_file, streaming=True, encoding=arguments.encoding)
     else:
         raise RequestError("--streaming needs something to stream: give --train_file or --dataset_name.")
     if stream is None:
@@ -78,7 +88,7 @@ def survey(
     everything: Counter[Any] = Counter()
     kept: Counter[Any] = Counter()
     rows, held_out, last, bad = 0, 0, -1, 0
-    for number, row in enumerate(stream):
+    for number, row in enumerate(readable(stream, RequestError)):
         if _is_bad(row, columns):
             bad += 1
             if not preparation.skip_bad_rows:
@@ -104,7 +114,8 @@ def survey(
             counts[label_text(value)] += count
     if not kept or (fraction and not held_out):
         raise RequestError(f"the stream has {rows + held_out} good rows: too few. Add --validation_file, or rows.")
-    return Survey(columns, labels, dict(counts), rows, bad, fraction, held_out, last)
+    notes = tuple(filter(None, [note_of_numbers(everything, labels, arguments.task)]))
+    return Survey(columns, labels, dict(counts), rows, bad, fraction, held_out, last, notes)
 
 
 def class_names_of(stream: IterableDataset, columns: Columns) -> list[str] | None:

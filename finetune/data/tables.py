@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from finetune.data.columns import (
     is_empty,
     label_text,
     names_of_ids,
+    note_of_numbers,
 )
 from finetune.data.files import open_file, open_hub
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
@@ -50,7 +50,7 @@ def load_tables(arguments: DataArguments) -> tuple[Table, str]:
         for name, file in given.items():
             # A test file of a single text column cannot show by itself that it has no header.
             bare = "train" in tables and tables["train"].column_names[0] == "column_1"
-            tables[name] = open_file(f"{name}_file", file, has_header=False if bare else None)
+            tables[name] = open_file(f"{name}_file", file, False, False if bare else None, arguments.encoding)
         source = ", ".join(Path(file).name for file in files.values() if file)
     else:
         tables = {"train": Dataset.from_dict(docstring_rows())}
@@ -94,15 +94,26 @@ def clean_tables(
     for split, table in tables.items():
         kept = _only_needed_columns(table, columns, split)
         cleaned[split], skipped[split] = _without_bad_rows(kept, columns, split, cut.skip_bad_rows)
-    labels = known[1] if known else _labels_of(cleaned["train"], columns, arguments.task, names, trained)
+    notes: list[str] = []
+    if known is None:
+        values = cleaned["train"][columns.label][:]
+        if has_lists(cleaned["train"], columns.label):
+            labels = find_many_labels(values, names, trained)
+        else:
+            labels = find_labels(Counter(values), arguments.task, names, "the training data", trained)
+            notes.append(note_of_numbers(set(values), labels, arguments.task))
+    else:
+        labels = known[1]
     for split, table in cleaned.items():
         cleaned[split] = _encode(table, columns, labels, split)
     if "train" in cleaned and "validation" not in cleaned:
-        cleaned |= _split_off_validation(cleaned["train"], labels, cut.validation_fraction, seed)
+        found, note = _split_off_validation(cleaned["train"], labels, cut.validation_fraction, seed)
+        cleaned |= found
+        notes.append(note)
     for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
         if split in cleaned and most is not None:
             cleaned[split] = _at_most(cleaned[split], most, None if split == "test" else seed)
-    return CleanTables(cleaned, columns, labels, skipped)
+    return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, notes)))
 
 
 def _known_without_training(tables: Table, arguments: DataArguments, trained: Labels | None) -> tuple[Columns, Labels]:
@@ -120,14 +131,6 @@ def _columns_of(table: Dataset, arguments: DataArguments, split: str = "training
     head = table.select(range(min(HEAD_ROWS, len(table)))).to_list()
     text, label = arguments.text_column_names, arguments.label_column_name
     return find_columns(head, text, label, f"the {split} data", needs_label)
-
-
-def _labels_of(
-    train: Dataset, columns: Columns, task: str | None, names: Sequence[str] | None, trained: Labels | None
-) -> Labels:
-    if has_lists(train, columns.label):
-        return find_many_labels(train[columns.label], names, trained)
-    return find_labels(Counter(train[columns.label]), task, names, "the training data", trained)
 
 
 def _class_names(table: Dataset, label: str | None) -> list[str] | None:
@@ -205,38 +208,42 @@ def _as_number(value: Any, split: str) -> float:
         raise RequestError(f"the {split} data has the label {value!r}, but regression needs a number.") from error
 
 
-def _split_off_validation(train: Dataset, labels: Labels, fraction: float, seed: int) -> Table:
-    """A seeded split, stratified by class, or by a row's rarest label; a class of a single row stays in train."""
+def _split_off_validation(train: Dataset, labels: Labels, fraction: float, seed: int) -> tuple[Table, str]:
+    """A seeded split by class, or by a row's rarest label, and what there is to say of it."""
     ids = np.asarray(train["label"])
     classes = len(labels.names)  # 0 for regression
     if labels.task == MULTI_LABEL:
         ids, classes = strata(ids), classes + 1
     mend = "Check --label_column_name, or add --validation_file."
-    kept, held_out = hold_out(ids, classes, fraction, seed, mend)
-    return {"train": train.select(kept), "validation": train.select(held_out)}
+    kept, held_out, note = hold_out(ids, classes, fraction, seed, mend)
+    return {"train": train.select(kept), "validation": train.select(held_out)}, note
 
 
 def hold_out(
     ids: npt.NDArray[Any], classes: int, fraction: float, seed: int, mend: str
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Which rows stay in train and which are held out, both in their order, at least one of each class. `ids` are the
-    labels, of `classes` kinds; 0 for numbers, which are not stratified. Raises RequestError, ending with `mend`."""
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], str]:
+    """Which rows stay in train and which are held out, both in their order, and what there is to say of it. `ids` are
+    the labels, of `classes` kinds; 0 for numbers. The share that is held out is `fraction`, of each class alike unless
+    there are too many of them; at least one row of each stays. Raises RequestError, ending with `mend`."""
     rows = np.arange(len(ids))
-    fixed: npt.NDArray[np.bool_] = np.zeros(len(ids), dtype=bool)
-    if classes:
-        fixed = np.bincount(ids, minlength=classes)[ids] < 2
-    pool = rows[~fixed]
-    strata = ids[pool] if classes else None
-    size = max(1, round(fraction * len(pool)))
-    if strata is not None and len(pool):
-        size = max(size, len(np.unique(strata)))
-    if len(pool) - size < (1 if strata is None else len(np.unique(strata))):
+    size = max(1, round(fraction * len(ids)))
+    ids = ids if classes else np.zeros(len(ids), dtype=np.int64)
+    found, counts = np.unique(ids, return_counts=True)
+    if len(ids) <= len(found):
         raise RequestError(
             f"the training data has {len(ids)} rows with {classes or 'no'} labels: too few to hold some out of each. "
             f"{mend}"
         )
-    kept, held_out = train_test_split(pool, test_size=size, random_state=seed, stratify=strata)
-    return np.sort(np.concatenate([kept, rows[fixed]])), np.sort(held_out)
+    pool, strata = rows[np.isin(ids, found[counts > 1])], int(np.sum(counts > 1))
+    if strata <= size <= len(pool) - strata:
+        by = ids[pool] if classes else None
+        _, held_out = train_test_split(pool, test_size=size, random_state=seed, stratify=by)
+        return np.setdiff1d(rows, held_out), np.sort(held_out), ""
+    order = np.random.default_rng(seed).permutation(rows)
+    kept = order[np.unique(ids[order], return_index=True)[1]]  # one of each class
+    held_out = np.setdiff1d(order, kept, assume_unique=True)[:size]  # in their seeded order
+    note = f"{len(held_out):,} of {len(ids):,} rows held out, whatever their label, for there are {len(found):,} labels"
+    return np.setdiff1d(rows, held_out), np.sort(held_out), note
 
 
 def _at_most(table: Dataset, most: int, seed: int | None) -> Dataset:

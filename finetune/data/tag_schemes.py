@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.data.charset import UTF8
 from finetune.errors import RequestError
 
 OUTSIDE = "O"  # the tag of no entity
@@ -18,30 +19,31 @@ PREFIXES = {"B": "B", "I": "I", "L": "L", "E": "L", "U": "U", "S": "U"}
 SHOWN = 5
 
 
-def read_conll(path: Path) -> Iterator[tuple[list[str], list[str] | None]]:
-    """Words and tags of each sentence: the first column and the last, which tabs or blanks part. A blank line ends a
-    sentence, and so does -DOCSTART-. A file of one column has words alone. Raises RequestError."""
+def read_conll(path: Path, said: str = "") -> Iterator[tuple[list[str], list[str] | None, int]]:
+    """Words and tags of each sentence, and its first line: the first column and the last, which tabs or blanks part. A
+    blank line ends a sentence, and so does -DOCSTART-. A file of one column has words alone. `said` names it in errors
+    (RequestError)."""
     words: list[str] = []
     tags: list[str] = []
     width = 0
-    with path.open(encoding="utf-8-sig") as file:
+    with path.open(encoding=UTF8) as file:
         for number, line in enumerate(file, 1):
             cells = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
             if not line.strip() or cells[0] == "-DOCSTART-":
                 if words:
-                    yield words, tags if width > 1 else None
+                    yield words, tags if width > 1 else None, number - len(words)
                 words, tags = [], []
                 continue
             width = width or len(cells)
             if len(cells) != width:
                 raise RequestError(
-                    f"{path}: line {number} has {len(cells)} columns, and the lines before it have {width}: a word, "
-                    "its tag, and the same columns between them on every line. Mend it."
+                    f"{said or path}: line {number} has {len(cells)} columns, and the lines before it have {width}: a "
+                    "word, its tag, and the same columns between them on every line. Mend it."
                 )
             words.append(cells[0])
             tags.append(cells[-1].strip())
     if words:
-        yield words, tags if width > 1 else None
+        yield words, tags if width > 1 else None, number + 1 - len(words)
 
 
 @dataclass(frozen=True)

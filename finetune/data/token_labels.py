@@ -14,6 +14,7 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Features, List, Value
 
+from finetune.data.charset import UTF8, as_utf8
 from finetune.data.classification import Kind
 from finetune.data.columns import IGNORED, TOKENS, Columns, Labels, names_of_ids
 from finetune.data.files import open_file, open_hub
@@ -28,6 +29,7 @@ TOKEN_NAMES, TAG_NAMES = ("tokens", "words"), ("tags", "ner_tags", "labels", "la
 PARSED = (".json", ".jsonl", ".parquet")  # every other file is CoNLL text
 WORDS = "words"  # the words of a test row, which its prediction names
 SHOWN = 5
+LINE = "__line__"  # of a file, in which a sentence begins
 
 
 def load_sentences(arguments: TokenDataArguments) -> tuple[Table, str]:
@@ -38,28 +40,41 @@ def load_sentences(arguments: TokenDataArguments) -> tuple[Table, str]:
         tables = {name: table for name, table in found.items() if table is not None}
         return tables, " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
     if files:
-        return {name: _open(name, file) for name, file in files.items()}, ", ".join(
+        return {name: _open(name, file, arguments.encoding) for name, file in files.items()}, ", ".join(
             Path(f).name for f in files.values()
         )
     built_in = {name: Dataset.from_dict(rows) for name, rows in name_rows().items()}
     return built_in, "built-in names in the source of Python's standard library, held out by module"
 
 
-def _open(split: str, name: str) -> Dataset:
-    path = Path(name).expanduser()
+def _open(split: str, name: str, encoding: str | None) -> Dataset:
+    flag, path = f"{split}_file", Path(name).expanduser()
     if path.suffix.lower() in PARSED or not path.is_file():
-        return open_file(f"{split}_file", name)
-    open_plain(path, name=f"--{split}_file {name}").close()
-    try:
-        rows = list(read_conll(path))
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"--{split}_file {name}: is not UTF-8 text (byte {error.start}). Save it as UTF-8."
-        ) from error
+        return open_file(flag, name, encoding=encoding)
+    open_plain(path, name=f"--{flag} {name}").close()
+    rows = list(read_conll(as_utf8(flag, name, encoding), f"--{flag} {name}"))
     if not rows:
         raise RequestError(f"--{split}_file {name}: the file has no sentences.")
-    columns = {"tokens": [words for words, _ in rows]}
-    return Dataset.from_dict(columns if rows[0][1] is None else {**columns, "tags": [tags for _, tags in rows]})
+    columns = {"tokens": [words for words, _, _ in rows], LINE: [line for _, _, line in rows]}
+    return Dataset.from_dict(columns if rows[0][1] is None else {**columns, "tags": [tags for _, tags, _ in rows]})
+
+
+def _said(arguments: TokenDataArguments, split: str) -> str:
+    """How an error names a split: by its file, if it has one."""
+    name = getattr(arguments, f"{split}_file")
+    return f"--{split}_file {name}" if name else f"the {split} data"
+
+
+def _places(table: Dataset, rows: Sequence[int], arguments: TokenDataArguments, split: str) -> str:
+    """Where some rows are in their file, as an error says it."""
+    name = getattr(arguments, f"{split}_file") or ""
+    lines: list[int] = table[LINE][:] if LINE in table.column_names else []
+    if name.lower().endswith((".json", ".jsonl")):
+        with as_utf8(f"{split}_file", name, arguments.encoding).open(encoding=UTF8, errors="replace") as file:
+            lines = [number for number, line in enumerate(file, 1) if line.strip()]
+    if len(lines) == len(table):  # which a list of objects has not
+        return f"line {', '.join(str(lines[i]) for i in rows)}"
+    return f"counted from 1: {', '.join(str(i + 1) for i in rows)}"
 
 
 def clean_sentences(
@@ -77,16 +92,17 @@ def clean_sentences(
             "--do_train False and --model_name_or_path with a trained model."
         )
     first = "train" if "train" in tables else next(iter(tables))
-    columns = _columns(tables[first], arguments, first)
+    columns = find_token_columns(tables[first], arguments, _said(arguments, first), first != "test")
     cleaned, skipped = {}, {}
     for split, table in tables.items():
-        cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, cut.skip_bad_rows)
+        cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, arguments, cut.skip_bad_rows)
     tags = {split: table["tags"][:] for split, table in cleaned.items() if "tags" in table.column_names}
     scheme, note = find_scheme([row for rows in tags.values() for row in rows])
     bio = {split: [to_bio(row, scheme) for row in rows] for split, rows in tags.items()}
     labels = _labels(bio.get("train", []), trained)
     for split, rows in bio.items():
-        cleaned[split] = cleaned[split].remove_columns("tags").add_column("label", _ids(rows, labels, split))
+        ids = _ids(rows, labels, _said(arguments, split))
+        cleaned[split] = cleaned[split].remove_columns("tags").add_column("label", ids)
     if "validation" not in cleaned and "train" in cleaned:
         cleaned |= _held_out(cleaned["train"], cut.validation_fraction, seed)
     for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
@@ -96,33 +112,36 @@ def clean_sentences(
     return CleanTables(cleaned, columns, labels, skipped, (note,) if note else ())
 
 
-def _columns(table: Dataset, arguments: TokenDataArguments, split: str) -> Columns:
-    there = table.column_names
+def find_token_columns(table: Dataset, arguments: TokenDataArguments, said: str, is_labelled: bool) -> Columns:
+    there = [name for name in table.column_names if name != LINE]
 
     def find(flag: str, given: str | None, names: Sequence[str], needed: bool) -> str | None:
         found = given or next((name for name in names if name in there), None)
         if (found is None and needed) or (found is not None and found not in there):
             raise RequestError(
-                f"the {split} data has no column {found or ' or '.join(names)!r}; it has {', '.join(there)}. Say which "
+                f"{said}: has no column {found or ' or '.join(names)!r}; it has {', '.join(there)}. Say which "
                 f"it is by --{flag}."
             )
         return found
 
     tokens = find("tokens_column_name", arguments.tokens_column_name, TOKEN_NAMES, True)
-    return Columns((str(tokens),), find("tags_column_name", arguments.tags_column_name, TAG_NAMES, split != "test"))
+    tags = find("tags_column_name", arguments.tags_column_name, TAG_NAMES, is_labelled)
+    return Columns((str(tokens),), tags, tuple(name for name in there if name not in (tokens, tags)))
 
 
-def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) -> tuple[Dataset, int]:
+def _without_bad_rows(
+    table: Dataset, columns: Columns, split: str, arguments: TokenDataArguments, skip: bool
+) -> tuple[Dataset, int]:
     """Columns `tokens`, and `tags` as names where there are any. A row without words, with another number of tags, or
     with an empty one is refused or left out."""
-    words = table[columns.text[0]][:]
+    words, said = table[columns.text[0]][:], _said(arguments, split)
     if not all(row is None or isinstance(row, list) for row in words[:SHOWN]):
-        raise RequestError(f"the {split} data: {columns.text[0]!r} holds no lists of words. Give a list a row.")
+        raise RequestError(f"{said}: {columns.text[0]!r} holds no lists of words. Give a list a row.")
     tags = _named(table, str(columns.label), split) if columns.label in table.column_names else None
     if split == "test" and tags is not None and not any(tags):
         tags = None
     if tags is None and split != "test":
-        raise RequestError(f"the {split} data has no column {columns.label!r}. Give the tags of its words.")
+        raise RequestError(f"{said}: has no column {columns.label!r}. Give the tags of its words.")
     good = [
         i for i, row in enumerate(words)
         if row and all(word and word.strip() for word in row)
@@ -132,12 +151,12 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
     if bad and not skip:
         rows = sorted(set(range(len(words))) - set(good))[:SHOWN]
         raise RequestError(
-            f"the {split} data has {bad:,} of {len(words):,} sentences without words, with an empty word or tag, or "
-            f"with another number of tags than words (counted from 1: {', '.join(str(i + 1) for i in rows)}). Mend "
-            "them, or leave them out by --skip_bad_rows True."
+            f"{said}: has {bad:,} of {len(words):,} sentences without words, with an empty word or tag, or with "
+            f"another number of tags than words ({_places(table, rows, arguments, split)}). Mend them, or leave them "
+            "out by --skip_bad_rows True."
         )
     if not good:
-        raise RequestError(f"the {split} data has no sentence with a tag for each word. Check the column names.")
+        raise RequestError(f"{said}: has no sentence with a tag for each word. Check the column names.")
     content: dict[str, Any] = {"tokens": [[str(word).strip() for word in words[i]] for i in good]}
     features: dict[str, Any] = {"tokens": List(Value("string"))}
     if split == "test":
@@ -172,13 +191,12 @@ def _labels(train: Sequence[Sequence[str]], trained: Labels | None) -> Labels:
     return Labels(TOKENS, (OUTSIDE, *(prefix + kind for kind in kinds for prefix in ("B-", "I-"))))
 
 
-def _ids(rows: Sequence[Sequence[str]], labels: Labels, split: str) -> list[list[int]]:
+def _ids(rows: Sequence[Sequence[str]], labels: Labels, said: str) -> list[list[int]]:
     unknown = Counter(tag[2:] for row in rows for tag in row if tag not in labels.ids)
     if unknown:
         shown = ", ".join(f"{name!r} ({count} words)" for name, count in unknown.most_common(SHOWN))
         raise RequestError(
-            f"the {split} data has entities that are not in the training data: {shown}. Check that both use the same "
-            "names."
+            f"{said}: has entities that are not in the training data: {shown}. Check that both use the same names."
         )
     return [[labels.ids[tag] for tag in row] for row in rows]
 

@@ -67,7 +67,7 @@ class Network:
         self.machine, self.half = machine, job.weight_bytes < FP32_BYTES
         ranks = job.data_parallel_size
         self.group = Group(ranks, min(job.ranks_per_node, ranks))
-        within = min(max(job.zero.hpz_ranks, 1), ranks)
+        within = min(job.zero.hpz_ranks, ranks)
         self.secondary = Group(within, min(job.ranks_per_node, within))
 
     def all_reduce(self, size: float) -> float:

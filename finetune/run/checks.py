@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,8 @@ def _out_of_range(run: Run) -> Iterator[str]:
     for flag in run.recipe.flags.values():
         value = run.value(flag.name)
         if flag.range is not None and value is not None and not flag.range.holds(value):
-            yield f"{run.said(flag.name)}, but it must be {flag.range}."
+            finite = " and finite" if isinstance(value, float) and math.isinf(value) else ""
+            yield f"{run.said(flag.name)}, but it must be {flag.range}{finite}."
 
 
 def check_here(run: Run, deepspeed: str | None) -> None:

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 FILES = ("train_file", "validation_file", "test_file")
 FOLDERS = ("train_dir", "validation_dir", "test_dir")
-LANGUAGE_FIGURES = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
 TESTS = ("test_file", "test_dir", "cifar_dir", "dataset_name")
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedules whose rate follows from past evaluations, not from the step
 ADAPTER_NEEDS = {"use_peft": "peft", "load_in_4bit": "bitsandbytes"}  # by flag, the package
+NEEDS = {**ADAPTER_NEEDS, "use_liger_kernel": "liger-kernel"}
+# Those of transformers 5.23 (modeling_utils.py, AttentionInterface); what has a slash is a kernel of the hub.
+ATTENTIONS = "eager sdpa flex_attention flash_attention_2 flash_attention_3 flash_attention_4".split()
+# What an evaluation gives is judged and drawn at its end, of all rows at once.
+WHOLE_EVALUATION = {"prediction_loss_only": False, "eval_do_concat_batches": True, "batch_eval_metrics": False}
 
 
 def conflicts(run: Run) -> Iterator[str]:
@@ -26,11 +30,20 @@ def conflicts(run: Run) -> Iterator[str]:
     yield from _of_hub(run)
     yield from _of_order(run)
     yield from _of_evaluations(run)
+    yield from _of_encoding(run)
     if "train_dir" in run.recipe.flags:
         yield from _of_images(run)
-    best = run.value("metric_for_best_model")
-    if "block_size" in run.recipe.flags and best and best.removeprefix("eval_") not in LANGUAGE_FIGURES:
-        yield f"{run.said('metric_for_best_model')}, but a language model has {', '.join(LANGUAGE_FIGURES)}. Give one."
+    attention = run.value("attn_implementation") if "attn_implementation" in run.recipe.flags else None
+    if attention and "/" not in attention and attention.removeprefix("paged|") not in ATTENTIONS:
+        yield f"{run.said('attn_implementation')}, but it must be one of {', '.join(ATTENTIONS)}."
+    best, figures = run.value("metric_for_best_model"), run.recipe.figures
+    if best and figures and not run.value("metrics") and best.removeprefix("eval_") not in figures:
+        yield f"{run.said('metric_for_best_model')}, but an evaluation here gives {', '.join(figures)}. Give one."
+    if run.value("save_total_limit") == 0:
+        yield (
+            f"{run.said('save_total_limit')}, which keeps every checkpoint. Say none for that, or --save_strategy no "
+            "to save none."
+        )
     if run.value("ddp_comm_hook") == "powersgd" and run.given.get("ddp_find_unused_parameters") is False:
         yield (
             f"{run.said('ddp_find_unused_parameters')}, and {run.said('ddp_comm_hook')}: PowerSGD keeps its errors by "
@@ -46,8 +59,9 @@ def conflicts(run: Run) -> Iterator[str]:
 def missing(run: Run) -> Iterator[str]:
     """Likewise, what a run that is to start here needs and nobody gave."""
     value = run.value
-    for name, package in ADAPTER_NEEDS.items():
-        if value("use_peft") and value(name) and importlib.util.find_spec(package) is None:
+    for name, package in NEEDS.items():
+        asked = value(name) and (value("use_peft") or name not in ADAPTER_NEEDS)
+        if asked and importlib.util.find_spec(package.replace("-", "_")) is None:
             yield f"{run.said(name)}: needs {package}, which is not installed. pip install {package}, or drop it."
     if value("use_peft") and not value("model_name_or_path"):
         yield (
@@ -103,9 +117,19 @@ def _of_order(run: Run) -> Iterator[str]:
             )
 
 
+def _of_encoding(run: Run) -> Iterator[str]:
+    try:
+        "".encode(run.value("encoding") or "utf-8")
+    except LookupError:
+        yield f"{run.said('encoding')}, which Python does not know. Give a name such as cp1252, gb18030 or utf-16."
+
+
 def _of_evaluations(run: Run) -> Iterator[str]:
     """As transformers 5.23 refuses them (training_args.py, _validate_args), and what would never be saved."""
     value, said = run.value, run.said
+    for name, usual in WHOLE_EVALUATION.items():
+        if "metrics" in run.recipe.flags and value(name) not in (None, usual):
+            yield f"{said(name)}: figures and pictures here are made of a whole evaluation's predictions. Drop it."
     saves, evaluates = value("save_strategy"), value("eval_strategy")
     if not value("do_eval") or not value("do_train"):
         return
@@ -139,6 +163,10 @@ def _of_images(run: Run) -> Iterator[str]:
     for name, only, usual in (("norm", "resnet", "batch"), ("dropout", "alexnet", None)):
         if run.value(name) != usual and kind != only and not is_named:
             yield f"{run.said(name)}, which is for {only}s, but {run.said('model_type')}. Drop it."
+    if run.given.get("group_by_length"):
+        yield f"{run.said('group_by_length')}, which does nothing: pictures have one size. Drop it."
+    if run.given.get("label_column_name") and not run.value("dataset_name"):
+        yield f"{run.said('label_column_name')}, which does nothing: folders name their classes. Add --dataset_name."
     if run.value("freeze_batch_norm"):
         if not is_named:
             yield f"{run.said('freeze_batch_norm')}: a model from scratch has no statistics to keep. Drop it."

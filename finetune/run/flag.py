@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from finetune.run.meanings import nearest_choice
 from finetune.run.range import Range
 
 # What `metadata={"path": ...}` of a field may say. All but "output" must be there, and are not deleted by
@@ -62,7 +63,8 @@ class Flag:
                 meant = [word for word in self.choices if word in (TRUE if str(given).lower() in TRUE else FALSE)]
                 if meant:
                     return meant[0]
-            raise ValueError(f"must be one of {', '.join(self.choices)}")
+            near = nearest_choice(text, self.choices)
+            raise ValueError(f"must be one of {', '.join(self.choices)}" + (f"; you may mean {near}" if near else ""))
         return text
 
 

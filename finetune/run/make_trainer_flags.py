@@ -19,6 +19,14 @@ from finetune.run.trainer_flags import SNAPSHOT
 def snapshot() -> dict[str, Any]:
     """The release and its flags: name, kind, default, help, whether it takes a list, choices."""
     import transformers
+    from accelerate.utils import DynamoBackend
+    from torch._inductor import list_mode_options
+
+    # Texts for the Trainer, which ends in a trace by any other.
+    words = {
+        "torch_compile_backend": [one.value.lower() for one in DynamoBackend if one is not DynamoBackend.NO],
+        "torch_compile_mode": list(list_mode_options()),
+    }
 
     hints = typing.get_type_hints(transformers.TrainingArguments)
     rows = []
@@ -28,7 +36,8 @@ def snapshot() -> dict[str, Any]:
         if one.init and one.name not in LEFT_OUT:
             row = {"name": one.name, "kind": kind, "default": _default(one), "help": _help(one)}
             row |= {"many": True} if many else {}
-            row |= {"choices": choices} if (choices := _choices(hints[one.name])) and not many else {}
+            choices = words.get(one.name) or _choices(hints[one.name])
+            row |= {"choices": choices} if choices and not many else {}
             rows.append(row)
     return {"transformers": transformers.__version__, "flags": rows}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 
 # What people write, and what it is called here; of several the first that the recipe has. Behind ":" stands what to do
 # where no flag of another name does it.
@@ -96,6 +97,7 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "zero_stage": ("deepspeed",),
 }
 CLOSE = 0.6  # of difflib's ratio
+BEGINNING = 4  # letters
 
 
 def meant(word: str, known: Collection[str]) -> str:
@@ -110,6 +112,16 @@ def meant(word: str, known: Collection[str]) -> str:
             return f" Did you mean --{one}?"
     near = nearest(name, known)
     return f" Did you mean --{near}?" if near else " `--help` lists them."
+
+
+def nearest_choice(word: str, choices: Sequence[str]) -> str | None:
+    """Likewise, but the first that begins alike, if any: `adamwx` is no `ademamix`."""
+
+    def alike(other: str) -> int:
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word.lower(), other, strict=False)))
+
+    best = max(choices, key=alike, default="")
+    return best if alike(best) >= BEGINNING else nearest(word, choices)
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:

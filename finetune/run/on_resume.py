@@ -13,10 +13,10 @@ GOES_ON = frozenset(
     gradient_checkpointing gradient_checkpointing_kwargs attn_implementation trust_remote_code loss_chunk_tokens
     pipeline_parallel_size partition_method schedule_step
     profile profile_first_step flops_profiler comms_logger ds_monitor
-    hang_timeout on_nan nan_limit stop_grace
+    hang_timeout stop_grace
     merge_adapter sample_prompt sample_tokens sample_temperature metrics
     test_file test_dir max_predict_samples preprocessing_num_workers data_timeout_seconds
-    torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache
+    use_liger_kernel liger_kernel_config use_cache
     torch_empty_cache_steps auto_find_batch_size
     logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter
     include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project
@@ -26,7 +26,7 @@ GOES_ON = frozenset(
     save_only_model save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint
     push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
     load_best_model_at_end restore_callback_states_from_checkpoint
-    use_cpu accelerator_config dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+    use_cpu dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
     dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
     remove_unused_columns label_names length_column_name
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
@@ -35,11 +35,13 @@ GOES_ON = frozenset(
 )
 # Evaluation: said, and refused only where it has a say in what is learnt or kept (training/course.py).
 EVALUATED = frozenset("validation_file validation_dir max_eval_samples".split())
-# The optimizer and its schedule are those of this run's flags, at the checkpoint's step.
+# From the checkpoint's step on they are as this run's flags say: optimizer, schedule, precision, the guard's answer,
+# compiled layers (whose dropout draws other numbers).
 APPLIED = frozenset(
     """
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon
-    max_grad_norm max_steps num_train_epochs bf16 fp16 tf32
+    max_grad_norm max_steps num_train_epochs bf16 fp16 tf32 on_nan nan_limit
+    torch_compile torch_compile_backend torch_compile_mode
     """.split()
 )
 # Refused unless --resume_changed allow: the course of the run is another, though it can go on.
@@ -47,7 +49,7 @@ VALUES = frozenset(
     """
     seed data_seed group_by_length train_sampling_strategy dataloader_drop_last ignore_data_skip full_determinism
     crop_padding horizontal_flip class_weights label_smoothing_factor neftune_noise_alpha average_tokens_across_devices
-    lora_alpha lora_dropout sync_batch_norm freeze_batch_norm
+    lora_alpha lora_dropout sync_batch_norm freeze_batch_norm accelerator_config
     """.split()
 )
 # Refused whatever is said: the states of the checkpoint are of something else.
@@ -62,7 +64,7 @@ NEVER = frozenset(
 ROWS = frozenset(
     """
     dataset_name dataset_config_name train_file train_dir cifar_dir
-    text_column_name text_column_names label_column_name label_column_names tokens_column_name tags_column_name
+    encoding text_column_name text_column_names label_column_name label_column_names tokens_column_name tags_column_name
     image_column_name image_size task streaming max_train_samples validation_fraction
     validation_split_percentage skip_bad_rows max_seq_length block_size packing document_mask
     """.split()
@@ -84,7 +86,7 @@ def table() -> str:
     kinds = (
         ("goes on exactly", "nothing that is learnt depends on it", GOES_ON),
         ("goes on, and said", "validation rows; refused where they choose the best model or the rate", EVALUATED),
-        ("applied, and said", "optimizer and schedule get it from the checkpoint's step on", APPLIED),
+        ("applied, and said", "as this run's flags say, from the checkpoint's step on", APPLIED),
         ("refused", "`--resume_changed allow` takes it", VALUES),
         ("refused", "by the prepared rows; `--resume_changed allow` takes others", ROWS),
         ("refused", "by the model's config, its labels and tokenizer", MODEL),

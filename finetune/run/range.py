@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,7 +10,8 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Range:
     """`least` and `most` are in the range, `above` and `below` are not. `others` are numbers outside it, with what they
-    stand for. A `share` is of all steps while it is less than 1, and a whole number from there on."""
+    stand for. A `share` is of all steps while it is less than 1, and a whole number from there on. What is `endless`
+    may be infinite."""
 
     least: float | None = None
     above: float | None = None
@@ -17,10 +19,13 @@ class Range:
     below: float | None = None
     others: Mapping[float, str] = field(default_factory=dict)
     share: bool = False
+    endless: bool = False
 
     def holds(self, value: float) -> bool:
         if value in self.others:
             return True
+        if math.isinf(value) and not self.endless:
+            return False
         within = (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -43,4 +48,5 @@ class Range:
 NOT_NEGATIVE, AT_LEAST_ONE, POSITIVE = Range(least=0), Range(least=1), Range(above=0)
 PART = Range(above=0, below=1)  # of a whole, some on either side
 RATE = Range(least=0, below=1)
+TIMEOUT = Range(above=0, endless=True)
 STEPS = Range(above=0, share=True)

@@ -33,7 +33,7 @@ class Recipe:
     both engines trains by DeepSpeed's pipeline engine where --pipeline_parallel_size is given.
 
     `defaults` overrule the Trainer's and the groups'; `scratch_defaults` overrule them where no model is named. `reads`
-    names recipes whose YAMLs this one takes, too.
+    names recipes whose YAMLs this one takes, too. `figures` are what an evaluation gives where --metrics says nothing.
     """
 
     name: str  # of the file in recipes/
@@ -45,6 +45,7 @@ class Recipe:
     trainer_groups: tuple[type, ...] = ()
     pipeline_groups: tuple[type, ...] = ()
     reads: tuple[str, ...] = ()
+    figures: tuple[str, ...] = ()
 
     @property
     def script(self) -> str:

@@ -18,7 +18,8 @@ PATHS = {
 }
 # Outside of which the Trainer, torch or numpy stops with a trace, or goes on with what nobody means.
 RANGES = {
-    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "eval_delay"), NOT_NEGATIVE),
+    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "eval_delay"), NOT_NEGATIVE),
+    "max_grad_norm": Range(least=0, endless=True),  # a norm that is measured, and not clipped
     **dict.fromkeys(("dataloader_num_workers", "neftune_noise_alpha"), NOT_NEGATIVE),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), RATE),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), AT_LEAST_ONE),

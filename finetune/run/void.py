@@ -41,6 +41,13 @@ VOID = (
     Void(("eval_delay",), "eval_strategy", ("no",), "Give --eval_strategy steps or epoch."),
     Void(("logging_steps",), "logging_strategy", ("no", "epoch"), "Give --logging_strategy steps.", "steps"),
     Void(("num_train_epochs",), "max_steps", GIVEN),
+    Void(("save_total_limit", "save_only_model"), "save_strategy", ("no",)),
+    Void(
+        ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        "report_to",
+        (["none"], []),
+        "It is for a tracker. Give --report_to.",
+    ),
     Void(
         ("warmup_steps",),
         "lr_scheduler_type",
@@ -84,8 +91,13 @@ VOID = (
         GIVEN,
         "It is for a model from scratch. Drop it.",
     ),
+    Void(("resize_embeddings",), "model_name_or_path", (None,), "It is for a trained model. Drop it."),
     Void(("model_revision",), "model_name_or_path", (None,), "Add --model_name_or_path.", unless=("tokenizer_name",)),
-    Void(("dataset_config_name",), "dataset_name", (None,), "Add --dataset_name."),
+    Void(("dataset_config_name", "image_column_name"), "dataset_name", (None,), "Add --dataset_name."),
+    Void(("group_by_length",), "packing", ("wrapped", "bfd"), "Blocks have one length. Drop it."),
+    Void(("group_by_length",), "streaming", (True,), "A stream is taken as it comes. Drop it."),
+    Void(("document_mask",), "packing", ("none",), "A block has one document. Drop it."),
+    Void(("encoding",), "train_file", (None,), "It is of files. Drop it.", unless=("validation_file", "test_file")),
     Void(("tokenizer", "bpe_vocab_size"), "tokenizer_name", GIVEN),
     Void(("bpe_vocab_size",), "tokenizer", ("char", "byte"), "Give --tokenizer bpe."),
     Void(("validation_fraction", "validation_split_percentage"), "validation_file", GIVEN),
@@ -96,6 +108,7 @@ VOID = (
     Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
     Void(("comm_hook_start_steps",), "ddp_comm_hook", tuple(one for one in HOOKS if one not in KEEPS_ERRORS)),
     Void(("powersgd_rank",), "ddp_comm_hook", tuple(one for one in HOOKS if one != "powersgd")),
+    Void(("resume",), "do_train", (False,), "Give the checkpoint as --model_name_or_path, or drop it."),
     Void(("resume_changed",), "resume", (None,), "Add --resume auto, or drop it."),
 )
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NoReturn
 from finetune.errors import RequestError, first_line, plain
 
 SECONDS_EACH = 2  # of processor time; ordinary conversations take a thousandth of one
+WAITS_SECONDS = 60  # in all, on a machine however busy: a child forked beside threads may wait for a lock of theirs
 MORE_BYTES = 256 * 2**20  # over what the process has when it begins
 MOST_RESULT_BYTES = 32 * 2**20
 
@@ -50,8 +51,8 @@ def each_bounded(do: Callable[[Any], Any], items: Sequence[Any], what: str) -> l
         os.waitpid(child, 0)
     if len(found) < len(items):
         raise RequestError(
-            f"{what} took more than {SECONDS_EACH} s of processor time or {MORE_BYTES >> 20} MiB, and was stopped, at "
-            f"{plain(repr(items[len(found)]))[:200]}."
+            f"{what} took more than {SECONDS_EACH} s of processor time, {WAITS_SECONDS} s in all or "
+            f"{MORE_BYTES >> 20} MiB, and was stopped, at {plain(repr(items[len(found)]))[:200]}."
         )
     return found
 
@@ -61,12 +62,14 @@ def _serve(do: Callable[[Any], Any], items: Sequence[Any], what: str, write_end:
     try:
         gc.disable()  # it would touch, and so copy, all that the parent has
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not forked
-        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        for ends in (signal.SIGXCPU, signal.SIGALRM):
+            signal.signal(ends, signal.SIG_DFL)
         _lower(resource.RLIMIT_CORE, 0)
         _lower(resource.RLIMIT_AS, _bytes_mapped() + MORE_BYTES)
         with open(write_end, "wb") as stream:
             for item in items:
                 used = resource.getrusage(resource.RUSAGE_SELF)
+                signal.alarm(WAITS_SECONDS)
                 _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + SECONDS_EACH + 1)
                 _answer(do, item, what, stream)
     finally:

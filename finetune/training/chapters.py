@@ -127,11 +127,10 @@ def _callbacks(session: Session, own: Sequence[TrainerCallback]) -> list[Trainer
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to; None for what it was not asked for. `evaluated` has logits where the recipe's own evaluation
-    gave them."""
+    """What a run came to; None for what it was not asked for. `evaluated` has no logits of a pipeline."""
 
     trained: TrainOutput | None
-    evaluated: PredictionOutput | dict[str, float] | None
+    evaluated: PredictionOutput | None
     predicted: PredictionOutput | None
 
 
@@ -141,13 +140,13 @@ def finish(
     *,
     samples: Mapping[str, int] | None = None,
     report: Callable[[Outcome], Iterable[str]] | None = None,
-    evaluate: Callable[[], PredictionOutput | dict[str, float]] | None = None,
+    settle: Callable[[PredictionOutput], PredictionOutput] | None = None,
     predict: Callable[[], PredictionOutput] | None = None,
 ) -> None:
     """Train, save the model where `from_pretrained` looks for it, evaluate, predict, report and push, as the flags ask.
 
-    `samples` are the numbers of each split, for the record. `evaluate` overrules `trainer.evaluate`. `report` writes
-    predictions, pictures and the model card on rank 0, and returns lines to say.
+    `samples` are the numbers of each split, for the record. `settle` is told of the last evaluation, and may give other
+    figures. `report` writes predictions, pictures and the model card on rank 0, and returns lines to say.
     """
     training, folder, speaks, samples = session.training, session.folder, session.launch.speaks, samples or {}
     with explained_disk_errors(folder):
@@ -161,11 +160,11 @@ def finish(
             trained = _train(session, trainer, samples) if training.do_train else None
             evaluated = predicted = None
             if training.do_eval:
-                evaluated = (evaluate or trainer.evaluate)()
-                metrics = evaluated if isinstance(evaluated, dict) else evaluated.metrics
-                if not isinstance(evaluated, dict):
-                    trainer.log(metrics)  # which `evaluate` has done by itself
-                trainer.save_metrics("eval", {**metrics, **_count(samples, "validation", "eval_samples")})
+                evaluated = logged = trainer.evaluated_at_end()
+                if settle and (evaluated := settle(logged)) is not logged:
+                    trainer.log(evaluated.metrics)
+                metrics = {**evaluated.metrics, **_count(samples, "validation", "eval_samples")}
+                trainer.save_metrics("eval", metrics)
             if training.do_predict and predict is not None:
                 predicted = predict()
                 trainer.save_metrics("predict", {**predicted.metrics, **_count(samples, "test", "predict_samples")})

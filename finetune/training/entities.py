@@ -18,7 +18,15 @@ from finetune.data.tag_schemes import OUTSIDE
 from finetune.data.token_labels import WORDS
 from finetune.training.metrics import TaskMetrics
 from finetune.training.model_card import Card, write_card
-from finetune.training.results import label_counts, named, pictures_of, rows_table, write_confusion, write_per_label
+from finetune.training.results import (
+    label_counts,
+    named,
+    pictures_of,
+    rows_table,
+    sentences,
+    write_confusion,
+    write_per_label,
+)
 from finetune.training.run_folder import write_text
 from finetune.training.start import Session
 from finetune.training.thresholds import named_figures
@@ -118,7 +126,7 @@ def write_entity_report(
         pipeline_tag="token-classification",
         **named(session, source, account),
         table=rows_table("sentences", account),
-        facts=[*(f"{note}." for note in account.notes), *label_counts(account.label_counts)],
+        facts=[*sentences(data.columns, *account.notes), *label_counts(account.label_counts)],
         pictures=pictures,
         use=USE,
         tables=tables,

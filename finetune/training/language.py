@@ -69,5 +69,4 @@ def language_pipeline(session: Session, source: CausalSource, data: Any) -> Pipe
 
 def _check(session: Session, source: CausalSource, data: Any) -> None:
     check_sample(data.tokenizer, session[SampleArguments], positions_of(source.config))
-    other = "" if source.pretrained else "; --model_name_or_path takes any other"
-    session.say(data.account.describe(), f"model: {source.description}{other}")
+    session.introduce(data.account.describe(), source.description)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import evaluate
+import numpy as np
 
 import finetune.metrics
 from finetune.data.cache import cache_home
@@ -54,6 +55,9 @@ def load_metrics(
         try:
             figures = _compute(module, sample)
         except Exception as error:  # whatever a stranger's metric raises
+            if name in METRICS:
+                fit = [one for one in METRICS if _fits(_open(one, config, said), sample)]
+                raise RequestError(f"{said}: is not for a {task}. Of ours {', '.join(fit)} are: give some.") from error
             raise RequestError(
                 f"{said}: fails on rows of a {task}: {type(error).__name__}: {first_line(error, 300)} "
                 "Leave it out, or mend it."
@@ -75,10 +79,20 @@ def _greater_is_better(module: Any, figure: str) -> bool:
     return bool(getattr(module, "greater_is_better", not figure.lower().endswith(LESS_IS_BETTER)))
 
 
+def _fits(module: Any, sample: Mapping[str, Any]) -> bool:
+    try:
+        return bool(_compute(module, sample))
+    except Exception:  # as `evaluate` says that rows are not of a metric's features
+        return False
+
+
 def _compute(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """What the metric says. Scores are handed to those alone that ask for them, as ROC AUC does."""
     features = module.features[0] if isinstance(module.features, list) else module.features
     wanted = {name: value for name, value in inputs.items() if name in features or name == "sample_weight"}
+    for name in features.keys() & wanted.keys():
+        if str(getattr(features[name], "dtype", "")).startswith("int") and np.asarray(wanted[name]).dtype.kind == "f":
+            raise TypeError(f"it takes {name} that are whole numbers, and these have fractions.")  # it would cut them
     found = module.compute(**wanted)
     if not isinstance(found, dict) or not found:
         raise TypeError(f"its compute gives {found!r}, but must give a dictionary of numbers.")

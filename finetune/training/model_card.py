@@ -38,6 +38,7 @@ def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any],
     which flags."""
     return markdown("model_card.md").render(
         card=card,
+        title=card.task[:1].upper() + card.task[1:],
         lineage=lineage,
         metrics=[(name, _number(value)) for name, value in metrics.items() if isinstance(value, int | float)],
         command=environment["command"].replace("`", "'"),

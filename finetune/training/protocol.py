@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from finetune.training.checkpoints.identity import Identity
 
@@ -24,8 +24,8 @@ class Closing(Protocol):
     def train(self, resume_from_checkpoint: str | None = None) -> TrainOutput:
         """Train to the end; the closing figures are its `metrics`."""
 
-    def evaluate(self) -> dict[str, float]:
-        """The figures over the evaluation set, which are logged, too."""
+    def evaluated_at_end(self) -> PredictionOutput:
+        """Over the evaluation set by the final weights; its figures are logged, too."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The final model, where `from_pretrained` looks for it: the run folder unless told."""

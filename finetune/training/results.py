@@ -136,7 +136,7 @@ def write_report(
         pipeline_tag="text-classification",
         **named(session, source, account),
         table=rows_table("rows", account),
-        facts=[f"Text: {', '.join(account.columns.text)}.", *label_counts(account.label_counts)],
+        facts=[*sentences(data.columns, *account.notes), *label_counts(account.label_counts)],
         pictures=pictures,
         use=USE_CLASSIFIER + _call(len(account.columns.text) == 2, data.labels.task),
         tables=tables,
@@ -172,6 +172,7 @@ def write_image_report(
         facts=[
             f"Pictures of {account.side} x {account.side} pixels, from {', '.join(account.sizes)}.",
             *([f"Trained as a pipeline of {stages} stage(s)."] if stages else []),
+            *sentences(*account.notes),
             *label_counts(account.label_counts),
         ],
         pictures=pictures,
@@ -202,7 +203,7 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
                 for name, n in account.documents.items()
             ),
         ],
-        facts=[f"{blocks}.", *([note] if note else [])],
+        facts=[f"{blocks}.", *sentences(account.columns, *account.notes), *([note] if note else [])],
         pictures=pictures_of(folder, "eval_bits_per_byte"),
         use=USE_LANGUAGE_MODEL,
         sample=sample,
@@ -215,6 +216,11 @@ def named(session: Session, source: Any, account: Any) -> dict[str, Any]:
     """What every model card says of the model, the recipe and the data."""
     recipe = session.run.recipe.script
     return {"model": source.description, "base_model": source.hub_id, "recipe": recipe, "source": account.source}
+
+
+def sentences(*notes: str) -> list[str]:
+    """What the start line says in passing, for the model card."""
+    return [f"{note[0].upper()}{note[1:]}." for note in notes if note]
 
 
 def rows_table(what: str, account: Any) -> list[Sequence[Any]]:

@@ -13,6 +13,7 @@ from torch import distributed
 from transformers import TrainingArguments, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from finetune.data.first_look import look_at_columns
 from finetune.dsconfig.load import Loaded
 from finetune.errors import RequestError
 from finetune.privacy import shown
@@ -77,6 +78,11 @@ class Session:
         if self.launch.speaks:
             print(*map(shown, lines), sep="\n", flush=True)
 
+    def introduce(self, data: str, model: str) -> None:
+        """Say what is trained on what, and which flag changes it."""
+        other = "" if self.run.value("model_name_or_path") else "; --model_name_or_path takes any other"
+        self.say(data, f"model: {model}{other}")
+
 
 def start(run: Run) -> Session:
     """Settle the machine, meet the other ranks, and build `TrainingArguments`. Raises RequestError for what only the
@@ -106,6 +112,8 @@ def start(run: Run) -> Session:
             said.append(lock_output_dir(run))
         check_hub(run)
         builds.refuse_stale_builds(ops)
+        if ops:  # to compile them takes minutes
+            look_at_columns(run)
         builds.tell_of_builds(ops)
     threads = runtime.set_threads(launch, has_cuda)
     uses_deepspeed = deepspeed is not None or accelerate_uses_deepspeed()

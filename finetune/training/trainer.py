@@ -16,12 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import Trainer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import PredictionOutput, SaveStrategy
+from transformers.trainer_utils import SaveStrategy
 
 from finetune.data.changes import UnchangedFiles, mapped_files
 from finetune.data.packing import REAL_TOKENS
@@ -29,7 +28,6 @@ from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.streaming import TextStream
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
 from finetune.errors import InterruptedRunError, RequestError
-from finetune.models.chunked_loss import row_figures
 from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.launch import accelerate_uses_fsdp
@@ -37,12 +35,13 @@ from finetune.training.checkpoints.choice import newest_verified
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.trainer_adapter import TrainerSaves
 from finetune.training.compression import Compression, OneBitAdam
+from finetune.training.evaluation import EvaluatingMixin
 from finetune.training.guards.nan_guard import NanGuard, poisoned
 from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers, deaf_to_sigterm
 from finetune.training.loss import settle_trainer
 from finetune.training.reshard.resuming import Reshard
-from finetune.training.resuming import Epochs, GoOn, OwnSettings, RunningLoss, SavesLast, kept_random_states
+from finetune.training.resuming import Epochs, GoOn, OwnSettings, RunningLoss, SavesLast
 from finetune.training.saving import SavingMixin, check_push
 from finetune.training.speed import (
     FLOPS_PER_PARAM_AND_TOKEN,
@@ -54,7 +53,7 @@ from finetune.training.speed import (
 from finetune.training.watch import watching
 
 
-class FinetuneMixin(SavingMixin):
+class FinetuneMixin(EvaluatingMixin, SavingMixin):
     """Name it before the Trainer's class. `lengths` are those of the training samples in tokens, to group by; None for
     a plain shuffle."""
 
@@ -120,7 +119,7 @@ class FinetuneMixin(SavingMixin):
         self.data_files, self.began = mapped_files(), time.monotonic()
         if self.args.save_strategy != SaveStrategy.NO:
             self.saves.check_space("before the first step")
-        self.saves.chosen = self.reshard = None
+        self.saves.chosen = self.reshard = self.evaluated = None
         if checkpoint:
             self.saves.chosen = Path(checkpoint)
             self.reshard = Reshard(self, self.saves.chosen)
@@ -179,11 +178,6 @@ class FinetuneMixin(SavingMixin):
         own.worker_init_fn = functools.partial(deaf_to_sigterm, own.worker_init_fn)
         return loader
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; what is learnt after it does not depend on it."""
-        with kept_random_states():
-            return super().evaluation_loop(*args, **kwargs)
-
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         self.data_files.look()
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -219,16 +213,6 @@ class FinetuneMixin(SavingMixin):
             prepared["labels"] = labels.to(self.args.device)
         return dict(prepared)
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        """As the Trainer's; where the figures of each row are asked for, these alone: labels of all tokens of a large
-        evaluation set would be kept on the device to its end."""
-        self.progress()
-        self.data_files.look()
-        loss, logits, labels = super().prediction_step(*args, **kwargs)
-        if self.preprocess_logits_for_metrics is row_figures and logits is not None and labels is not None:
-            return loss, row_figures(logits, labels), labels[:, :1]
-        return loss, logits, labels
-
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         self.progress()
         self.speed.count(inputs)
@@ -263,18 +247,6 @@ class FinetuneMixin(SavingMixin):
         """In GiB; every rank must call it."""
         own = torch.tensor([peak_memory_bytes() / 2**30], dtype=torch.float32, device=self.args.device)
         return [round(float(peak), 3) for peak in self.accelerator.gather(own).tolist()]
-
-    def predict_in_input_order(self, dataset: Any, metric_key_prefix: str = "predict") -> PredictionOutput:
-        """As `predict`, with rows out in the order in which they came in; where the data set has a column `length`,
-        with batches of like length inside."""
-        if "length" not in getattr(dataset, "column_names", ()):
-            return self.predict(dataset, metric_key_prefix=metric_key_prefix)
-        order = np.argsort(-np.asarray(dataset["length"]), kind="stable")
-        output = self.predict(dataset.select(order), metric_key_prefix=metric_key_prefix)
-        back = np.argsort(order)
-        first = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
-        truth = None if output.label_ids is None else output.label_ids[back]
-        return PredictionOutput(first[back], truth, output.metrics)
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor.float(), reduction="sum").double().cpu()

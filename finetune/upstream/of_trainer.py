@@ -5,7 +5,7 @@ from __future__ import annotations
 from finetune.upstream.row import Row
 
 TRAINER = "transformers.trainer:Trainer."
-MIXIN, SAVING = "training/trainer.py", "training/saving.py"
+MIXIN, SAVING, EVALUATION = "training/trainer.py", "training/saving.py", "training/evaluation.py"
 IS_PUBLIC = "the method goes, or is no longer called from there: it is public"
 
 
@@ -148,7 +148,14 @@ PUBLIC = (
     ),
     _public(MIXIN, "get_train_dataloader", "self", "_inner_training_loop", "workers outlive a SIGTERM"),
     _public(
-        MIXIN,
+        EVALUATION,
+        "evaluate",
+        "self, eval_dataset=, ignore_keys=, metric_key_prefix=",
+        "_evaluate",
+        "the last one in training is the run's last",
+    ),
+    _public(
+        EVALUATION,
         "evaluation_loop",
         "self, dataloader, description, prediction_loss_only=, ignore_keys=, metric_key_prefix=",
         "evaluate predict",
@@ -169,7 +176,7 @@ PUBLIC = (
         "a loss that is not finite shows in every gradient",
     ),
     _public(
-        MIXIN,
+        EVALUATION,
         "prediction_step",
         "self, model, inputs, prediction_loss_only, ignore_keys=",
         "evaluation_loop",

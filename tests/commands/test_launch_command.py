@@ -123,6 +123,58 @@ def test_a_container_keeps_what_is_written_and_gets_the_memory_nccl_wants(capsys
     assert line.endswith("finetune:ngc torchrun --standalone --nproc_per_node 2 recipes/seq_cls.py")
 
 
+AWKWARD = ["--run_name", 'it\'s $HOME; a `b` * ~ "c" \\\\ #', "--label_column_name", "", "--task=a b"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--launcher python",
+        "--launcher deepspeed",
+        "--launcher deepspeed --no_ssh --hostfile",
+        "--launcher torchrun",
+        "--launcher torchrun --nodes 2 --master_addr a",
+        "--launcher accelerate",
+        "--launcher accelerate --nodes 2 --master_addr a",
+        "--launcher slurm --gpus_per_node 2",
+        "--image finetune:ngc",
+    ],
+)
+def test_a_shell_hands_on_each_word_as_it_was_given(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a shell would make of it; a program that is started by the line says what it got."""
+    hostfile = tmp_path / "my hosts; echo"
+    hostfile.write_text(HOSTS)
+    given = [*words.split(), *([str(hostfile)] if words.endswith("--hostfile") else [])]
+    lines = printed(capsys, *given, RECIPE, *AWKWARD)
+    typed = [line for line in lines if not line.startswith("#")]
+    for name in ("python", "deepspeed", "torchrun", "accelerate", "sbatch", "docker"):
+        (tmp_path / name).write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    for line in typed:
+        shell = f"PATH={shlex.quote(str(tmp_path))}:$PATH; {line}"
+        got = subprocess.run(["bash", "-c", shell], capture_output=True, check=True, text=True).stdout.split("\0")[:-1]
+        assert got[-len(AWKWARD) - 1 :] == [RECIPE, *AWKWARD]
+        assert "--hostfile" not in given or str(hostfile) in got
+    asked = [line.split("finetune doctor ")[1] for line in lines if "finetune doctor --hostfile" in line]
+    assert [shlex.split(line)[1] for line in asked] == [str(hostfile)] * ("--hostfile" in given)
+
+
+def test_names_of_files_and_interfaces_are_quoted_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "my config.json"
+    config.write_text("{}")
+    lines = printed(capsys, RECIPE, "--deepspeed", str(config))
+    assert shlex.split(lines[0])[4] == str(config)
+    cluster = "--nodes 2 --gpus_per_node 2 --master_addr a --interface".split()
+    for line in commands(capsys, *cluster, "eth0; true", RECIPE):
+        assert shlex.split(line)[:2] == ["NCCL_SOCKET_IFNAME=eth0; true", "GLOO_SOCKET_IFNAME=eth0; true"]
+        assert ";" not in line.replace("'eth0; true'", "")
+    (line,) = commands(capsys, "--image", "a b", RECIPE)
+    assert "a b" in shlex.split(line)
+    assert shlex.split(line)[shlex.split(line).index("--volume") + 1] == "$PWD:/workspace/finetune"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

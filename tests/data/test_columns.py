@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text
+from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text, note_of_numbers
 from finetune.errors import RequestError
 
 FOUND = [
@@ -23,7 +23,9 @@ FOUND = [
 
 @pytest.mark.parametrize(("row", "expected"), FOUND)
 def test_columns_are_found_by_their_names(row: dict[str, Any], expected: tuple[tuple[str, ...], str]) -> None:
-    assert find_columns([row] * 6, None, None, "data") == Columns(*expected)
+    assert find_columns([row] * 6, None, None, "data") == Columns(
+        *expected, others=tuple(name for name in row if name not in (*expected[0], expected[1]))
+    )
 
 
 def test_columns_without_names_are_found_by_their_contents() -> None:
@@ -37,7 +39,7 @@ def test_what_is_not_clear_is_asked_for_with_the_columns_listed() -> None:
         RequestError, match=r"which column is the text.*title \(such as 'the title 0'\).*--text_column_names"
     ):
         find_columns(rows, None, None, "data")
-    assert find_columns(rows, ["abstract"], None, "data") == Columns(("abstract",), "label")
+    assert find_columns(rows, ["abstract"], None, "data") == Columns(("abstract",), "label", ("title",))
 
 
 def test_a_wrong_column_name_is_refused_with_the_columns_listed() -> None:
@@ -52,7 +54,63 @@ LABELS = [
     pytest.param([True, False], "classification", ("False", "True"), id="booleans"),
     pytest.param([3.5, 1.0], "regression", (), id="fractions"),
     pytest.param(["3.5", "1.0"], "regression", (), id="fractions as text"),
+    pytest.param([1.0, 0.0, 1.0], "classification", ("0", "1"), id="integers beside a NaN, as pandas keeps them"),
+    pytest.param(["1.0", "0.0"], "classification", ("0", "1"), id="integers beside a NaN, as pandas writes them"),
+    pytest.param(["1.0", "0", "1"], "classification", ("0", "1"), id="both in one file"),
+    pytest.param([5.0, 1.0, 2.0, 3.0, 4.0], "classification", ("1", "2", "3", "4", "5"), id="stars"),
+    pytest.param([-1.0, 1.0, 0.0], "classification", ("-1", "0", "1"), id="signed"),
+    pytest.param([float(i) for i in range(20)], "classification", tuple(map(str, range(20))), id="20 whole floats"),
+    pytest.param([float(i) for i in range(21)], "regression", (), id="too many whole floats"),
+    pytest.param(list(range(21)), "classification", tuple(map(str, range(21))), id="as many integers"),
+    pytest.param([1.0, 2.0, "1.5e0"], "regression", (), id="one fraction among whole floats"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("values", "task", "said"),
+    [
+        ([1.0, 2.0], None, "whole numbers, and so classes (--task regression"),
+        (["1.0", "2"], None, "whole numbers, and so classes (--task regression"),
+        ([1.5, 2.0], None, "numbers to predict (--task classification"),
+        (range(30), None, "if its labels are amounts"),
+        (["v1.0", "v2.0"], None, ""),
+        ([1, 2], None, ""),
+        ([1.0, 2.0], "classification", ""),
+        ([1.0, 2.0], "regression", ""),
+    ],
+)
+def test_what_numbers_are_taken_for_is_said_where_nobody_asked_for_it(
+    values: list[Any], task: str | None, said: str
+) -> None:
+    note = note_of_numbers(list(values), find_labels(Counter(values), task, None, "data"), task)
+    assert said in note
+    assert bool(note) == bool(said)
+
+
+def test_a_model_that_predicts_numbers_goes_on_to_do_so() -> None:
+    trained = Labels("regression", ())
+    assert find_labels(Counter([1.0, 2.0]), None, None, "data", trained).task == "regression"
+    assert find_labels(Counter([1.0, 2.0]), "classification", None, "data", trained).names == ("1", "2")
+    assert find_labels(Counter(["a", "b"]), None, None, "data", trained).names == ("a", "b")
+
+
+def test_classes_called_as_pandas_writes_integers_are_found_again() -> None:
+    trained = Labels("classification", ("1.0", "0.0"))
+    assert find_labels(Counter(["0.0", "1"]), None, None, "data", trained) == trained
+    assert [trained.encode(value) for value in (0, "0", "0.0", 1.0)] == [1, 1, 1, 0]
+    assert Labels("classification", ("1", "1.0")).ids == {"1": 0, "1.0": 1}
+
+
+def test_columns_that_are_read_are_said_with_those_that_are_not() -> None:
+    row = {"title": "a", "body": "b c", "category": "x"}
+    assert find_columns([row] * 3, None, None, "data").describe() == (
+        "reads body as text, category as label, not title"
+    )
+    pair = find_columns([{"sentence1": "a", "sentence2": "b", "label": 1}] * 3, None, None, "data")
+    assert pair.describe() == "reads sentence1 + sentence2 as text, label as label"
+    wide = Columns(("t",), None, tuple("abcdefg"))
+    assert wide.describe() == "reads t as text, not a + b + c + d + e and 2 more"
+    assert Columns(("t",), "merged").describe(["art", "law"]) == "reads t as text, art + law as label"
 
 
 @pytest.mark.parametrize(("values", "task", "names"), LABELS)
@@ -60,7 +118,7 @@ def test_the_task_follows_the_labels(values: list[Any], task: str, names: tuple[
     labels = find_labels(Counter(values), None, None, "data")
     assert (labels.task, labels.names) == (task, names)
     if names:
-        assert sorted(labels.encode(value) for value in set(values)) == list(range(len(names)))
+        assert sorted({labels.encode(value) for value in values}) == list(range(len(names)))
 
 
 def test_task_overrules_the_labels() -> None:

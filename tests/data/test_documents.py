@@ -63,6 +63,11 @@ def test_a_text_file_is_one_document_and_its_end_is_held_out(tmp_path: Path, mon
     assert (text_of(data, "train"), text_of(data, "validation")) == (text[:cut], text[cut:])
     assert data.account.documents == {"train": 1, "validation": 1}
     assert data.account.characters == {"train": cut, "validation": len(text) - cut}
+    assert data.account.left_over == (cut - 1) % 16
+    assert data.account.describe() == (
+        f"data: a.txt ({cut:,} train, {len(text) - cut:,} validation tokens, {(cut - 1) % 16} left over; blocks of 16, "
+        "wrapped)"
+    )
     assert data.tokenizer.eos_token is None
     blocks = data.splits["train"]
     assert len(blocks) == (cut - 1) // 16
@@ -90,6 +95,7 @@ def test_conversations_are_learnt_in_part(tmp_path: Path) -> None:
     assert tokenizer.decode(labels[labels != IGNORED].tolist()) == f"Yes.{tokenizer.eos_token}\n", "it learns to stop"
     assert data.account.learnt["train"] == 3 * len("Yes.!\n")
     assert data.account.characters["train"] == 3 * len("Yes.\n")
+    assert data.account.tokens_per_byte == data.account.tokens_per_character == len("Yes.!\n") / len("Yes.\n")
     assert data.tokenizer.chat_template, "and the template that it has learnt by is saved with it"
 
 
@@ -153,12 +159,27 @@ def test_a_stream_gives_the_documents_that_are_not_held_out_once_an_epoch(
             ids = [*data.tokenizer(text).input_ids, data.tokenizer.eos_token_id]
             wanted.update(ids if packing == "wrapped" else ids[1:])
     missing = wanted - learnt
+    assert len(list(train._windows())) > 4
     if packing == "wrapped":  # but for the first token, and what fills no block at the end
-        assert missing.total() <= 64
+        assert missing.total() == 1 + (wanted.total() - 1) % 64
         assert {len(ids) for ids in epochs[0]} == {64}
     else:
         assert not missing
     assert not learnt - wanted
+
+
+def test_each_epoch_of_a_stream_has_its_documents_in_an_order_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not its blocks alone, which are shuffled within a window."""
+    monkeypatch.setattr(token_stream, "WINDOW_TOKENS", 1500)
+    train = stream(tmp_path).splits["train"]
+    windows = []
+    for epoch in (0, 1, 0):
+        assert len(list(train.blocks(epoch))) > 100
+        windows.append([window.tokens.ids.tolist() for window in train._windows()])
+    assert windows[0] == windows[2] != windows[1]
+    assert windows[0][0] != windows[1][0]
 
 
 @pytest.mark.parametrize("most", [None, 300])
@@ -179,6 +200,7 @@ def test_no_held_out_document_of_a_stream_of_many_files_is_trained_on(most: int 
 
 def test_a_streamed_text_stays_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(token_stream, "BATCH_ROWS", 2)  # so that there are many windows
     monkeypatch.setattr(token_stream, "WINDOW_TOKENS", 300)
     path, other = tmp_path / "a.txt", tmp_path / "b.txt"
     text = "".join(f"line {i} of the text\n" for i in range(100))
@@ -186,9 +208,12 @@ def test_a_streamed_text_stays_in_order(tmp_path: Path, monkeypatch: pytest.Monk
     other.write_text("some more\n" * 20)
     flags = {"train_file": str(path), "validation_file": str(other), "streaming": True}
     data = prepared(blocks={"tokenizer": "byte"}, block_size=32, **flags)
-    blocks = [data.tokenizer.decode(item["input_ids"]) for item in data.splits["train"].blocks(0)]
-    places = sorted(text.index(block) for block in blocks)  # blocks are shuffled, and each is a run of the text
-    assert places == list(range(0, 32 * len(blocks), 32))
+    train, decode = data.splits["train"], data.tokenizer.decode
+    assert len(list(train._windows())) > 4
+    found = {decode(item["input_ids"]): decode(item["shift_labels"]) for item in train.blocks(0)}
+    # Blocks are shuffled, and each is a run of the text; the next character is the label of each, and none is lost.
+    starts = range(0, (len(text) - 1) // 32 * 32, 32)
+    assert found == {text[start : start + 32]: text[start + 1 : start + 33] for start in starts}
 
 
 def test_a_validation_file_is_used_whatever_trains(tmp_path: Path) -> None:
@@ -304,7 +329,7 @@ def test_a_column_that_is_no_text_is_refused(row: dict[str, Any], message: str, 
 
 def test_text_of_another_encoding_is_refused_and_line_ends_are_alike(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_bytes("caf\u00e9\n".encode("latin-1") * 50)
+    path.write_bytes("\u043f\u0440\u0438\u0432\u0435\u0442\n".encode("cp1251") * 50)
     with pytest.raises(RequestError, match="is not UTF-8 text"):
         prepared(train_file=str(path))
     path.write_bytes("\ufeffa line\r\nanother\r\n".encode() * 50)
@@ -322,3 +347,26 @@ def test_the_manual_is_there_on_every_python() -> None:
     data = prepared(block_size=128)
     assert data.account.tokens["train"] > 300_000
     assert data.account.documents["validation"] >= 5
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "said"),
+    [
+        ({"document": "a b c", "summary": "d"}, {}, "reads document as text, not summary"),
+        (
+            {"document": "a b c", "summary": "d e f"},
+            {"text_column_name": "summary"},
+            "reads summary as text, not document",
+        ),
+        ({"prompt": "a b", "completion": "c d", "id": "1"}, {}, "reads prompt + completion as text, not id"),
+        ({"text": "a b c"}, {}, "reads text as text"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_are_said_with_those_that_nothing_reads(
+    row: dict[str, str], flags: dict[str, Any], said: str, streaming: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({k: f"{v} {i}" for k, v in row.items()} | {"n": i}) + "\n" for i in range(90)))
+    corpus = documents.open_corpus(CorpusArguments(train_file=str(path), streaming=streaming, **flags), seed=1)
+    assert corpus.columns == (f"{said} + n" if "not" in said else f"{said}, not n")

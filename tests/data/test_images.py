@@ -248,6 +248,7 @@ def test_a_hub_data_set_in_a_local_folder_is_read(folder: Path, tmp_path: Path) 
     (tmp_path / "hub" / "data").mkdir(parents=True)
     table.to_parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
     data = prepare(dataset_name=str(tmp_path / "hub"))
+    assert "; reads picture as picture, colour as label)" in data.describe()
     assert data.account.label_counts == {"blue": 18, "red": 9}
     with pytest.raises(RequestError, match=r"no column kind.*picture \(Image\), colour \(ClassLabel\)"):
         prepare(dataset_name=str(tmp_path / "hub"), label_column_name="kind")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -40,6 +42,33 @@ def test_every_sample_is_seen_and_every_batch_is_full(size: int, batch: int, gro
     assert len(order) == len(sampler) == -(-size // batch) * batch
 
 
+@given(size=st.integers(1, 300), batch=st.integers(1, 40), epoch=st.integers(0, 3))
+def test_the_last_batch_is_filled_up_from_the_epochs_first_samples(size: int, batch: int, epoch: int) -> None:
+    def order(lengths: list[int] | None) -> list[int]:
+        sampler = GlobalBatchSampler(size, batch, 1, lengths)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    plain = order(None)
+    assert sorted(plain[:size]) == list(range(size))
+    assert plain == [plain[place % size] for place in range(len(plain))]
+    assert Counter(order(list(range(size)))) == Counter(plain), "grouping fills up with the same ones"
+
+
+@pytest.mark.parametrize(("batches", "are_one"), [(50, True), (51, False)])
+def test_fifty_global_batches_are_sorted_together_and_more_apart(batches: int, are_one: bool) -> None:
+    """Of lengths that all differ a batch of ten spans nine, if it was cut from all of them."""
+    order = np.array(list(GlobalBatchSampler(10 * batches, 10, 0, list(range(10 * batches))))).reshape(-1, 10)
+    spans = order.max(axis=1) - order.min(axis=1)
+    assert bool((spans == 9).all()) is are_one
+    assert np.median(spans) < 40
+
+
+def test_long_and_short_batches_are_mixed_over_the_epoch() -> None:
+    order = np.array(list(GlobalBatchSampler(6400, 16, 0, list(range(6400))))).reshape(-1, 16)
+    assert abs(np.corrcoef(order.mean(axis=1), np.arange(len(order)))[0, 1]) < 0.15
+
+
 def test_epochs_differ_and_a_seed_repeats_them() -> None:
     def epoch(seed: int, number: int) -> list[int]:
         sampler = GlobalBatchSampler(100, 10, seed, list(range(100)))
@@ -49,6 +78,22 @@ def test_epochs_differ_and_a_seed_repeats_them() -> None:
     assert epoch(1, 0) == epoch(1, 0)
     assert epoch(1, 0) != epoch(1, 1)
     assert epoch(1, 0) != epoch(2, 0)
+    assert epoch(1, 2) != epoch(2, 1)
+
+
+def test_an_order_stays_what_it_was_in_earlier_releases() -> None:
+    """A run that is resumed goes on with the samples that it has not seen: what was shipped is written down here."""
+
+    def order(epoch: int, lengths: list[int] | None) -> list[int]:
+        sampler = GlobalBatchSampler(10, 4, 7, lengths)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert order(0, None) == [8, 0, 7, 1, 3, 6, 2, 4, 5, 9, 8, 0]
+    assert order(1, None) == [9, 0, 8, 6, 7, 1, 3, 4, 2, 5, 9, 0]
+    lengths = [5, 3, 8, 1, 9, 2, 7, 4, 6, 0]
+    assert order(0, lengths) == [4, 2, 6, 8, 1, 5, 3, 9, 8, 0, 0, 7]
+    assert order(2, lengths) == [4, 2, 6, 8, 0, 7, 1, 1, 5, 5, 3, 9]
 
 
 def test_grouping_leaves_little_padding_on_long_tailed_lengths() -> None:

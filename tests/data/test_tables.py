@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 
 from finetune.data.builtin import docstring_rows
 from finetune.data.columns import Labels
-from finetune.data.tables import clean_tables
+from finetune.data.tables import clean_tables, hold_out
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
@@ -29,6 +30,52 @@ def test_a_missing_validation_split_is_held_out_by_class_and_by_seed() -> None:
     assert sorted(first.splits["validation"]["label"]) == [0] * 6 + [1] * 2
     both = [*first.splits["train"]["text"], *first.splits["validation"]["text"]]
     assert sorted(both) == sorted(rows["text"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "fraction", "held", "says"),
+    [
+        pytest.param([i // 2 for i in range(400)], 0.1, 40, True, id="two rows a label"),
+        pytest.param([i % 3 for i in range(30)], 0.1, 3, False, id="a row of each"),
+        pytest.param([0] * 90 + list(range(1, 11)), 0.1, 10, False, id="a tail of single rows"),
+        pytest.param([i // 2 for i in range(40)], 0.9, 20, True, id="more than leaves one of each"),
+        pytest.param([0, 0, 0, *range(1, 98)], 0.1, 2, True, id="almost all of one row"),
+    ],
+)
+def test_the_share_that_was_said_is_held_out_and_each_label_stays(
+    labels: list[int], fraction: float, held: int, says: bool
+) -> None:
+    ids = np.array(labels)
+    kept, held_out, note = hold_out(ids, len(set(labels)), fraction, 3, "")
+    assert len(held_out) == held
+    assert sorted([*kept, *held_out]) == list(range(len(ids)))
+    assert set(ids[kept]) == set(labels)
+    assert bool(note) == says
+    if says:
+        assert f"{held:,} of {len(ids):,} rows" in note
+    assert np.array_equal(hold_out(ids, len(set(labels)), fraction, 3, "")[1], held_out)
+    assert not np.array_equal(hold_out(ids, len(set(labels)), fraction, 4, "")[1], held_out) or held < 3
+
+
+def test_numbers_are_held_out_without_regard_to_what_they_are() -> None:
+    kept, held_out, note = hold_out(np.linspace(0, 1, 50), 0, 0.1, 1, "")
+    assert (len(kept), len(held_out), note) == (45, 5, "")
+
+
+def test_rows_of_which_none_can_be_spared_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"6 rows with 6 labels: too few .* Mend it"):
+        hold_out(np.arange(6), 6, 0.1, 1, "Mend it")
+
+
+def test_what_a_run_reads_otherwise_than_somebody_may_think_is_noted() -> None:
+    rows = {"text": [f"t {i}" for i in range(40)], "title": ["x"] * 40, "label": [float(i // 2) for i in range(40)]}
+    cleaned = clean({"train": rows})
+    assert cleaned.columns.others == ("title",)
+    assert ["classes" in note for note in cleaned.notes] == [True, False]
+    assert "4 of 40 rows held out, whatever their label" in cleaned.notes[1]
+    stars = clean({"train": {**rows, "label": [1.0, 0.0] * 20}, "validation": {**rows, "label": [1, 0] * 20}})
+    assert stars.labels.names == ("0", "1")
+    assert stars.splits["validation"]["label"][:2] == stars.splits["train"]["label"][:2] == [1, 0]
 
 
 def test_bad_rows_are_refused_with_their_numbers_or_left_out_when_told_so() -> None:

@@ -63,7 +63,7 @@ CONLL = "-DOCSTART- -X- O O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\n\nPeter 
 def test_conll_is_read_by_its_first_column_and_its_last(text: str, tmp_path: Path) -> None:
     path = tmp_path / "train.conll"
     path.write_bytes(text.encode())
-    assert list(read_conll(path)) == [(["EU", "rejects"], ["B-ORG", "O"]), (["Peter"], ["I-PER"])]
+    assert list(read_conll(path)) == [(["EU", "rejects"], ["B-ORG", "O"], 3), (["Peter"], ["I-PER"], 7)]
 
 
 def test_a_line_that_lacks_its_tag_is_named_and_a_file_of_words_has_none(tmp_path: Path) -> None:
@@ -72,4 +72,4 @@ def test_a_line_that_lacks_its_tag_is_named_and_a_file_of_words_has_none(tmp_pat
     with pytest.raises(RequestError, match="line 2 has 1 columns, and the lines before it have 2"):
         list(read_conll(path))
     path.write_text("EU\nrejects\n\nPeter\n")
-    assert list(read_conll(path)) == [(["EU", "rejects"], None), (["Peter"], None)]
+    assert list(read_conll(path)) == [(["EU", "rejects"], None, 1), (["Peter"], None, 4)]

@@ -80,6 +80,24 @@ def test_bad_sentences_are_refused(tables: dict[str, Dataset], said: str) -> Non
         clean(tables)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.conll", "x\tO\n\n-DOCSTART-\nAda\tB-x\n-\t\n\n\nb\t\n", r"has 2 of 3 .*\(line 4, 8\)"),
+        ("a.jsonl", '{"tokens": ["a"], "tags": ["O"]}\n\n{"tokens": ["a"], "tags": []}\n', r"has 1 of 2 .*\(line 3\)"),
+        ("a.json", '[{"tokens": ["a"], "tags": ["O"]},\n {"tokens": ["a"], "tags": []}, {"tokens": [], "tags": []}]',
+         r"has 2 of 3 .*\(counted from 1: 2, 3\)"),
+        ("a.jsonl", '{"words": ["a"], "pos": ["O"]}\n', r"has no column 'tags or ner_tags or .*it has words, pos"),
+    ],
+)  # fmt: skip
+def test_bad_sentences_of_a_file_are_named_by_it_and_its_lines(name: str, text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    arguments = TokenDataArguments(train_file=str(path))
+    with pytest.raises(RequestError, match=f"--train_file {path}: .*{said}"):
+        clean_sentences(load_sentences(arguments)[0], arguments, PreparationArguments(), 0)
+
+
 def test_a_file_that_is_nearly_all_a_hole_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "train.conll"
     with path.open("wb") as file:

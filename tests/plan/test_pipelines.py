@@ -56,3 +56,22 @@ def test_a_stage_of_an_mlp_holds_its_layers_inputs_and_what_its_neighbours_send(
     assert first.resident["optimizer states"] == pytest.approx(2 * 4 * 2 * layer, abs=64)
     assert first.resident["pipeline buffers"] == hidden
     assert second.resident["pipeline buffers"] == hidden + 2 * (2 * hidden + 4 * rows * 10)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
+def test_a_stage_keeps_buffers_for_as_many_micro_batches_as_deepspeed_has_in_flight(micro_batches: int) -> None:
+    """A tensor to receive into from each neighbour; of each micro-batch in flight its input and the input's gradient,
+    but on the first stage; and its logits on the last."""
+    from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+    width, rows, stages = 20, 3, 4
+    one = Job(mlp(7, width), PIPELINE, Zero(stage=1, reduce_bucket_size=1000), stages, stages=stages, micro_batch=rows,
+              accumulation=micro_batches, tokens=1, partition_method="uniform")  # fmt: skip
+    hidden, logits = 4 * rows * width, 4 * rows * 10
+    for stage in range(stages):
+        schedule = TrainSchedule(micro_batches, stages, stage)
+        flying = min(schedule.num_pipe_buffers(), micro_batches)
+        neighbours = 1 if stage in (0, stages - 1) else 2
+        each = (2 * hidden if stage else 0) + (logits if stage == stages - 1 else 0)
+        held = plan_memory(one, H100, stage).resident["pipeline buffers"]
+        assert held == neighbours * hidden + flying * each

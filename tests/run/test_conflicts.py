@@ -8,6 +8,7 @@ import pytest
 from conftest import REPO
 
 from finetune.errors import RequestError
+from finetune.run.conflicts import ATTENTIONS
 from finetune.run.launch import Launch
 from finetune.run.recipe import Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM
@@ -29,6 +30,12 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         ),
         (SEQ_CLS, "--label_column_name a --label_column_names b c", "--label_column_names is .*Keep one"),
         (SEQ_CLS, "--bf16 True --fp16 True", "Keep one"),
+        (SEQ_CLS, "--prediction_loss_only True", "--prediction_loss_only is True .*Drop it"),
+        (TOKEN_CLS, "--eval_do_concat_batches False", "--eval_do_concat_batches is False .*Drop it"),
+        (IMAGE_CLS, "--batch_eval_metrics True", "--batch_eval_metrics is True .*Drop it"),
+        (SEQ_CLS, "--torch_compile_mode fast", "--torch_compile_mode is 'fast' .*one of default"),
+        (SEQ_CLS, "--torch_compile_backend nvfuser", "one of eager, aot_eager, inductor"),
+        (CAUSAL_LM, "--attn_implementation flash", "--attn_implementation is 'flash' .*one of eager, sdpa"),
         (SEQ_CLS, "--hub_model_id me/it", "Add --push_to_hub True"),
         (SEQ_CLS, "--max_seq_length -4", "--max_seq_length is -4 .*8 or more"),
         (SEQ_CLS, "--seed=-5", "--seed is -5 .*0 or more"),
@@ -61,10 +68,22 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (IMAGE_CLS, "--freeze_batch_norm", "has no statistics to keep"),
         (IMAGE_CLS, "--freeze_batch_norm --sync_batch_norm --model_name_or_path m", "gathers new ones"),
         (IMAGE_CLS, "--pipeline_parallel_size 1", "--model_type is 'resnet' .*no list of layers"),
+        (IMAGE_CLS, "--group_by_length", "does nothing: pictures have one size"),
+        (IMAGE_CLS, "--label_column_name y --train_dir a", "does nothing: folders name their classes"),
+        (IMAGE_CLS, "--image_column_name y --train_dir a", "does nothing: --dataset_name is None"),
+        (CAUSAL_LM, "--group_by_length", "does nothing: --packing is 'wrapped'"),
+        (CAUSAL_LM, "--document_mask --packing none", "does nothing: --packing is 'none'"),
+        (SEQ_CLS, "--train_file a --streaming --group_by_length", "does nothing: --streaming is True"),
+        (SEQ_CLS, "--run_name x", "does nothing: --report_to is"),
+        (SEQ_CLS, "--save_strategy no --save_total_limit 3", "does nothing: --save_strategy is 'no'"),
+        (SEQ_CLS, "--encoding cp1252", "does nothing: --train_file is None"),
+        (CAUSAL_LM, "--resize_embeddings", "does nothing: --model_name_or_path is None"),
         (IMAGE_CLS, "--do_predict", "needs a test split.*--test_dir"),
         (TOKEN_CLS, "--dataset_name a/b --train_file t", "Keep one"),
         (CAUSAL_LM, "--dataset_name a/b --train_file t", "Keep one"),
         (CAUSAL_LM, "--metric_for_best_model f1", "--metric_for_best_model is 'f1' .*perplexity"),
+        (SEQ_CLS, "--metric_for_best_model acuracy", "an evaluation here gives loss, accuracy"),
+        (TOKEN_CLS, "--metric_for_best_model eval_matthews", "gives loss, precision"),
         (SEQ_CLS, "--max_steps 3 --seed 1 --max_steps 4", "--max_steps is '3' and '4'"),
         (SEQ_CLS, "--no_group_by_length --group_by_length True", "--group_by_length is 'False' and 'True'"),
         (SEQ_CLS, "--model_name_or_path=", "--model_name_or_path is '' .*names nothing"),
@@ -162,3 +181,15 @@ def test_numbers_that_are_too_large_or_none_are_refused_in_words(tmp_path: Path)
     with pytest.raises(RequestError, match=r"must be a whole number"):
         resolve(SEQ_CLS, ["--max_steps", "+-5"], Launch())
     assert resolve(SEQ_CLS, ["--max_grad_norm", "inf"], Launch()).value("max_grad_norm") == float("inf")
+
+
+def test_every_attention_of_transformers_is_known() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    assert {name.removeprefix("paged|") for name in ALL_ATTENTION_FUNCTIONS.valid_keys()} | {"eager"} == set(ATTENTIONS)
+
+
+def test_a_package_that_a_flag_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"--use_liger_kernel is True .*pip install liger-kernel"):
+        resolve_here(CAUSAL_LM, ["--use_liger_kernel", "True"], Launch())

@@ -283,6 +283,43 @@ def test_each_engine_applies_rate_and_decay_to_its_optimizer(engine: str, tmp_pa
     run = launch("torchrun", folder, {**flags, **changed, "resume": "auto"}, ranks=2, recipe=recipe)
     assert run.column("learning_rate")[2:] == pytest.approx([5e-5 * (6 - step) / 6 for step in range(2, 6)], rel=1e-6)
     assert not math.isnan(run.column("loss")[-1])
+    if "deepspeed" in flags:
+        saved = [torch.load(path, weights_only=False) for path in (run.folder / "checkpoint-6").rglob("*states.pt")]
+        groups = [group for one in saved for group in groups_in(one)]
+        assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
+        assert {(group["betas"][0], group["eps"]) for group in groups} == {(0.5, 1e-8)}
+
+
+def groups_in(saved: Any) -> list[dict[str, Any]]:
+    """The groups of every optimizer in a file of DeepSpeed's."""
+    if isinstance(saved, dict):
+        own = saved.get("param_groups", [])
+        return [*own, *(group for key, one in saved.items() if key != "param_groups" for group in groups_in(one))]
+    return []
+
+
+def test_a_pipeline_goes_on_in_another_precision(tmp_path: Path) -> None:
+    flags, recipe = ENGINES["pipeline"]
+    launch("torchrun", tmp_path / "run", flags, ranks=2, recipe=recipe)
+    for bf16 in (True, False):
+        as_after(tmp_path / "run", 2, tmp_path / "run")
+        run = launch("torchrun", tmp_path / "run", {**flags, "bf16": bf16, "resume": "auto"}, ranks=2, recipe=recipe)
+        assert (f"resume: --bf16 is {bf16} from step 3 on" in run.output) == bf16
+        assert all(map(math.isfinite, run.column("loss")))
+
+
+def test_a_stream_is_known_by_its_flags_its_files_and_the_rows_held_out_of_it(tmp_path: Path) -> None:
+    flags = {**SAVES, "streaming": True, "group_by_length": False, "tokenizer": None, "max_train_samples": None}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    given = {**flags, "train_file": rows(tmp_path / "rows.csv"), "validation_fraction": 0.2}
+    first = launch("python", tmp_path / "first", given)
+    for number, change in enumerate(({"validation_fraction": 0.4}, {"train_file": rows(tmp_path / "more.csv", 8)})):
+        folder = as_after(first.folder, 2, tmp_path / f"changed-{number}")
+        run = launch("python", folder, {**given, **change, "resume": "auto"}, check=False)
+        assert run.status == 2, run.output[-2000:]
+        assert "the train rows" in run.errors[0]
+    again = launch("python", as_after(first.folder, 2, tmp_path / "again"), {**given, "resume": "auto"})
+    assert different_weights(again.folder, first.folder) == []
 
 
 def test_another_optimizer_or_schedule_of_deepspeeds_config_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from finetune.data.tokenizer import train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.privacy import shown
 from finetune.report.text import cell, fenced
+from finetune.safe_read import bounded
 from finetune.safe_read.bounded import SECONDS_EACH, each_bounded
 from finetune.safe_read.folders import check_model_folder
 from finetune.training.results import write_predictions
@@ -116,6 +118,12 @@ def test_what_a_child_gives_is_in_order_and_its_refusals_are_ours() -> None:
         each_bounded(lambda n: 1 // n, [1, 0], "it")
     with pytest.raises(RequestError, match=f"more than {SECONDS_EACH} s .* at 7"):
         each_bounded(lambda n: os.abort() if n == 7 else n, [6, 7], "it")
+
+
+def test_a_child_that_waits_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "WAITS_SECONDS", 1)
+    with pytest.raises(RequestError, match=r"1 s in all .* at 3"):
+        each_bounded(lambda n: Event().wait() if n == 3 else n, [2, 3], "it")
 
 
 @pytest.mark.parametrize("place", ["../secret.csv", "OUT/secret.csv", "link.csv"])

@@ -6,7 +6,7 @@ import errno
 import os
 import subprocess
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from finetune.errors import RunError
+from finetune.run.files import IDENTITY
 from finetune.training.checkpoints import writing
 from finetune.training.checkpoints.final import save_final
+from finetune.training.checkpoints.identity import Identity, new_id
 from finetune.training.checkpoints.manifest import Spread, problems, read_manifest
 from finetune.training.checkpoints.writing import About, AtomicFolder
 from finetune.training.run_folder import explained_disk_errors
@@ -50,12 +52,16 @@ def test_it_has_its_name_its_manifest_and_a_pointer(tmp_path: Path) -> None:
 def test_one_of_the_same_name_gives_way(can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_exchange:
         monkeypatch.setattr(writing, "_exchange", lambda one, other: False)
+    for leftover in ("replaced-checkpoint-4", "unfinished-checkpoint-4/checkpoint-4"):  # of saves that were cut off
+        (tmp_path / leftover / "global_step4").mkdir(parents=True)
+        (tmp_path / leftover / "model-00001.safetensors").write_text("another")
     for word in ("one", "two"):
         with AtomicFolder(tmp_path / "checkpoint-4", ABOUT) as folder:
             write(folder, word)
     assert (tmp_path / "checkpoint-4" / "model.safetensors").read_text() == "two"
     assert problems(tmp_path / "checkpoint-4", hashes=True) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "latest"]
+    aside = ["replaced-checkpoint-4"] if can_exchange else []  # which nothing looks at there
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "latest", *aside]
 
 
 def test_one_that_was_moved_aside_for_none_is_had_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +82,88 @@ def test_one_that_was_moved_aside_for_none_is_had_again(tmp_path: Path, monkeypa
     writing.clear_leftovers(tmp_path)
     assert (tmp_path / "checkpoint-4" / "model.safetensors").read_text() == "one"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "latest"]
+
+
+@dataclass(frozen=True)
+class Flushed:
+    """What was forced to the disk: its name in the run folder, how many bytes it had then, and who was there."""
+
+    name: str
+    bytes: int
+    there: frozenset[str]
+
+
+@pytest.fixture
+def flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Flushed]:
+    """Every fsync from now on, in order."""
+    seen: list[Flushed] = []
+    fsync = os.fsync
+
+    def watched(handle: int) -> None:
+        fsync(handle)
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        size = 0 if path.is_dir() else os.fstat(handle).st_size
+        there = frozenset(one.name for one in tmp_path.iterdir())
+        seen.append(Flushed(path.relative_to(tmp_path).as_posix(), size, there))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    return seen
+
+
+@pytest.mark.parametrize("identity", [None, Identity(new_id(), {}, {}, {}, ())], ids=["", "of a run"])
+@pytest.mark.parametrize("replaces", [False, True], ids=["new", "in place of another"])
+def test_all_of_it_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_pointer(
+    identity: Identity | None, replaces: bool, tmp_path: Path, flushes: list[Flushed]
+) -> None:
+    if replaces:
+        with AtomicFolder(tmp_path / "checkpoint-4", ABOUT) as folder:
+            write(folder, "another")
+        (tmp_path / "latest").unlink()
+        flushes.clear()
+    with AtomicFolder(tmp_path / "checkpoint-4", replace(ABOUT, identity=identity)) as folder:
+        write(folder, "one")
+    inside = "unfinished-checkpoint-4/checkpoint-4"
+    records = [] if identity is None else [f"{inside}/{IDENTITY}.unfinished", inside]
+    names = [flushed.name for flushed in flushes]
+    assert sorted(names[:2]) == [f"{inside}/global_step4/shard.pt", f"{inside}/model.safetensors"]
+    folders = [f"{inside}/global_step4", inside]
+    assert names[2:] == [*records, f"{inside}/manifest.json", *folders, ".", "latest.unfinished", "."]
+    for flushed in flushes:  # of a file that is written to afterwards, or not yet, the disk would have a part
+        written = tmp_path / flushed.name.replace(f"{inside}/", "checkpoint-4/").removesuffix(".unfinished")
+        if written.is_file():
+            assert flushed.bytes == written.stat().st_size > 0, flushed.name
+    *within, renamed, pointer, pointed = flushes
+    assert replaces or all("checkpoint-4" not in flushed.there for flushed in within)
+    assert {"checkpoint-4", "unfinished-checkpoint-4"} <= renamed.there, "what was there before goes last"
+    assert "latest" not in renamed.there | pointer.there
+    assert "latest" in pointed.there
+
+
+def test_a_text_is_written_beside_its_place_and_flushed_before_it_takes_it(
+    tmp_path: Path, flushes: list[Flushed]
+) -> None:
+    (tmp_path / "latest").write_text("checkpoint-2\n")
+    writing.write_durably(tmp_path / "latest", "checkpoint-4\n")
+    assert [(flushed.name, flushed.bytes) for flushed in flushes] == [("latest.unfinished", 13), (".", 0)]
+    assert [flushed.there for flushed in flushes] == [{"latest", "latest.unfinished"}, {"latest"}]
+    assert (tmp_path / "latest").read_text() == "checkpoint-4\n"
+
+
+def test_old_weights_are_gone_from_the_disk_before_new_ones_come_and_these_before_the_copy_is(
+    tmp_path: Path, flushes: list[Flushed]
+) -> None:
+    save_final(tmp_path, lambda folder: files(folder, "config.json", "model.safetensors"))
+    flushes.clear()
+    save_final(tmp_path, lambda folder: files(folder, "config.json", "model.safetensors"))
+    names = [flushed.name for flushed in flushes]
+    inside = "unfinished-final/final"
+    assert sorted(names[:2]) == [f"{inside}/config.json", f"{inside}/model.safetensors"]
+    assert names[2:] == [inside, ".", ".", "."]
+    placed, gone, moved = (flushed.there for flushed in flushes[-3:])
+    assert {"final", "model.safetensors"} <= placed
+    assert "final" in gone
+    assert "model.safetensors" not in gone
+    assert {"final", "model.safetensors"} <= moved
 
 
 def fail_half_way(folder: Path) -> None:

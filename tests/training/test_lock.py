@@ -12,25 +12,28 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import BusyError, RequestError
+from finetune.training.checkpoints import lock
 from finetune.training.checkpoints.lock import LOCK, lock_run_folder
 
 HOLD = """
-import os, sys, time
+import os, sys
 from contextlib import suppress
 from pathlib import Path
 from finetune.training.checkpoints.lock import lock_run_folder
 assert lock_run_folder(Path(sys.argv[1]), "python recipes/seq_cls.py") is None
 if sys.argv[2] == "forks" and os.fork() == 0:
-    time.sleep(30)
+    sys.stdin.read()
     os._exit(0)
 print("held", flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 
 
 def holder(folder: Path, forks: bool = False) -> subprocess.Popen[str]:
+    """It has the lock until it is ended, or until nobody holds the other end of its standard input."""
     command = [sys.executable, "-c", HOLD, str(folder), "forks" if forks else "alone"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
@@ -39,7 +42,7 @@ def holder(folder: Path, forks: bool = False) -> subprocess.Popen[str]:
 def end(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
-    process.wait()
+    process.communicate()
 
 
 def test_the_second_is_refused_and_told_the_owner(tmp_path: Path) -> None:
@@ -61,9 +64,8 @@ def test_a_killed_owner_has_nothing(forks: bool, tmp_path: Path) -> None:
         owner.kill()
         owner.wait()
         assert (tmp_path / LOCK).is_file()
-        again = subprocess.run(
-            [sys.executable, "-c", HOLD.replace("time.sleep(60)", ""), str(tmp_path), "alone"], capture_output=True
-        )
+        command = [sys.executable, "-c", HOLD, str(tmp_path), "alone"]
+        again = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
         assert again.stdout == b"held\n", again.stderr
     finally:
         end(owner)
@@ -71,25 +73,36 @@ def test_a_killed_owner_has_nothing(forks: bool, tmp_path: Path) -> None:
 
 def test_a_resumed_run_waits_for_its_predecessor_to_end(tmp_path: Path) -> None:
     owner = holder(tmp_path)
-    later = subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {owner.pid}"])
+    waits = HOLD.replace('seq_cls.py"', 'seq_cls.py", 1e6')
+    again = subprocess.Popen(
+        [sys.executable, "-c", waits, str(tmp_path), "alone"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
-        waits = HOLD.replace('seq_cls.py"', 'seq_cls.py", 30.0').replace("time.sleep(60)", "")
-        again = subprocess.run([sys.executable, "-c", waits, str(tmp_path), "alone"], capture_output=True)
-        said = again.stdout.decode().splitlines()
-        assert said[-1] == "held", again.stderr
-        (waiting,) = said[:-1]
-        assert waiting.startswith(f"waiting up to 30 s for another run in {tmp_path}: process {owner.pid} on ")
+        assert again.stdout is not None
+        said = again.stdout.readline()
+        assert said.startswith(f"waiting up to 1000000 s for another run in {tmp_path}: process {owner.pid} on ")
+        owner.kill()
+        assert again.communicate()[0] == "held\n"
     finally:
-        later.wait()
+        again.kill()
         end(owner)
 
 
-def test_one_that_has_waited_in_vain_may_be_started_again(tmp_path: Path) -> None:
+def test_one_that_has_waited_in_vain_may_be_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
     owner = holder(tmp_path)
     try:
         with pytest.raises(BusyError, match=f"process {owner.pid} on ") as busy:
             lock_run_folder(tmp_path, "another", wait_seconds=0.5)
         assert busy.value.exit_status == 75
+        monkeypatch.setattr(lock.time, "sleep", lambda seconds: slept.append(seconds))
+        monkeypatch.setattr(lock.time, "monotonic", lambda: 0.25 * len(slept))
+        with pytest.raises(BusyError):
+            lock_run_folder(tmp_path, "another", wait_seconds=1.0)
+        assert slept == [lock.POLL_SECONDS] * 4, "by this clock four looks, and a last one"
     finally:
         end(owner)
 
@@ -102,8 +115,22 @@ def test_a_disk_that_is_too_full_for_the_owners_name_has_a_lock(
 
     monkeypatch.setattr(os, "pwrite", fail)
     assert lock_run_folder(tmp_path, "one") is None
-    second = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path), "alone"], capture_output=True, text=True)
+    command = [sys.executable, "-c", HOLD, str(tmp_path), "alone"]
+    second = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert "has not said its name" in second.stderr
+
+
+def test_a_disk_without_locks_is_said_and_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(lock.fcntl, "flock", fail)
+    held = len(os.listdir("/proc/self/fd"))
+    said = lock_run_folder(tmp_path, "one")
+    assert said == f"note: {tmp_path} cannot be locked (No locks available). Let no second run write there."
+    assert len(os.listdir("/proc/self/fd")) == held
+    monkeypatch.undo()
+    assert lock_run_folder(tmp_path, "one") is None
 
 
 def test_the_same_process_has_it_already(tmp_path: Path) -> None:

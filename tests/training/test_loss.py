@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,13 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from finetune.data.columns import MULTI_LABEL, TOKENS
 from finetune.errors import RequestError
-from finetune.training.loss import class_weights, honours_num_items_in_batch, loss_for, settle_loss_scaling
+from finetune.training.loss import (
+    class_weights,
+    honours_num_items_in_batch,
+    loss_for,
+    settle_loss_scaling,
+    settle_trainer,
+)
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
 DISTIL = DistilBertConfig(n_layers=1, dim=16, n_heads=2, hidden_dim=32, vocab_size=50)
@@ -80,6 +87,70 @@ def test_the_model_is_asked(model: Any, per_token: bool, expected: bool) -> None
     state = torch.get_rng_state()
     assert honours_num_items_in_batch(built, label_per_token=per_token) is expected
     assert torch.equal(torch.get_rng_state(), state), "asking must not move the random numbers of the run"
+
+
+class SilentClassifier(HonestClassifier):
+    """One that cannot be asked: it fails on the smallest inputs, though it would have used the count."""
+
+    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> SequenceClassifierOutput:
+        if input_ids.shape[-1] < 16:
+            raise ValueError("too short")
+        return super().forward(input_ids, labels, **kwargs)
+
+
+class ClosedClassifier(HonestClassifier):
+    def forward(self, input_ids: Any, labels: Any = None) -> SequenceClassifierOutput:
+        return super().forward(input_ids, labels)
+
+
+class RefusingClassifier(HonestClassifier):
+    """It takes other words, and passes them on to what does not."""
+
+    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> SequenceClassifierOutput:
+        return ClosedClassifier.forward(self, input_ids, labels, **kwargs)  # type: ignore[arg-type]
+
+
+def stock_trainer(model: Any, **changes: Any) -> Any:
+    told = {"model": model, "compute_loss_func": None, "model_accepts_loss_kwargs": True}
+    return SimpleNamespace(**told | changes)
+
+
+def test_a_model_that_cannot_be_asked_is_taken_not_to_honour_the_count() -> None:
+    model = SilentClassifier(HonestConfig())
+    assert honours_num_items_in_batch(model) is None
+    assert settle_loss_scaling(model) is False
+    assert model.accepts_loss_kwargs is False
+    trainer = stock_trainer(SilentClassifier(HonestConfig()))
+    settle_trainer(trainer)
+    assert trainer.model_accepts_loss_kwargs is False
+
+
+@pytest.mark.parametrize("kind", [ClosedClassifier, RefusingClassifier])
+def test_a_model_that_does_not_take_the_count_does_not_honour_it(kind: Any) -> None:
+    assert honours_num_items_in_batch(kind(HonestConfig())) is False
+
+
+def test_a_stock_trainer_is_told_of_a_model_that_nobody_has_settled() -> None:
+    for kind, honours in ((HonestClassifier, True), (LyingClassifier, False)):
+        trainer = stock_trainer(kind(HonestConfig()))
+        settle_trainer(trainer)
+        assert trainer.model_accepts_loss_kwargs is honours
+    settled = LyingClassifier(HonestConfig())
+    settled.accepts_loss_kwargs = True  # somebody knows better
+    for trainer in (
+        stock_trainer(settled),
+        stock_trainer(LyingClassifier(HonestConfig()), compute_loss_func=len),
+        stock_trainer(torch.nn.Linear(2, 2)),
+    ):
+        settle_trainer(trainer)
+        assert trainer.model_accepts_loss_kwargs is True
+    without = stock_trainer(HonestClassifier(HonestConfig()), model_accepts_loss_kwargs=False)
+    settle_trainer(without)
+    assert without.model_accepts_loss_kwargs is False
+    inner = LyingClassifier(HonestConfig())
+    adapted = stock_trainer(SimpleNamespace(get_base_model=lambda: inner, config=inner.config))
+    settle_trainer(adapted)
+    assert adapted.model_accepts_loss_kwargs is False
 
 
 def test_the_trainer_is_told() -> None:

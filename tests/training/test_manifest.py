@@ -21,6 +21,7 @@ from finetune.training.checkpoints.manifest import (
     checkpoints_in,
     files_of,
     hash_of,
+    in_short,
     problems,
     read_manifest,
     record_of,
@@ -227,6 +228,34 @@ def test_checkpoints_are_ordered_by_step_whatever_their_age(tmp_path: Path) -> N
     (tmp_path / "checkpoint-7").write_text("no folder")
     os.utime(tmp_path / "checkpoint-9", (4e9, 4e9))
     assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-100", "checkpoint-20", "checkpoint-9"]
+
+
+def test_a_record_is_on_the_disk_where_that_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.readlink(f"/proc/self/fd/{handle}")))
+    path = tmp_path / "weights"
+    path.write_bytes(b"w" * 10)
+    assert record_of(path) == FileRecord(10, hash_of(path))
+    assert flushed == []
+    record_of(path, to_disk=True)
+    assert flushed == [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (Spread("ddp", 2), "ddp"),
+        (Spread("deepspeed", 2, 0), "deepspeed ZeRO-0"),
+        (Spread("pipeline", 6, 1, stages=3, pipelines=2), "3 stage(s) x 2 pipeline(s)"),
+    ],
+)
+def test_a_layout_is_said_in_words(layout: Spread, said: str) -> None:
+    assert str(layout) == said
+
+
+def test_of_many_problems_the_first_three_are_said() -> None:
+    assert in_short(["a.", "b.", "c."]) == "a. b. c."
+    assert in_short(["a.", "b.", "c.", "d.", "e."]) == "a. b. c. And 2 more."
 
 
 def test_shares_are_even_and_leave_nothing_out() -> None:

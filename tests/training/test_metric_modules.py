@@ -145,8 +145,18 @@ def test_a_metric_that_takes_weights_gives_the_figures_of_a_pipelines_sums(tmp_p
 
 
 def test_a_metric_of_another_task_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"--metrics matthews: fails on rows of a multi label classification"):
+    with pytest.raises(
+        RequestError, match=r"--metrics matthews: is not for a multi label classification\. Of ours accuracy, f1 are"
+    ):
         metrics_for(Labels(MULTI_LABEL, ("a", "b")), ["matthews"])
+    with pytest.raises(RequestError, match=r"accuracy: is not for a token classification\. Of ours entity_f1 are"):
+        metrics_for(Labels(TOKENS, ("O", "B-x", "I-x")), ["accuracy"])
+
+
+def test_classes_are_not_made_of_numbers_by_cutting_them() -> None:
+    for name in ("accuracy", "f1", "matthews"):
+        with pytest.raises(RequestError, match=f"{name}: is not for a regression. Of ours mse, pearson are"):
+            metrics_for(Labels("regression", ()), [name])
 
 
 def test_a_file_that_holds_no_metric_is_refused(tmp_path: Path) -> None:

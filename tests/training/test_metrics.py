@@ -11,9 +11,13 @@ import pytest
 from scipy.special import log_softmax
 from transformers import TrainingArguments
 
-from finetune.data.columns import MULTI_LABEL, Labels
+from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
 from finetune.run.flags.language import CorpusArguments
+from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.recipes.image_cls import IMAGE_CLS
+from finetune.run.recipes.seq_cls import SEQ_CLS
+from finetune.run.recipes.token_cls import TOKEN_CLS
 from finetune.training.metrics import (
     CountedMetrics,
     confusion,
@@ -41,6 +45,19 @@ def test_a_language_models_figures_are_over_all_tokens() -> None:
             "token_accuracy": 0.25,
         }
     )
+
+
+def test_recipes_know_the_figures_of_their_evaluations() -> None:
+    tokens = Labels(TOKENS, ("O", "B-x", "I-x"))
+    rows = np.array([[1.0, 1.0, 2.0]])
+    given = (
+        (SEQ_CLS, [metrics_for(labels).greater_is_better for labels in (CLASSES, NUMBERS, TOPICS)]),
+        (TOKEN_CLS, [metrics_for(tokens).greater_is_better]),
+        (IMAGE_CLS, [CountedMetrics(2).greater_is_better]),
+        (CAUSAL_LM, [language_metrics(1.0, 1.0)(SimpleNamespace(predictions=rows))]),
+    )
+    for recipe, evaluations in given:
+        assert set(recipe.figures) == {figure for figures in evaluations for figure in figures}
 
 
 @pytest.mark.parametrize(

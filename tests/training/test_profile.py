@@ -327,6 +327,19 @@ def test_the_table_has_mean_and_largest_over_ranks() -> None:
     assert found["step_seconds"] == pytest.approx(sum(found["mean_seconds"].values()))
     table = by_part(ranks)
     assert table.columns == ("part", "mean ms", "share", "most ms", "rank 0", "rank 1")
-    assert [row[2] for row in table.rows if row[0] in ("communication", "step")] == ["30.0%", "100.0%"]
+    rows = {row[0]: row[1:] for row in table.rows}
+    # Steps of 100 us, in which two ranks wait 20 and 40 us: mean, share, most, and each rank's, in milliseconds.
+    assert rows["communication"] == ("0.03", "30.0%", "0.04", "0.02", "0.04")
+    assert rows["step"] == ("0.1", "100.0%", "0.1", "0.1", "0.1")
     assert len({len(line) for line in table.plain.splitlines()}) == 1
     assert "2.00x the median of the 1 untraced steps before" in page(ranks)
+
+
+def test_transfers_are_told_by_their_mean_and_most_over_ranks() -> None:
+    def rank(number: int, wait: int, calls: int) -> RankProfile:
+        step = ("user_annotation", "ProfilerStep#5", MAIN, 0, 100_000)
+        sent = [("user_annotation", "gloo:send", GLOO, 10_000 * i, 10_000 * i + wait) for i in range(calls)]
+        return RankProfile(number, (6,), (only_step(step, *sent),), (), on_gpu=False, writing_seconds=0.1)
+
+    (row,) = re.findall(r"\| gloo:send .*", page([rank(0, 2_000, 1), rank(1, 3_000, 2)]))
+    assert [cell.strip() for cell in row.strip("| ").split("|")] == ["gloo:send", "1.5", "4.0", "6.0"]

@@ -18,6 +18,7 @@ from finetune.run.launch import Launch
 from finetune.run.run import Run
 from finetune.training.checkpoints.manifest import Manifest, Spread, files_of, write_manifest
 from finetune.training.checkpoints.tag import newest_tag
+from finetune.training.reshard import move
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
 from finetune.training.reshard.move import PREFIX, Mover
 from finetune.training.reshard.one_file import Names, read_plain
@@ -210,6 +211,21 @@ def test_moving_leaves_the_checkpoint_as_it_is_and_the_folder_goes_when_it_is_do
     mover.clear()
     assert files_of(place) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7"]
+
+
+def test_a_move_that_takes_long_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = checkpoint(tmp_path, 2, 1)
+    monkeypatch.setattr(move, "TELL_SECONDS", -1.0)
+    Mover(place, tmp_path, Sharding("deepspeed", 1, 3), 0).move(sharding_of(place), NAMES)
+    begins, *told, ends = capsys.readouterr().out.splitlines()
+    assert begins.startswith(
+        "resume: checkpoint-7 was written by 1 rank with ZeRO-2, this run has 1 rank with ZeRO-3: "
+    )
+    assert begins.endswith("moving 4 weights with their optimizer states (0.0 MiB)")
+    assert told == [f"resume: {done} of 4 weights moved, on each rank" for done in (1, 2, 3, 4)]
+    assert ends.startswith("resume: moved in ")
 
 
 def test_states_go_to_the_trainers_own_form_and_come_back(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_run_that_goes_back_sets_later_ones_aside_and_says_so_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keeper = run_of(tmp_path, 2, 4, 8, 12)
-    (tmp_path / "superseded-checkpoint-12").mkdir()  # of an earlier time
+    (tmp_path / "superseded-checkpoint-12" / "of an earlier time").mkdir(parents=True)
     keeper.go_on_from(tmp_path / "checkpoint-4", 4)
     assert steps_in(tmp_path) == [4, 2]
     assert problems(tmp_path / "superseded-checkpoint-12", hashes=True) == []
@@ -149,6 +149,13 @@ def test_what_was_trusted_is_read_again_once_a_file_has_changed(tmp_path: Path) 
     os.utime(tmp_path / "checkpoint-4" / "optimizer.pt")
     keeper.rotate(1, tmp_path / "checkpoint-4", None)
     assert steps_in(tmp_path) == [4, 2]
+
+
+def test_a_deletion_that_was_cut_off_before_does_not_stand_in_the_way_of_another(tmp_path: Path) -> None:
+    keeper = run_of(tmp_path, 2, 4)
+    (tmp_path / "deleting-checkpoint-2/global_step1").mkdir(parents=True)
+    keeper.rotate(1, tmp_path / "checkpoint-4", None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4"]
 
 
 def test_what_a_kill_left_is_cleared_and_nothing_else(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,8 @@ def test_what_is_expected_is_written(values: dict[str, Any], tmp_path: Path) -> 
     trainer = FinetuneTrainer(model=GPTLiteForCausalLM(CONFIG), args=args, train_dataset=rows)
     expected = trainer_bytes(trainer, None)
     trainer.train()
-    assert expected == pytest.approx(read_manifest(tmp_path / "checkpoint-1").bytes, rel=0.05, abs=2**20)
+    written = read_manifest(tmp_path / "checkpoint-1").bytes
+    assert written <= expected <= 1.05 * written + 2**20, "what is asked for is enough, and little more"
     assert trainer.saves.saved_bytes == read_manifest(tmp_path / "checkpoint-1").bytes
 
 
@@ -59,14 +61,18 @@ def test_each_layout_writes_what_it_has(trainer: Any, zero_stage: int | None, by
 
 
 def test_a_stage_of_a_pipeline_writes_fp32_weights_and_states() -> None:
-    assert stage_bytes([10**8, 10**8], "AdamW", weights_only=False) == pytest.approx(12 * 2 * 10**8, rel=0.03)
-    assert stage_bytes([10**8], "AdamW", weights_only=True) == pytest.approx(4 * 10**8, rel=0.03)
+    def each(optim: str, has_momentum: bool, weights_only: bool) -> float:
+        return stage_bytes([10**8, 10**8], optim, has_momentum, weights_only) / (2 * 10**8)
+
+    assert each("AdamW", False, weights_only=False) == pytest.approx(12, rel=0.03)
+    assert each("AdamW", False, weights_only=True) == pytest.approx(4, rel=0.03)
+    assert each("SGD", True, weights_only=False) == pytest.approx(8, rel=0.03)
 
 
 def test_optimizers_keep_what_they_keep() -> None:
     names = "adamw_torch sgd adafactor adamw_bnb_8bit paged_lion_8bit rmsprop FusedAdam".split()
     assert [states_bytes(name) for name in names] == [8, 0, 0, 2, 2, 4, 8]
-    assert states_bytes("sgd", "momentum=0.9") == 4
+    assert states_bytes("sgd", has_momentum=True) == 4
 
 
 def test_too_little_room_is_said_with_both_numbers_and_the_mends(tmp_path: Path) -> None:
@@ -78,6 +84,15 @@ def test_too_little_room_is_said_with_both_numbers_and_the_mends(tmp_path: Path)
     assert said.startswith(f"step 4: a checkpoint needs about {(free + 100 * 2**30) / 2**20:,.0f}"[:45])
     for mend in ("--save_total_limit", "--save_only_model", "--output_dir", "--resume auto"):
         assert mend in said
+
+
+@pytest.mark.parametrize(("free", "fits"), [(1000, True), (999, False), (500, False), (0, False)])
+def test_a_checkpoint_wants_all_of_its_bytes(
+    free: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=4000, used=4000 - free, free=free))
+    with nullcontext() if fits else pytest.raises(RunError, match="step 4: a checkpoint needs about"):
+        check_space(tmp_path, 1000, "step 4")
 
 
 def test_a_disk_that_does_not_say_its_size_is_written_to(

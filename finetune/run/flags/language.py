@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from finetune.run.flag import FILE, NAME_OR_PATH
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, RATE, Range
+from finetune.run.flags.text import ENCODING
+from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, RATE, TIMEOUT, Range
 from finetune.run.sizes import GPTLITE_SIZES
 
 PACKINGS = ("wrapped", "bfd", "none")
@@ -73,6 +74,7 @@ class CorpusArguments:
     validation_file: str | None = field(
         default=None, metadata={"help": "likewise; default: a part of train", "path": FILE}
     )
+    encoding: str | None = field(default=None, metadata={"help": ENCODING})
     text_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
     validation_split_percentage: float = field(
         default=10.0, metadata={"help": "of train, held out", "range": Range(above=0, below=100)}
@@ -88,7 +90,7 @@ class CorpusArguments:
         default=None, metadata={"help": "processes that tokenize", "range": AT_LEAST_ONE}
     )
     data_timeout_seconds: float = field(
-        default=7200.0, metadata={"help": "how long to wait for the rank that prepares", "range": POSITIVE}
+        default=7200.0, metadata={"help": "how long to wait for the rank that prepares", "range": TIMEOUT}
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from finetune.run.flag import FILE, METRIC, NAME_OR_PATH
-from finetune.run.range import AT_LEAST_ONE, PART, POSITIVE, RATE, Range
+from finetune.run.range import AT_LEAST_ONE, PART, RATE, TIMEOUT, Range
 from finetune.run.sizes import DISTILBERT_SIZES
 
 LEAST_TOKENS = 8  # less leaves no room for text
+ENCODING = "of csv, json and text files, such as cp1252 or utf-16; default: found by their bytes"
 TASKS = ("classification", "multi_label_classification", "regression")
 
 
@@ -48,6 +49,7 @@ class FileArguments:
         default=None, metadata={"help": "likewise; default: a part of train", "path": FILE}
     )
     test_file: str | None = field(default=None, metadata={"help": "likewise; labels are not needed", "path": FILE})
+    encoding: str | None = field(default=None, metadata={"help": ENCODING})
     max_seq_length: int | None = field(
         default=None, metadata={"help": "tokens; default: the model's, at most 512", "range": Range(least=LEAST_TOKENS)}
     )
@@ -102,7 +104,7 @@ class PreparationArguments:
         metadata={"help": "processes that tokenize, threads that read pictures", "range": AT_LEAST_ONE},
     )
     data_timeout_seconds: float = field(
-        default=7200.0, metadata={"help": "how long to wait for the rank that prepares", "range": POSITIVE}
+        default=7200.0, metadata={"help": "how long to wait for the rank that prepares", "range": TIMEOUT}
     )
 
 

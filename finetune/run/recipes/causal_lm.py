@@ -18,6 +18,7 @@ from finetune.run.recipe import USUAL, Recipe
 CAUSAL_LM = Recipe(
     name="causal_lm",
     task="text-generation",
+    figures=("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy"),
     groups=(
         CausalModelArguments,
         AdapterArguments,

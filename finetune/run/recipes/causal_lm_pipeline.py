@@ -13,6 +13,7 @@ from finetune.run.recipes.causal_lm import CAUSAL_LM
 CAUSAL_LM_PIPELINE = Recipe(
     name="causal_lm_pipeline",
     task="text-generation",
+    figures=CAUSAL_LM.figures,
     groups=(
         CausalModelArguments,
         CorpusArguments,

@@ -26,6 +26,7 @@ IMAGE_CLS = Recipe(
     engines=(TRAINER, PIPELINE),
     trainer_groups=(ClassArguments, CompressionArguments),
     pipeline_groups=(PipelineArguments,),
+    figures=("loss", "accuracy", "f1_macro", "matthews"),
     defaults={
         **USUAL,
         "output_dir": "runs/image_cls",

@@ -32,7 +32,7 @@ def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
     if trainer.args.save_only_model:
         return int(MARGIN * weights) + OTHER_BYTES
     trained = sum(count for count, p in parameters if p.requires_grad)
-    states = trained * states_bytes(str(trainer.args.optim), str(trainer.args.optim_args or ""))
+    states = trained * states_bytes(str(trainer.args.optim), "momentum" in str(trainer.args.optim_args or ""))
     if zero_stage is not None:
         states += trained * FP32_BYTES
         weights += 0 if zero_stage == 3 else weights
@@ -41,19 +41,19 @@ def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
     return int(MARGIN * (weights + states)) + OTHER_BYTES
 
 
-def stage_bytes(counts: list[int], optim: str, weights_only: bool) -> int:
+def stage_bytes(counts: list[int], optim: str, has_momentum: bool, weights_only: bool) -> int:
     """What one rank writes of a pipeline's checkpoint, all in fp32: `counts` are the elements of each tensor."""
-    states = 0 if weights_only else states_bytes(optim)
+    states = 0 if weights_only else states_bytes(optim, has_momentum)
     return int(MARGIN * sum(counts) * (FP32_BYTES + states))
 
 
-def states_bytes(optim: str, optim_args: str = "") -> int:
-    """Of one element that is trained, by what --optim says."""
+def states_bytes(optim: str, has_momentum: bool = False) -> int:
+    """Of one element that is trained, by what --optim says, and for SGD --optim_args."""
     kind = optim.rpartition(".")[2].lower()
     for width in ("8bit", "4bit"):
         if width in kind:
             return STATES_BYTES[width]
-    if kind == "sgd" and "momentum" in optim_args:
+    if kind == "sgd" and has_momentum:
         return FP32_BYTES
     return next((count for name, count in STATES_BYTES.items() if kind.startswith(name)), MOMENTS_BYTES)
 

@@ -87,7 +87,8 @@ class Checkpoints:
     def check_space(self, run_folder: Path, when: str, weights_only: bool) -> None:
         """Raises RunError where the disk has no room for a checkpoint. All ranks must call it."""
         counts = [p.numel() for name, p in self.built.named.items() if name in self.mine and self.writes]
-        own = stage_bytes(counts, self.optim, weights_only)
+        has_momentum = bool(self.built.engine.optimizer.param_groups[0].get("momentum"))
+        own = stage_bytes(counts, self.optim, has_momentum, weights_only)
         check_space(run_folder, self.saved_bytes or sum(every(own)) + OTHER_BYTES, when)
 
     def load(self, folder: Path, record: dict[str, Any]) -> None:
@@ -101,16 +102,18 @@ class Checkpoints:
             raise RequestError(f"--resume: {folder} was saved with --save_only_model: there is nothing to go on with.")
         self.load_weights(folder)
         self.states.fill(folder, record["optimizer_steps"])
-        if record["loss_scale"]:
+        if self.built.engine.fp16_enabled():
             vars(self.built.engine.optimizer.loss_scaler).update(record["loss_scale"])
         self.load_schedule(torch.load(folder / SCHEDULER, weights_only=True))
         if (record["stages"], record["pipelines"]) == (self.stages, self.pipelines):
             set_random_states(torch.load(folder / RNG.format(rank=rank()), weights_only=True))
 
     def _loss_scale(self) -> dict[str, Any]:
-        """The numbers of fp16's dynamic loss scale; those of bf16 and fp32 stay 1."""
-        scaler = getattr(self.built.engine.optimizer, "loss_scaler", None)
-        return {} if scaler is None else {k: v for k, v in vars(scaler).items() if isinstance(v, int | float)}
+        """The numbers of fp16's dynamic loss scale; none of other precisions, which scale nothing."""
+        if not self.built.engine.fp16_enabled():
+            return {}
+        scaler = self.built.engine.optimizer.loss_scaler
+        return {name: value for name, value in vars(scaler).items() if isinstance(value, int | float)}
 
     def load_schedule(self, record: dict[str, Any]) -> None:
         """Go on where `record`, a state of the schedule, was, at the rates of this run's flags."""

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import save_metrics, save_state
-from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
+from transformers.trainer_utils import PredictionOutput, SaveStrategy, TrainOutput, speed_metrics
 
 from finetune.data.changes import mapped_files
 from finetune.data.image_samples import Pictures
@@ -30,6 +30,7 @@ from finetune.run.launch import Launch
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.rotation import Keeper
 from finetune.training.checkpoints.writing import every
+from finetune.training.evaluation import EvaluatesOnce
 from finetune.training.guards.nan_guard import NanGuard
 from finetune.training.guards.pipeline_adapter import PipelineSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers, deaf_to_sigterm
@@ -45,7 +46,7 @@ from finetune.training.speed import SpeedMeter, peak_memory_bytes, wall_clock
 from finetune.training.watch import watching
 
 
-class PipelineTrainer:
+class PipelineTrainer(EvaluatesOnce):
     """One rank of `parts.stages` stages times so many pipelines. Every method must be called on all ranks; those of
     finetune.training.protocol.Closing are as the Trainer's.
 
@@ -99,8 +100,7 @@ class PipelineTrainer:
         torch.manual_seed(args.seed + launch.rank)  # dropout must not draw the same masks on every stage
 
         self.speed = SpeedMeter(model.multiplied_parameters, launch.world_size)
-        self.state, self.control = TrainerState(), TrainerControl()
-        self.keeper = Keeper(Path(args.output_dir))
+        self.state, self.control, self.keeper = TrainerState(), TrainerControl(), Keeper(Path(args.output_dir))
         self.stop, self.running_loss = StopOnSignal(self.guards.stop_grace), RunningLoss()
         self.suspect = PipelineSuspect(self) if self.guards.on_nan != "off" else None
         self.nan_guard = NanGuard(self.guards, self.suspect) if self.suspect else None
@@ -280,10 +280,11 @@ class PipelineTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """The whole evaluation set, each sample once, through the pipeline; the same figures on every rank."""
-        metrics = evaluated(self)
+        metrics = evaluated(self) | ({} if self.state.epoch is None else {"epoch": self.state.epoch})
         self.log(metrics)
         self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return {**metrics, "epoch": self.state.epoch} if self.state.epoch is not None else metrics
+        self.keep_evaluation(PredictionOutput(None, None, metrics))
+        return metrics
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The weights as the final model into the run folder: in fp32, one part a stage, with config and tokenizer."""

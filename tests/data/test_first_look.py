@@ -1,0 +1,54 @@
+"""A wrong column is found before anything is compiled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.data.first_look import look_at_columns
+from finetune.errors import RequestError
+from finetune.run.choose import recipes
+from finetune.run.launch import Launch
+from finetune.run.resolve import resolve
+
+ROWS = {
+    "a.csv": "title,body,label\nx,y z,1\n",
+    "a.jsonl": json.dumps({"words": ["a"], "tags": ["O"], "pos": ["N"]}) + "\n",
+    "b.jsonl": json.dumps({"title": "x", "body": "y z"}) + "\n",
+    "a.txt": "text\n",
+    "a.conll": "a O\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "said"),
+    [
+        ("seq_cls", "--train_file a.csv --text_column_names boby", r"no column 'boby' \(--text_column_names\)"),
+        ("seq_cls", "--train_file b.jsonl", "cannot tell which column is the label"),
+        ("seq_cls", "--train_file a.csv", ""),
+        ("seq_cls", "--train_file a.csv --label_column_names label", ""),
+        ("seq_cls", "", ""),
+        ("token_cls", "--train_file a.jsonl --tags_column_name ner", "no column 'ner'; it has words, tags, pos"),
+        ("token_cls", "--train_file a.jsonl", ""),
+        ("token_cls", "--train_file a.conll", ""),
+        ("causal_lm", "--train_file b.jsonl --text_column_name boby", "no column with text found"),
+        ("causal_lm", "--train_file b.jsonl", ""),
+        ("causal_lm", "--train_file a.txt", ""),
+        ("causal_lm_pipeline", "--train_file a.csv --text_column_name boby", "no column with text found"),
+        ("image_cls", "", ""),
+    ],
+)
+def test_columns_are_looked_at_as_the_preparation_will(
+    recipe: str, words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in ROWS.items():
+        Path(name).write_text(text)
+    run = resolve(recipes()[recipe], words.split(), Launch(), is_here=False)
+    if not said:
+        look_at_columns(run)
+        return
+    with pytest.raises(RequestError, match=said):
+        look_at_columns(run)
