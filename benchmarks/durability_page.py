@@ -23,6 +23,10 @@ MADE_HOW = """The kills were made over three revisions of the code, on a machine
 upper bounds. One more chain, of image_cls_pipeline, ended otherwise than its uncut run in the last bits: a resumed
 pipeline measured its layers anew and was cut elsewhere. It keeps the cut of its checkpoint since; the chain was run
 again, and only that counts above."""
+NO_DATA = """## {title}
+
+To be measured again: the data of the figures that stood here were not kept.
+`python benchmarks/{name}.py --json docs/results/{name}.json` makes them."""
 DAMAGED = """## Damaged and hostile files
 
 `python benchmarks/corruption.py` cuts off, empties, deletes and flips bits of every kind of file of a checkpoint in
@@ -232,9 +236,9 @@ def long_section() -> str:
 
 def saving_section() -> str:
     path = RESULTS / "saving.json"
-    found = json.loads(path.read_text()) if path.is_file() else []
-    if not found:
-        return ""
+    if not path.is_file():
+        return NO_DATA.format(title="What saving costs", name="saving")
+    found = json.loads(path.read_text())
     lines = ["## What saving costs", "", "`python benchmarks/saving.py --json docs/results/saving.json`: the "]
     lines[-1] += "toolkit's saves "
     lines[-1] += (
@@ -276,17 +280,16 @@ def hangs_section() -> str:
 
 def guards_section() -> str:
     path = RESULTS / "guards.json"
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    if not found:
-        return ""
+    if not path.is_file():
+        return NO_DATA.format(title="What the guards cost", name="guards")
+    found = json.loads(path.read_text())
     lines = [
         "## What the guards cost",
         "",
         "`python benchmarks/guards.py --json docs/results/guards.json`: a step with the NaN guard by ",
     ]
-    lines[-1] += (
-        "its neighbour without, one CPU process and one thread; the median, and the middle half of 1,000 medians drawn "
-    )
+    lines[-1] += "its neighbour without, one CPU process and one thread; the median, and the middle half of 1,000 "
+    lines[-1] += "medians drawn anew. "
     lines[-1] += f"A heartbeat takes {1e3 * found['heartbeat_cpu_seconds']:.2f} ms of CPU a second."
     lines += ["", "| model | pairs of steps | cost of a step |", "|---|---:|---|"]
     for name, row in found["models"].items():
