@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from durability_runs import PIPE, REPO, RUNS, SEQ, rows_of, versions, weights
+from durability_runs import PIPE, REPO, RUNS, SEQ, rows_of, weights
 from faults import Chain, flags_of, newest_durable, uncut_run
 from killing import Launch
 
@@ -104,7 +104,7 @@ def farthest(one: Path, other: Path) -> float:
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    stack = ", ".join(f"{name} {number}" for name, number in versions().items())
+    stack = ", ".join(f"{name} {number}" for name, number in rows[-1]["versions"].items())
     lines = [
         "# Killed, changed, and launched again",
         "",

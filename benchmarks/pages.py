@@ -23,10 +23,12 @@ import comm_hooks_page
 import defaults
 import durability_page
 import images
+import mutants
 import pipeline
 import plan
 import profiling
 import reshard
+import resume_flags
 import seq_cls
 import startup
 import zero_speed
@@ -52,10 +54,12 @@ PAGES: dict[str, Callable[[], str]] = {
     "defaults": lambda: defaults.page(_lines("defaults.jsonl")),
     "durability": durability_page.page,
     "images": _of("images", images.page),
+    "mutants": lambda: mutants.page(mutants.read_rows()),
     "pipeline": _of("pipeline", pipeline.render),
     "plan": _of("plan", plan.report),
     "profiling": _of("profiling", profiling.page),
     "reshard": _of("reshard", reshard.page),
+    "resume_flags": lambda: resume_flags.page(_lines("resume_flags.jsonl")),
     "seq_cls": _of("seq_cls", seq_cls.render),
     "startup": _of("startup", startup.page),
     "zero_speed": _of("zero_speed", zero_speed.render),

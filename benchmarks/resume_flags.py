@@ -127,7 +127,7 @@ class Campaign:
     def case(self, flag: str, value: Any) -> dict[str, Any]:
         folder = self.home / "case"
         shutil.copytree(self.cut, folder)
-        row = {"run": self.name, "flag": flag, "value": value}
+        row = {"run": self.name, "flag": flag, "value": value, "versions": versions()}
         try:
             status, output = self.launch(folder, {"resume": "auto", flag: value})
             return row | self.judged(folder, flag, status, output)
@@ -164,10 +164,11 @@ def distance(one: Path, other: Path) -> float:
 
 def page(rows: list[dict[str, Any]]) -> str:
     kinds = ("refused", "said", "exact", "to rounding", "failed", "hangs", "silent")
+    stack = ", ".join(f"{name} {number}" for name, number in rows[-1]["versions"].items())
     lines = [
         "# Every flag changed on resume",
         "",
-        f"`python benchmarks/resume_flags.py`, {', '.join(f'{k} {v}' for k, v in versions().items())}, two cores.",
+        f"`python benchmarks/resume_flags.py`, {stack}, two cores.",
         "A run of four steps goes on from its second with one flag changed. *Silent* is a run that ends in 0 with",
         "other weights and without a line that names the change: there must be none. *To rounding*: the weights differ",
         f"by at most {TO_ROUNDING:g}, as sums in another order do. *Failed*: a status other than 0 and 2.",

@@ -20,12 +20,11 @@ def snapshot() -> dict[str, Any]:
     """The release and its flags: name, kind, default, help, whether it takes a list, choices."""
     import transformers
     from accelerate.utils import DynamoBackend
-    from torch._inductor import list_mode_options
 
-    # Texts for the Trainer, which ends in a trace by any other.
+    # Texts for the Trainer, which ends in a trace by any other; the modes are those that torch.compile documents.
     words = {
         "torch_compile_backend": [one.value.lower() for one in DynamoBackend if one is not DynamoBackend.NO],
-        "torch_compile_mode": list(list_mode_options()),
+        "torch_compile_mode": "default reduce-overhead max-autotune max-autotune-no-cudagraphs".split(),
     }
 
     hints = typing.get_type_hints(transformers.TrainingArguments)

@@ -129,7 +129,7 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--json", "--html", "page.html"], "Ask for --html or --png without it"),
         (["gpt2", "--max_grad_norm", "abc"], "--max_grad_norm is 'abc'"),
         (["gpt2", "--use_peft", "True", "--lora_dropout", "abc"], "--lora_dropout is 'abc'"),
-        (["gpt2", "--attn_implementation", "foo"], "--attn_implementation foo"),
+        (["gpt2", "--attn_implementation", "foo"], "--attn_implementation is 'foo'"),
         (["gpt2", "--bf16", "maybe"], "--bf16 is 'maybe'"),
         (["gpt2", "--bf16", "True", "--fp16", "True", "--gpu", "A100-80GB"], "--fp16 is True .*Keep one"),
         (["gpt2", "--params_per_layer", "-4"], "--params_per_layer is -4"),
