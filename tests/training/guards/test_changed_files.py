@@ -118,4 +118,4 @@ def test_one_that_never_answers_is_asked_for_four_seconds_and_some_and_then_name
     monkeypatch.setattr(changes.time, "sleep", slept.append)
     with pytest.raises(RunError, match=r"rows\.txt .*is gone"):
         found.check()
-    assert slept == [0.2, 1.0, 3.0]
+    assert slept == [0.2, 1.0, 3.0, 0.0]
