@@ -615,6 +615,13 @@ PIPELINES = [
         PIPELINE,
     ),
     Fault(
+        "checkpointing section in a pipeline",
+        "DS808",
+        "never reads it",
+        {**zero(1), "activation_checkpointing": {"cpu_checkpointing": True}},
+        PIPELINE,
+    ),
+    Fault(
         "auto of a pipeline without one",
         "DS204",
         "a pipeline run fills it",

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 
+IN_STAGES = ": stages are for recipes/causal_lm_pipeline.py and image_cls.py"
 # What people write, and what it is called here; of several the first that the recipe has. Behind ":" stands what to do
 # where no flag of another name does it.
 MEANINGS: dict[str, tuple[str, ...]] = {
@@ -60,6 +61,7 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "no_cuda": ("use_cpu",),
     "num_epochs": ("num_train_epochs",),
     "num_gpus": (": it belongs to the launcher, before the recipe's name",),
+    "num_stages": ("pipeline_parallel_size", IN_STAGES),
     "num_steps": ("max_steps",),
     "num_workers": ("dataloader_num_workers",),
     "optimizer": ("optim",),
@@ -67,7 +69,8 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "overwrite": ("overwrite_output_dir",),
     "patience": ("early_stopping_patience",),
     "peft": ("use_peft",),
-    "pp": ("pipeline_parallel_size",),
+    "pipeline_num_stages": ("pipeline_parallel_size", IN_STAGES),
+    "pp": ("pipeline_parallel_size", IN_STAGES),
     "precision": ("bf16",),
     "prompt": ("sample_prompt",),
     "qlora": ("load_in_4bit",),
@@ -76,7 +79,7 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "save_dir": ("output_dir",),
     "scheduler": ("lr_scheduler_type",),
     "sequence_length": ("max_seq_length", "block_size"),
-    "stages": ("pipeline_parallel_size",),
+    "stages": ("pipeline_parallel_size", IN_STAGES),
     "steps": ("max_steps",),
     "tags_column": ("label_column_name",),
     "test": ("test_file", "test_dir"),

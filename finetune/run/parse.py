@@ -36,6 +36,9 @@ def settings_of(
     said = {name: (given, COMMAND_LINE) for name, given in words.items()}
     if path := words.get("config"):
         said = _lines(path[-1], (recipe, *reads), mistakes) | said
+    # As scripts with deepspeed.add_config_arguments write it: a switch, and the file by a flag of its own.
+    if "deepspeed_config" in said and said.get("deepspeed", ("",))[0] in ([], True, ["True"], ["true"]):
+        del said["deepspeed"]
     found = {}
     for name, (given, source) in said.items():
         where = f"--{name} ({source})"

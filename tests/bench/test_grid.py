@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from itertools import pairwise
@@ -12,7 +13,7 @@ import pytest
 import yaml
 from conftest import REPO
 
-from finetune.bench.cell import command_of, machine_for, plan_of_cell, why_not
+from finetune.bench.cell import command_of, machine_for, parameters_of, plan_of_cell, why_not
 from finetune.bench.grid import LAYOUTS, Grid, read_grid
 from finetune.bench.models import PRESETS, find_model
 from finetune.errors import RequestError
@@ -201,6 +202,28 @@ def test_the_shipped_grids_are_read_and_planned() -> None:
         looked_at = [*grid.cells[:6], *(cell for cell in grid.cells[6:] if cell.layout == "pipeline")]
         plans = [plan_of_cell(cell, grid.models[cell.model], machine) for cell in looked_at]
         assert all(plan and plan["peak_bytes"] > 0 and plan["step_seconds"] > 0 for plan in plans)
+
+
+def test_the_studys_grid_has_its_sizes_and_a_bucket_axis() -> None:
+    """brunomaga.github.io, assets/GPTlite-distributed: benchmark.py (in_size = out_size = W, L linear layers) and the
+    post's config (train_batch_size 256, a sample a GPU, buckets of 4e5)."""
+    grid = read_grid(str(SHIPPED[0]))
+    assert {(cell.samples, cell.micro_batch, cell.world_size) for cell in grid.cells} == {(256, 1, 8)}
+    sizes = {name: tuple(grid.models[name].config[key] for key in ("width", "num_labels")) for name in ("wide", "deep")}
+    assert sizes == {"wide": (8192, 8192), "deep": (256, 256)}
+    linear = {name: grid.models[name].config["layers"] + 1 for name in sizes}  # and the head
+    assert linear == {"wide": 3, "deep": 2048}
+    assert parameters_of(grid.models["wide"]) == 3 * (8192 * 8192 + 8192)
+    for stage in (1, 2, 3):
+        configs = {cell.ds_config for cell in grid.cells if cell.layout == f"zero{stage}"}
+        assert configs == {f"zero{stage}", f"recipes/configs/bench_zero{stage}_4e5.json"}
+        names = f"ds_configs/zero{stage}.json", f"recipes/configs/bench_zero{stage}_4e5.json"
+        shipped, own = (json.loads((REPO / name).read_text()) for name in names)
+        buckets = {key for key in shipped["zero_optimization"] if key.endswith("bucket_size")}
+        assert {own["zero_optimization"].pop(key) for key in buckets} == {400_000}
+        for key in buckets:
+            del shipped["zero_optimization"][key]
+        assert own == shipped
 
 
 def test_the_laptop_grid_is_two_ranks_and_few_launches() -> None:

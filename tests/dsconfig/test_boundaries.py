@@ -328,6 +328,12 @@ PIPELINES: list[Case] = [
         ("wandb", True, PIPELINE, E), ("comet", False, PIPELINE, None), ("tensorboard", True, {}, None))),
     ("DS807", None, zero(1, reduce_bucket_size="auto"), {}),
     ("DS807", None, {**zero(1), "data_types": {"grad_accum_dtype": "auto"}}, PIPELINE),
+    *(("DS808", severity, {**zero(1), "activation_checkpointing": {name: value}}, run)
+      for name, value, run, severity in (
+        ("partition_activations", True, PIPELINE, E), ("cpu_checkpointing", True, PIPELINE, E),
+        ("contiguous_memory_optimization", True, PIPELINE, E), ("number_checkpoints", 4, PIPELINE, E),
+        ("partition_activations", False, PIPELINE, None), ("number_checkpoints", None, PIPELINE, None),
+        ("cpu_checkpointing", True, {}, None), ("cpu_checkpointing", True, LOOP, None))),
 ]  # fmt: skip
 
 LEFTOVERS: list[Case] = [

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import REPO, tool
+from packaging.specifiers import SpecifierSet
 
 FOLDER = REPO / "recipes" / "launch"
 
@@ -24,11 +25,32 @@ def run(name: str, *words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_dockerfile_is_clean_and_names_no_registry() -> None:
+def base() -> str:
+    (found,) = re.findall(r"^ARG BASE=(\S+)$", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+    return str(found)
+
+
+def test_the_dockerfile_is_clean() -> None:
     run("hadolint", str(FOLDER / "Dockerfile"))
+
+
+def test_the_dockerfile_and_compose_build_on_one_public_image_without_arguments() -> None:
+    assert re.fullmatch(r"nvcr\.io/nvidia/pytorch:\d\d\.\d\d-py3", base())
     text = (FOLDER / "Dockerfile").read_text()
-    assert "FROM ${NGC_REGISTRY}/nvidia/pytorch:${NGC_TAG}" in text
+    assert re.findall(r"^FROM (.*)", text, re.MULTILINE) == ["${BASE}"]
     assert re.findall(r"^RUN (.*)", text, re.MULTILINE) == ["bash install.sh --no-venv"]
+    build = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]["finetune"]["build"]
+    assert build["args"] == {"BASE": f"${{BASE:-{base()}}}"}
+
+
+def test_the_oldest_tag_named_has_a_torch_that_the_toolkit_takes() -> None:
+    """The versions are those of NVIDIA's release notes (docs/launch.md): 25.01 has 2.6.0a0, 25.02 has 2.7.0a0."""
+    (line,) = re.findall(r'"torch(>=[^"]+)"', (REPO / "pyproject.toml").read_text())
+    takes = SpecifierSet(line, prereleases=True).contains
+    assert not takes("2.6.0a0+ecf3bae40a.nv25.1")
+    assert takes("2.7.0a0+6c54963f75.nv25.2")
+    for path in (FOLDER / "Dockerfile", REPO / "docs" / "launch.md"):
+        assert re.search(r"\b25\.02-py3\b", path.read_text()), path
 
 
 def test_the_image_is_built_where_docker_runs() -> None:
@@ -37,14 +59,9 @@ def test_the_image_is_built_where_docker_runs() -> None:
         or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode
     ):
         pytest.skip("no docker daemon: its RUN lines are tried by tests/test_install.py")
-    registry = subprocess.run(
-        ["docker", "images", "--format", "{{.Repository}}:{{.Tag}}"], capture_output=True, text=True
-    )
-    found = re.search(r"^(\S+)/nvidia/pytorch:(\S+)$", registry.stdout, re.MULTILINE)
-    if not found:
-        pytest.skip("no NGC PyTorch image is here: docker pull one")
-    arguments = ["--build-arg", f"NGC_REGISTRY={found[1]}", "--build-arg", f"NGC_TAG={found[2]}"]
-    subprocess.run(["docker", "build", "-f", "recipes/launch/Dockerfile", *arguments, "."], cwd=REPO, check=True)
+    if subprocess.run(["docker", "image", "inspect", base()], capture_output=True, check=False).returncode:
+        pytest.skip(f"{base()} is not here: docker pull it")
+    subprocess.run(["docker", "build", "-f", "recipes/launch/Dockerfile", "."], cwd=REPO, check=True)
 
 
 def test_the_compose_file_is_one() -> None:

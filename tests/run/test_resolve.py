@@ -10,6 +10,8 @@ import pytest
 from asked import run_of
 
 from finetune.errors import RequestError
+from finetune.run.engine import deepspeed_config_of
+from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.text import ClassArguments, DataArguments, ModelArguments
 from finetune.run.launch import Launch, read_launch
 from finetune.run.run import Run
@@ -267,3 +269,41 @@ def test_a_flag_of_the_pipeline_is_not_passed_over_by_the_trainer() -> None:
     assert resolve(IMAGE_CLS, [], Launch()).stages is None
     with pytest.raises(RequestError, match="--class_weights"):
         resolve(IMAGE_CLS, [*alexnet, "--pipeline_parallel_size", "1", "--class_weights", "balanced"], Launch())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--deepspeed", "--deepspeed_config", "zero3"],
+        ["--deepspeed_config", "zero3", "--deepspeed"],
+        ["--deepspeed", "True", "--deepspeed_config=zero3"],
+        ["--deepspeed", "--deepspeed-config", "zero3"],
+    ],
+)
+def test_deepspeed_may_be_a_switch_beside_its_config(words: list[str]) -> None:
+    run = request(*words)
+    assert "deepspeed" not in run.given
+    assert deepspeed_config_of(run) == "zero3"
+
+
+def test_the_switch_and_the_config_may_stand_in_a_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("deepspeed: true\ndeepspeed_config: zero3\n")
+    assert deepspeed_config_of(request("--config", str(path))) == "zero3"
+    path.write_text("deepspeed_config: zero3\n")
+    assert deepspeed_config_of(request("--deepspeed", "--config", str(path))) == "zero3"
+
+
+def test_the_switch_alone_and_two_configs_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"--deepspeed .*needs a value"):
+        request("--deepspeed")
+    with pytest.raises(RequestError, match="twice"):
+        request("--deepspeed", "zero2", "--deepspeed_config", "zero3")
+
+
+@pytest.mark.parametrize("word", ["pipeline_num_stages", "num_stages", "pp"])
+def test_stages_are_answered_in_recipes_that_have_them_and_in_others(word: str) -> None:
+    with pytest.raises(RequestError, match=r"no such flag\. Did you mean --pipeline_parallel_size\?"):
+        run_of(f"--{word}", "2", groups=(PipelineArguments,))
+    with pytest.raises(RequestError, match=r"no such flag\. Stages are for recipes/causal_lm_pipeline\.py"):
+        request(f"--{word}", "2")

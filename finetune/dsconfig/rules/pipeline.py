@@ -120,6 +120,21 @@ def every_auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
             )
 
 
+def checkpoints_are_the_flags(config: Config, run: Context) -> Iterator[Finding]:
+    """DS808. Only deepspeed.checkpointing.configure reads the section, and no engine calls it (deepspeed 0.19.8,
+    runtime/activation_checkpointing/checkpointing.py, runtime/pipe/engine.py)."""
+    section = config.section("activation_checkpointing")
+    asked = [name for name, value in section.items() if value not in (False, None)]
+    if run.pipeline_parallel_size is not None and asked:
+        yield error(
+            "DS808",
+            "activation_checkpointing",
+            f"activation_checkpointing ({', '.join(asked)}) does nothing in a pipeline: DeepSpeed's engine never reads "
+            "it. Delete it; --activation_checkpoint_interval 1 computes activations again, and more stages make room.",
+            Drop(at("activation_checkpointing")),
+        )
+
+
 RULES = (
     stage_fits_the_pipeline,
     states_stay_on_the_device,
@@ -128,4 +143,5 @@ RULES = (
     weights_keep_their_place,
     monitors_are_off,
     every_auto_is_filled,
+    checkpoints_are_the_flags,
 )
