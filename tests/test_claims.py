@@ -57,7 +57,7 @@ SETTINGS = {
     ],
     "docs/faults.md": ["0.2 s", "40 s", "1 KiB", "45 s", "twice"],
     "docs/images.md": ["3 x side", "7 GiB", "50,000 of 224 x", "half", "32 x", "224 x", "1803.08494"],
-    "docs/launch.md": ["30 seconds", "2.13", "64 MB"],
+    "docs/launch.md": ["30 seconds", "2.13", "64 MB", "comes before 2.6 as pip counts", "from 25.03 on"],
     "docs/pipeline.md": ["half", "1e-4", "1e-5"],
     "docs/plan.md": [
         *(

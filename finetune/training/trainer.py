@@ -41,7 +41,7 @@ from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers, deaf_to_sigterm
 from finetune.training.loss import settle_trainer
 from finetune.training.reshard.resuming import Reshard
-from finetune.training.resuming import Epochs, GoOn, OwnSettings, RunningLoss, SavesLast
+from finetune.training.resuming import Epochs, GoOn, OwnSettings, RunningLoss, SavesLast, innermost
 from finetune.training.saving import SavingMixin, check_push
 from finetune.training.speed import (
     FLOPS_PER_PARAM_AND_TOKEN,
@@ -146,6 +146,9 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         """As the Trainer's, which asks for it between building the optimizer and loading a checkpoint into it."""
         if self.reshard:
             self.own_settings = OwnSettings.of(optimizer or self.optimizer)
+        if self.args.lr_scheduler_type == "polynomial":
+            # It asks for `optimizer.defaults` (transformers 5.23, optimization.py), which those of ZeRO lack.
+            optimizer = innermost(optimizer or self.optimizer)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip(self, optimizer: Any, args: Any, kwargs: Any) -> None:

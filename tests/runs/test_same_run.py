@@ -290,6 +290,15 @@ def test_each_engine_applies_rate_and_decay_to_its_optimizer(engine: str, tmp_pa
         assert {(group["betas"][0], group["eps"]) for group in groups} == {(0.5, 1e-8)}
 
 
+@pytest.mark.parametrize("engine", ["zero2_bf16", "zero3", "pipeline"])
+def test_a_polynomial_schedule_is_as_on_one_process(engine: str, tmp_path: Path) -> None:
+    """transformers asks ZeRO's optimizers for what only torch's have."""
+    flags, recipe = ENGINES[engine]
+    run = launch("torchrun", tmp_path / "run", flags | {"lr_scheduler_type": "polynomial"}, ranks=2, recipe=recipe)
+    rates = [1e-7 + (1e-3 - 1e-7) * (4 - step) / 4 for step in range(4)]
+    assert run.column("learning_rate") == pytest.approx(rates, rel=1e-6)
+
+
 def groups_in(saved: Any) -> list[dict[str, Any]]:
     """The groups of every optimizer in a file of DeepSpeed's."""
     if isinstance(saved, dict):
