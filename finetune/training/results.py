@@ -277,8 +277,9 @@ def refuse_divergence(folder: Path) -> None:
     """Raises RunError where training has ended in a loss or gradients that are no numbers."""
     results = results_of(folder)
     steps = [row for row in read_metrics(folder) if "grad_norm" in row] if "train_loss" in results else []
-    # A norm that is not finite is null in metrics.jsonl.
-    if not math.isfinite(results.get("eval_loss") or 0.0) or (steps and steps[-1]["grad_norm"] is None):
+    # A norm that is not finite is null in metrics.jsonl. Steps that a guard counts have not reached the weights.
+    has_diverged = bool(steps) and steps[-1]["grad_norm"] is None and not steps[-1].get("nonfinite_steps")
+    if not math.isfinite(results.get("eval_loss") or 0.0) or has_diverged:
         raise RunError(
             f"{folder}: loss or gradients are no longer numbers: training has diverged. Lower --learning_rate."
         )

@@ -95,6 +95,17 @@ def test_the_same_step_is_left_out_in_every_layout(
     assert run.column("learning_rate") == pytest.approx(skipped.column("learning_rate"))
 
 
+@pytest.mark.parametrize("stage", gate_has(2, [2, 3]))
+@pytest.mark.usefixtures("built_ops")
+def test_under_deepspeed_weights_are_a_checkpoints_again(stage: int, tmp_path: Path) -> None:
+    """The last step fails, and what the third had changed since the checkpoint is undone."""
+    values = {**TINY, **SAVES, "save_steps": 2, "max_steps": 4, "per_device_train_batch_size": 8}
+    values |= {"on_nan": "rollback", "deepspeed": f"zero{stage}"}
+    run = faulty("torchrun", tmp_path / "run", values, {**NAN, "batch": 5})
+    assert "weights and optimizer are those of checkpoint-2 again" in run.output, run.output[-3000:]
+    assert weights_of(run.folder) == weights_of(run.folder / "checkpoint-2")
+
+
 POLICIES = [("skip", "nan"), ("skip", "gradient"), ("rollback", "nan"), ("rollback", "gradient")]
 
 
