@@ -22,6 +22,7 @@ NEEDS = {**ADAPTER_NEEDS, "use_liger_kernel": "liger-kernel"}
 ATTENTIONS = "eager sdpa flex_attention flash_attention_2 flash_attention_3 flash_attention_4".split()
 # What an evaluation gives is judged and drawn at its end, of all rows at once.
 WHOLE_EVALUATION = {"prediction_loss_only": False, "eval_do_concat_batches": True, "batch_eval_metrics": False}
+WHOLE_EVALUATION |= {"eval_use_gather_object": False}
 
 
 def conflicts(run: Run) -> Iterator[str]:

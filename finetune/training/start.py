@@ -99,7 +99,7 @@ def start(run: Run) -> Session:
     if not has_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns on each rank when it finds out by itself
     asked = deepspeed_config_of(run)
-    precision = choose_precision(run, has_cuda, stated_precision(asked))
+    precision = choose_precision(run, has_cuda, asked)
     run, note = keep_global_batch(run, chosen.checkpoint)
     said: list[str | None] = [*run.notes, note]
     check_profile(run, asked, chosen.checkpoint)
@@ -211,11 +211,19 @@ def checkpointing(run: Run) -> dict[str, Any]:
     return {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs or None, **older}
 
 
-def choose_precision(run: Run, has_cuda: bool, stated: dict[str, bool]) -> dict[str, bool]:
-    """The Trainer's `bf16` and `fp16`: as asked for by flag, or `stated` in the config, or what is fastest here."""
+def choose_precision(run: Run, has_cuda: bool, deepspeed: str | None) -> dict[str, bool]:
+    """The Trainer's `bf16` and `fp16`: as asked for by flag, or stated in the config, or what is fastest here."""
     by_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is what it says when nobody chose
     is_chosen = by_accelerate in ("bf16", "fp16")
-    return precision_flags(run, stated, lambda: by_accelerate if is_chosen else runtime.choose_precision(has_cuda))
+    known = by_accelerate if is_chosen else None
+    found = precision_flags(run, stated_precision(deepspeed), lambda: known or runtime.choose_precision(has_cuda))
+    for half in ("bf16", "fp16"):
+        if deepspeed and run.value(f"{half}_full_eval") and not found[half]:
+            raise RequestError(
+                f"{run.said(f'{half}_full_eval')}: DeepSpeed's engine evaluates in the precision that it trains in. "
+                f"Add --{half} True, or drop it."
+            )
+    return found
 
 
 def _opening_line(session: Session, deepspeed: str | None) -> str:

@@ -94,6 +94,11 @@ CASES = [
         "acuracy: a classification has loss, accuracy",
         id="no such metric",
     ),
+    pytest.param(
+        lambda f: {"deepspeed": "zero2", "bf16": False, "bf16_full_eval": True},
+        "--bf16_full_eval is True .*Add --bf16 True",
+        id="evaluation in another precision",
+    ),
     pytest.param(lambda f: {"num_train_epochs": -1}, "must be more than 0", id="no epochs"),
     pytest.param(lambda f: {"train_file": str(f)}, "is a folder", id="a folder as a file"),
     pytest.param(lambda f: {"resume": "auto"}, "holds no checkpoint", id="nothing to resume"),
