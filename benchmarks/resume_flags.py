@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from durability_runs import LANGUAGE, LM, RUNS, SEQ, Run, environment, rows_of, versions, weights
+from durability_runs import LANGUAGE, LM, RUNS, Run, environment, rows_of, versions, weights
 
 from finetune.run.choose import recipes
 from finetune.run.flag import Flag
@@ -41,7 +41,6 @@ SECONDS = 180.0
 TO_ROUNDING = 1e-4  # of a weight: another batch a device sums in another order, and Adam's first steps magnify that
 OWN = {name: RUNS[name] for name in ("plain", "zero2", "pipeline", "causal_lm", "causal_lm_streaming", "image_cls")}
 OWN |= {
-    "plain_lora": Run(SEQ, 1, {**RUNS["plain"].flags, "use_peft": True, "dropout": None}),
     "token_cls": Run("token_cls", 1, {"max_train_samples": 80, "max_seq_length": 24, "dropout": 0.1}),
     "ddp_powersgd": RUNS["ddp_powersgd"],
     "causal_lm_packed": Run(LM, 1, {**LANGUAGE, "packing": "bfd", "document_mask": True}),

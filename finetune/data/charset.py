@@ -87,7 +87,7 @@ def _encoding(flag: str, name: str, given: str | None, streaming: bool, _: Any) 
     wrong = _first_wrong(path, streaming) if found == UTF8 else None
     if wrong is None:
         return found
-    if given is None and _is_western(path, wrong):
+    if given is None and _is_ascii(path, wrong) and _is_western(path, wrong):
         return "cp1252"
     raise RequestError(
         f"--{flag} {name}: is not UTF-8 text (byte {wrong:,}), and its bytes do not show what it is. Say it by "
@@ -120,16 +120,23 @@ def _first_wrong(path: Path, streaming: bool) -> int | None:
                 return None
 
 
+def _is_ascii(path: Path, end: int) -> bool:
+    """Up to there. Letters that were UTF-8 so far make a file of UTF-8 with a byte that is wrong."""
+    with path.open("rb") as file:
+        return all(file.read(min(PIECE, end - at)).isascii() for at in range(0, end, PIECE))
+
+
 def _is_western(path: Path, start: int) -> bool:
-    """Whether what is not ASCII is, read as Windows-1252, what Western European text has. It is looked at from `start`
-    on; what comes later is looked at when it is read."""
-    read = beyond = western = 0
+    """Whether what is not ASCII is, read as Windows-1252, what Western European text has, and mostly no UTF-8. It is
+    looked at from `start` on; what comes later is looked at when it is read."""
+    read = beyond = western = wrong = 0
     with path.open("rb") as file:
         file.seek(max(0, start - PIECE // 2))
         for piece in islice(iter(lambda: file.read(PIECE), b""), JUDGED_PIECES):
             text = piece.decode("cp1252", errors="replace")
+            wrong += piece.decode("utf-8", errors="replace").count("\ufffd")
             read += len(text)
             others = [letter for letter in text if letter > "\x7f"]
             beyond += len(others)
             western += sum(letter in WESTERN for letter in others)
-    return western >= MOSTLY * beyond and beyond <= MOST_BEYOND_ASCII * read
+    return western >= MOSTLY * beyond and beyond <= MOST_BEYOND_ASCII * read and 2 * wrong >= beyond

@@ -120,8 +120,9 @@ def _read_piece(file: Any) -> str:
     return str(file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS))
 
 
-def settle_columns(table: Any, column: str | None, where: str) -> tuple[str, Any, str]:
-    """What kind of documents a table or stream holds, the columns that matter, and which these are in words."""
+def settle_columns(table: Any, column: str | None, where: str, is_head: bool = False) -> tuple[str, Any, str]:
+    """What kind of documents a table or stream, or the head of one, holds, the columns that matter, and which these are
+    in words."""
     names = table.column_names or list(next(iter(table)))  # a stream may have to be looked into
 
     def said(*read: str) -> str:
@@ -153,7 +154,7 @@ def settle_columns(table: Any, column: str | None, where: str) -> tuple[str, Any
     if ENDS in names:
         return TEXT, table, ""
     table = table.filter(_has_words, input_columns="text", batched=True)
-    if isinstance(table, Dataset) and not len(table):
+    if isinstance(table, Dataset) and not len(table) and not is_head:
         raise RequestError(f"{where}: every document is empty. Check the file.")
     return TEXT, table, said(found)
 

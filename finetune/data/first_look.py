@@ -35,4 +35,4 @@ def look_at_columns(run: Any) -> None:
     elif "tokens_column_name" in flags and suffix in PARSED:
         find_token_columns(Dataset.from_list(head()), run[TokenDataArguments], f"--train_file {name}", True)
     elif "text_column_name" in flags and suffix not in TEXT_FILES:
-        settle_columns(Dataset.from_list(head()), run[CorpusArguments].text_column_name, where)
+        settle_columns(Dataset.from_list(head()), run[CorpusArguments].text_column_name, where, is_head=True)

@@ -242,7 +242,10 @@ def hold_out(
     order = np.random.default_rng(seed).permutation(rows)
     kept = order[np.unique(ids[order], return_index=True)[1]]  # one of each class
     held_out = np.setdiff1d(order, kept, assume_unique=True)[:size]  # in their seeded order
-    note = f"{len(held_out):,} of {len(ids):,} rows held out, whatever their label, for there are {len(found):,} labels"
+    note = (
+        f"{len(held_out):,} of {len(ids):,} rows held out, whatever their label: a share of {fraction:g} leaves one "
+        f"side without some of the {len(found):,} labels"
+    )
     return np.setdiff1d(rows, held_out), np.sort(held_out), note
 
 

@@ -218,11 +218,12 @@ def _of_engine(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for section, kinds in LIKE_FLAGS.items():
         kind = (ds_config.get(section) or {}).get("type")
+        if section == "optimizer" and kind:  # DeepSpeed takes it in any case (runtime/config.py)
+            kind = next((one for one in kinds if one.lower() == kind.lower()), kind)
         default = {"warmup_type": "log"} if section == "scheduler" else {}  # DeepSpeed's (runtime/lr_schedules.py)
         params = default | ((ds_config.get(section) or {}).get("params") or {})
-        others = {
-            name: v for name, v in params.items() if name not in OF_FLAGS and v not in ("auto", LIKE_NONE.get(name))
-        }
+        own = {name: v for name, v in params.items() if name not in OF_FLAGS}
+        others = {name: v for name, v in own.items() if v not in ("auto", LIKE_NONE.get(name))}
         if kind is not None and (kind not in kinds or others):
             found[section] = {"type": kind, **others}
     return found

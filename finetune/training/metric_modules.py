@@ -55,8 +55,8 @@ def load_metrics(
         try:
             figures = _compute(module, sample)
         except Exception as error:  # whatever a stranger's metric raises
-            if name in METRICS:
-                fit = [one for one in METRICS if _fits(_open(one, config, said), sample)]
+            fit = [one for one in METRICS if name in METRICS and _fits(_open(one, config, said), sample)]
+            if fit:
                 raise RequestError(f"{said}: is not for a {task}. Of ours {', '.join(fit)} are: give some.") from error
             raise RequestError(
                 f"{said}: fails on rows of a {task}: {type(error).__name__}: {first_line(error, 300)} "

@@ -29,6 +29,15 @@ POLISH = ["Zażółć gęślą jaźń", "łódź", "pięćdziesiąt złotych"]
 TURKISH = ["ışık ve gölge", "şeker gibi bir çocuk", "yağmur yağıyor"]
 
 
+@pytest.mark.parametrize("at", [0, 250, 500])
+def test_a_byte_that_is_wrong_makes_no_other_encoding_of_a_file(at: int, tmp_path: Path) -> None:
+    rows = [f"déjà vu à Noël {i}".encode() for i in range(500)]
+    rows.insert(at, b"caf\xe9 et th\xe9")
+    (tmp_path / "a.txt").write_bytes(b"\n".join(rows))
+    with pytest.raises(RequestError, match="is not UTF-8 text"):
+        as_utf8("train_file", str(tmp_path / "a.txt"), None)
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
