@@ -115,7 +115,6 @@ def having(**changes: Any) -> Edit:
         having(lineage=[{"run": ID, "from_step": 0, "changed": {}}] * (MOST_LAUNCHES + 1)),
         lambda content: {name: value for name, value in content.items() if name != "files"},
     ],
-    ids=str,
 )
 def test_a_record_of_another_form_is_refused(edit: Edit, tmp_path: Path) -> None:
     place = save(tmp_path)
