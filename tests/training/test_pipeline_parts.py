@@ -318,12 +318,13 @@ def test_states_are_found_by_name_in_however_many_files_and_filled_up(
 
 
 def test_of_a_loss_scale_the_numbers_are_kept() -> None:
-    def kept(**optimizer: Any) -> dict[str, Any]:
-        engine = SimpleNamespace(optimizer=SimpleNamespace(**optimizer))
+    def kept(fp16: bool, **optimizer: Any) -> dict[str, Any]:
+        engine = SimpleNamespace(optimizer=SimpleNamespace(**optimizer), fp16_enabled=lambda: fp16)
         return Checkpoints._loss_scale(SimpleNamespace(built=SimpleNamespace(engine=engine)))  # type: ignore[arg-type]
 
-    assert kept() == kept(loss_scaler=None) == {}
-    assert kept(loss_scaler=SimpleNamespace(cur_scale=8.0, cur_iter=3, name="x")) == {"cur_scale": 8.0, "cur_iter": 3}
+    scaler = SimpleNamespace(cur_scale=8.0, cur_iter=3, name="x")
+    assert kept(False) == kept(False, loss_scaler=scaler) == {}
+    assert kept(True, loss_scaler=scaler) == {"cur_scale": 8.0, "cur_iter": 3}
 
 
 # The recorded step
