@@ -24,10 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 from check_cases import A_RUN, FAULTS, GOOD, Fault, run_of
+from releases import in_words, versions
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
@@ -215,11 +215,7 @@ def tried(fork, runner: str, text: str, run: dict, shows: str = "") -> tuple[str
 
 def key_of(fault: Fault) -> str:
     """Of all that decides what the libraries say."""
-    return hashlib.sha256(repr((fault.text, fault.run, fault.shows, versions())).encode()).hexdigest()[:16]
-
-
-def versions() -> str:
-    return ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "deepspeed"))
+    return hashlib.sha256(repr((fault.text, fault.run, fault.shows, in_words(versions()))).encode()).hexdigest()[:16]
 
 
 def measure(only: str, known: dict[str, dict]) -> dict:
@@ -356,7 +352,7 @@ def main() -> None:
     result = {"cold_seconds": seconds, **measure(only, known)}
     if only:
         return
-    result["machine"] = f"{platform.machine()}, {os.cpu_count()} CPU cores; {versions()}"
+    result["machine"] = f"{platform.machine()}, {os.cpu_count()} CPU cores; {in_words(versions())}"
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 

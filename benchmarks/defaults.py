@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from releases import in_words, versions
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results" / "defaults.jsonl"
@@ -49,8 +50,7 @@ def measure(recipe: str) -> dict[str, Any]:
             row["held_out_by_class"] = held_out(json.loads((run / "confusion_matrix.json").read_text()))
     if recipe == "token_cls":
         row["f1_of_the_name_alone"] = baseline()
-    names = ("torch", "transformers", "accelerate", "deepspeed")
-    return row | {"date": time.strftime("%Y-%m-%d"), "versions": {name: version(name) for name in names}}
+    return row | {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
 
 
 def held_out(found: dict[str, Any]) -> dict[str, int]:
@@ -67,8 +67,8 @@ def baseline() -> float:
 
 def page(rows: list[dict[str, Any]]) -> str:
     latest = {row["recipe"]: row for row in rows}
-    versions = ", ".join(f"{name} {number}" for name, number in rows[-1]["versions"].items())
-    lines = [HEAD.format(versions=versions), "| recipe | date | seconds in all | training | held-out | result |"]
+    lines = [HEAD.format(versions=in_words(rows[-1]["versions"]))]
+    lines += ["| recipe | date | seconds in all | training | held-out | result |"]
     lines.append("|---|---|---:|---:|---:|---|")
     for recipe, row in latest.items():
         result = ", ".join(f"{name} {row[key]:.3f}" for name, key in SHOWN[recipe].items())

@@ -10,6 +10,7 @@ from typing import Any
 from durability_runs import REPO, rows_of
 from killing import MOMENTS_OF_SAVES
 from long_run import GROWTH, growth
+from releases import in_words
 from resume import table
 
 RESULTS = REPO / "docs" / "results"
@@ -48,8 +49,7 @@ def seconds(values: list[float]) -> str:
 
 
 def versions(found: list[dict[str, Any]]) -> str:
-    last = next((row["versions"] for row in reversed(found) if "versions" in row), {})
-    return ", ".join(f"{name} {number}" for name, number in last.items())
+    return in_words(next((row["versions"] for row in reversed(found) if "versions" in row), {}))
 
 
 def kills_section() -> str:

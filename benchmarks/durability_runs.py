@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +169,14 @@ def different_weights(one: Path, other: Path) -> list[str]:
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
+def farthest(one: Path, other: Path) -> float:
+    """The largest difference of a weight; infinite where they are not the same weights."""
+    ours, theirs = weights(one), weights(other)
+    if not ours or ours.keys() != theirs.keys() or any(ours[name].shape != theirs[name].shape for name in ours):
+        return float("inf")
+    return max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours)
+
+
 def logged(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, without what tells the time."""
     path = folder / "metrics.jsonl"
@@ -196,7 +203,3 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a JSON-lines file, which need not be there."""
     for line in path.read_text().splitlines() if path.is_file() else ():
         yield json.loads(line)
-
-
-def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}

@@ -26,8 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from durability_runs import REPO, RUNS, different_rows, different_weights, rows_of, versions
+from durability_runs import REPO, RUNS, different_rows, different_weights, rows_of
 from killing import MOMENTS_OF_SAVES, OTHER_MOMENTS, VICTIMS, Kill, Launch, aimed, moments, new_steps, what_it_hit
+from releases import versions
 
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 

@@ -21,9 +21,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from durability_runs import PIPE, REPO, RUNS, SEQ, rows_of, weights
+from durability_runs import PIPE, REPO, RUNS, SEQ, farthest, rows_of
 from faults import Chain, flags_of, newest_durable, uncut_run
 from killing import Launch
+from releases import in_words
 
 from finetune.training.checkpoints.manifest import checkpoints_in
 
@@ -96,15 +97,8 @@ class ChangedChain(Chain):
         return row
 
 
-def farthest(one: Path, other: Path) -> float:
-    ours, theirs = weights(one), weights(other)
-    if ours.keys() != theirs.keys():
-        return float("inf")
-    return max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours)
-
-
 def page(rows: list[dict[str, Any]]) -> str:
-    stack = ", ".join(f"{name} {number}" for name, number in rows[-1]["versions"].items())
+    stack = in_words(rows[-1]["versions"])
     lines = [
         "# Killed, changed, and launched again",
         "",

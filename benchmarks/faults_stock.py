@@ -22,8 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from durability_runs import REPO, checkpoints, launcher, rows_of, versions
+from durability_runs import REPO, checkpoints, launcher, rows_of
 from killing import VICTIMS, Kill, Launch, aimed, new_steps
+from releases import versions
 
 OUT = REPO / "docs" / "results" / "faults_stock.jsonl"
 STEPS, RANKS, SAVE_STEPS = 60, 2, 3

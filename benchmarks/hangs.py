@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from durability_runs import REPO, RUNS, rows_of, versions
+from durability_runs import REPO, RUNS, rows_of
 from killing import LATEST_END_SECONDS, Launch, new_steps
+from releases import versions
 
 OUT = REPO / "docs" / "results" / "hangs.jsonl"
 LAYOUTS, FAULTS, CULPRIT = ("ddp", "zero2", "pipeline"), ("stopped", "stuck"), 1

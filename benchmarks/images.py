@@ -10,11 +10,11 @@ import platform
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from durability_runs import environment, port
+from releases import in_words, versions
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results" / "images.json"
@@ -89,9 +89,9 @@ def start_of(launcher: str, ranks: int) -> list[str]:
 
 
 def page(found: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     lines = ["# recipes/image_cls.py: the loss of the same steps", ""]
-    lines += [f"`python benchmarks/images.py`, {found['date']}, {found['machine']}; {versions}; fp32, one run each."]
+    made = f"{found['date']}, {found['machine']}; {in_words(found['versions'])}"
+    lines += [f"`python benchmarks/images.py`, {made}; fp32, one run each."]
     lines += [
         "docs/images.md says what follows from it; how far the defaults come is in [defaults.md](defaults.md).",
         "",
@@ -113,9 +113,8 @@ def page(found: dict[str, Any]) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         losses = measure(Path(home))
-    names = ("torch", "transformers", "accelerate", "deepspeed")
     found = {"date": time.strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, two CPU cores"}
-    found["versions"] = {name: version(name) for name in names}
+    found["versions"] = versions()
     OUT.write_text(json.dumps({**found, "losses": losses}, indent=1) + "\n")
 
 

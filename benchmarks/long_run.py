@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from durability_runs import CLASSIFIER, LANGUAGE, PIPE, REPO, SEQ, Run, rows_of, versions
+from durability_runs import CLASSIFIER, LANGUAGE, PIPE, REPO, SEQ, Run, rows_of
 from killing import Launch
+from releases import versions
 
 OUT = REPO / "docs" / "results" / "long_run.jsonl"
 SPANS = 20

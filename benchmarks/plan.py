@@ -14,9 +14,10 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from releases import in_words, versions
 
 from finetune.dsconfig.config import Config
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
@@ -306,12 +307,6 @@ def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _versions() -> str:
-    return ", ".join(
-        f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "accelerate", "deepspeed")
-    )
-
-
 def _mib(size: float) -> str:
     return f"{size / 2**20:.2f}"
 
@@ -369,7 +364,7 @@ def main() -> None:
             again = f"bytes of {len(fresh)} rows again on {time.strftime('%Y-%m-%d')}"
             found["date"] = f"{found['date'].split(', ')[0]}, {again}"
         else:
-            found |= {"machine": machine.name, "versions": _versions(), "date": time.strftime("%Y-%m-%d")}
+            found |= {"machine": machine.name, "versions": in_words(versions()), "date": time.strftime("%Y-%m-%d")}
         found["rows"] = list((old | {row.name: asdict(row) for row in fresh}).values())
         path.write_text(json.dumps(found, indent=1) + "\n")
         print("\n".join(_summary([Row(**row) for row in found["rows"]])))

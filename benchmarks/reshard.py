@@ -19,11 +19,11 @@ import shutil
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from durability_runs import environment, port
+from releases import in_words, versions
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "tests"))
@@ -282,7 +282,7 @@ def figures(folder: Path) -> dict[str, Any]:
     """All that the page says, of a folder of runs."""
     found = {
         "date": time.strftime("%Y-%m-%d"),
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")},
+        "versions": versions(),
         "noise": noise(folder),
         "moves": rows(
             folder, [move for move in ONE + TWO + FOUR if place_of(folder, move).with_suffix(".log").is_file()]
@@ -296,10 +296,10 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 def page(found: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     noises = (f"{name}: loss {loss:.1e}, gradient norm {norm:.1e}" for name, (loss, norm) in found["noise"].items())
+    stack = in_words(found["versions"])
     about = f"""
-`python benchmarks/reshard.py`, {found["date"]}, {versions}: a GPT-lite of two layers, global batch {GLOBAL_BATCH},
+`python benchmarks/reshard.py`, {found["date"]}, {stack}: a GPT-lite of two layers, global batch {GLOBAL_BATCH},
 weight decay 0.1 on all but biases and norms, cut at step {FIRST} (2 -> 1 -> 2: again at {SECOND}) and gone on to step
 {LAST}, on CPU ranks over gloo, one run each. Deviations are the largest relative ones of any later step. Uncut runs of
 other layouts differ from the uncut ZeRO-2 run, too, by the order of additions and what bf16 rounds:

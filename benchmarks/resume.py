@@ -33,8 +33,8 @@ from durability_runs import (
     different_weights,
     environment,
     rows_of,
-    versions,
 )
+from releases import versions
 
 OUT = REPO / "docs" / "results" / "resume.jsonl"
 STEPS = 13

@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from durability_runs import LANGUAGE, LM, RUNS, Run, environment, rows_of, versions, weights
+from durability_runs import LANGUAGE, LM, RUNS, Run, environment, farthest, rows_of
+from releases import in_words, versions
 
 from finetune.run.choose import recipes
 from finetune.run.flag import Flag
@@ -142,7 +143,7 @@ class Campaign:
             return {"verdict": "refused", "words": errors[0][:300]}
         if status:
             return {"verdict": "failed", "words": (errors or output.splitlines()[-1:])[0][:300]}
-        apart = distance(folder, self.whole)
+        apart = farthest(folder, self.whole)
         if any(f"--{flag} " in line or " rows" in line for line in said):
             return {"verdict": "said", "apart": apart, "words": said[0][:300]}
         if apart == 0:
@@ -150,24 +151,12 @@ class Campaign:
         return {"verdict": "to rounding" if apart <= TO_ROUNDING else "silent", "apart": apart, "words": ""}
 
 
-def distance(one: Path, other: Path) -> float:
-    """The largest difference of a weight; infinite where they are not the same weights."""
-    from safetensors.torch import load_file
-
-    pair = [weights(folder) or load_file(folder / "adapter_model.safetensors") for folder in (one, other)]
-    ours, theirs = pair
-    if ours.keys() != theirs.keys() or any(ours[name].shape != theirs[name].shape for name in ours):
-        return float("inf")
-    return max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours)
-
-
 def page(rows: list[dict[str, Any]]) -> str:
     kinds = ("refused", "said", "exact", "to rounding", "failed", "hangs", "silent")
-    stack = ", ".join(f"{name} {number}" for name, number in rows[-1]["versions"].items())
     lines = [
         "# Every flag changed on resume",
         "",
-        f"`python benchmarks/resume_flags.py`, {stack}, two cores.",
+        f"`python benchmarks/resume_flags.py`, {in_words(rows[-1]['versions'])}, two cores.",
         "A run of four steps goes on from its second with one flag changed. *Silent* is a run that ends in 0 with",
         "other weights and without a line that names the change: there must be none. *To rounding*: the weights differ",
         f"by at most {TO_ROUNDING:g}, as sums in another order do. *Failed*: a status other than 0 and 2.",

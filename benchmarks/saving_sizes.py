@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from durability_runs import REPO, checkpoints, environment, launcher, rows_of, versions
+from durability_runs import REPO, checkpoints, environment, launcher, rows_of
+from releases import versions
 
 OUT = REPO / "docs" / "results" / "saving_sizes.jsonl"
 # hidden size and layers: 12 x layers x hidden^2 weights, and a vocabulary of 1,000

@@ -17,8 +17,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
+
+from releases import in_words, versions
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
@@ -237,7 +238,7 @@ def main() -> None:
                 "cpu": f"{platform.machine()}, {os.cpu_count()} cores, bf16 {'native' if options.bf16 else 'emulated'}",
                 "gpu": torch.cuda.get_device_name() if options.gpu else None,
                 "ranks": options.ranks,
-                "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")},
+                "versions": versions(),
             }
             path.write_text(json.dumps(results, indent=1) + "\n")
     page = path.with_suffix(".md")
@@ -252,7 +253,7 @@ def render(results: dict) -> str:
         "# recipes/seq_cls.py against the plain Trainer",
         "",
         f"{machine['gpu'] or machine['cpu']}, {machine['ranks']} rank(s); "
-        + ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+        + in_words(machine["versions"])
         + ". Made by",
         "`python benchmarks/seq_cls.py --sst2 ../shared/data/sst2`; the figures are in the JSON beside this page.",
         "The model is MiniLM-L6 with its real weights (22.7M parameters), unless `--model` says otherwise. Speeds",
