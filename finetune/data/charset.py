@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import codecs
-import os
+import shutil
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune.data.cache import cache_home, cache_key, file_state
+from finetune.data.cache import cache_home, cache_key, file_state, prepare_once
 from finetune.errors import RequestError
+from finetune.run.launch import Launch
 
 UTF8 = "utf-8-sig"  # with a mark or without
 MARKS = (
@@ -28,6 +29,7 @@ JUDGED_PIECES = 16
 MOSTLY = 0.98
 MOST_BEYOND_ASCII = 0.4  # of all characters
 ZEROS = 0.3  # of every second byte, in UTF-16 without a mark
+COPY_SECONDS = 7200.0  # that a copy may take in another process, as the rest of the preparation may by default
 NO_TEXT = (".parquet",)  # which says itself how its texts are kept
 
 
@@ -38,25 +40,25 @@ def as_utf8(flag: str, name: str, encoding: str | None, streaming: bool = False)
     found = _encoding(flag, name, encoding, streaming, file_state(name))
     if found == UTF8:
         return path
-    copy = cache_home() / "utf-8" / cache_key(file_state(name), found) / path.name
-    if not copy.is_file():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = copy.with_name(f"{path.name}.{os.getpid()}.unfinished")
-        try:
-            with (
-                path.open(encoding=found, newline="") as source,
-                unfinished.open("w", encoding="utf-8", newline="") as to,
-            ):
-                while piece := source.read(PIECE):
-                    to.write(piece)
-            unfinished.replace(copy)
-        except UnicodeError as error:
-            raise RequestError(
-                f"--{flag} {name}: is not text in {found} ({getattr(error, 'reason', error)}). Say which by --encoding."
-            ) from error
-        finally:
-            unfinished.unlink(missing_ok=True)
-    return copy
+    folder = cache_home() / "utf-8" / cache_key(file_state(name), found)
+    said = f"--{flag} {name}"
+    prepare_once(
+        folder,
+        lambda unfinished: _copy(path, found, unfinished / path.name, said),
+        what=f"to read {path.name} as {found}",
+        launch=Launch(),  # whichever rank comes first
+        timeout_seconds=COPY_SECONDS,
+    )
+    return folder / path.name
+
+
+def _copy(path: Path, encoding: str, to: Path, said: str) -> None:
+    try:
+        with path.open(encoding=encoding, newline="") as source, to.open("w", encoding="utf-8", newline="") as copy:
+            shutil.copyfileobj(source, copy, PIECE)
+    except UnicodeError as error:
+        why = getattr(error, "reason", error)
+        raise RequestError(f"{said}: is not text in {encoding} ({why}). Say which by --encoding.") from error
 
 
 def encoding_notes(arguments: Any, splits: tuple[str, ...]) -> tuple[str, ...]:
