@@ -64,11 +64,11 @@ def open_corpus(arguments: Any, seed: int) -> Corpus:
     else:
         train, held_out = Dataset.from_dict({"text": manual_topics()}), None
         source = "built-in reference manual of Python"
-    kind, train, columns = settle_columns(train, arguments.text_column_name, "the training data")
+    kind, train, columns = _settle(train, arguments.text_column_name, "the training data")
     was_held_out = held_out is None
     most, percentage = arguments.max_eval_samples, arguments.validation_split_percentage
     if held_out is not None:
-        other, held_out, _ = settle_columns(held_out, arguments.text_column_name, "the validation data")
+        other, held_out, _ = _settle(held_out, arguments.text_column_name, "the validation data")
         if other != kind:
             raise RequestError(f"the training data has {kind}, but the validation data has {other}. Give both alike.")
         if isinstance(held_out, IterableDataset):
@@ -120,18 +120,13 @@ def _read_piece(file: Any) -> str:
     return str(file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS))
 
 
-def settle_columns(table: Any, column: str | None, where: str, is_head: bool = False) -> tuple[str, Any, str]:
-    """What kind of documents a table or stream, or the head of one, holds, the columns that matter, and which these are
-    in words."""
-    names = table.column_names or list(next(iter(table)))  # a stream may have to be looked into
-
-    def said(*read: str) -> str:
-        return said_columns({"text": read}, [name for name in names if name not in read])
-
+def find_document_columns(table: Any, column: str | None, where: str) -> tuple[str, tuple[str, ...]]:
+    """What kind of documents a table or stream holds, and the columns that matter. Raises RequestError."""
+    names = _names(table)
     if column is None and "messages" in names:
-        return CHAT, table.select_columns(["messages"]), said("messages")
+        return CHAT, ("messages",)
     if column is None and {"prompt", "completion"} <= set(names):
-        return COMPLETION, table.select_columns(["prompt", "completion"]), said("prompt", "completion")
+        return COMPLETION, ("prompt", "completion")
     lower = {name.lower(): name for name in names}
     found = column or next((lower[name] for name in TEXT_NAMES if name in lower), None)
     if found is None and len(names) == 1:
@@ -149,14 +144,29 @@ def settle_columns(table: Any, column: str | None, where: str, is_head: bool = F
             f"{where}: column {found} holds {type(value).__name__} ({str(value)[:80]}), not text. Name another by "
             "--text_column_name, or give conversations as `messages` with `role` and `content`."
         )
+    return TEXT, (found,)
+
+
+def _settle(table: Any, column: str | None, where: str) -> tuple[str, Any, str]:
+    """The kind, the documents with these columns alone, and which they are in words; nothing of a single text."""
+    kind, read = find_document_columns(table, column, where)
+    names = _names(table)
+    said = said_columns({"text": read}, [name for name in names if name not in read])
+    if kind != TEXT:
+        return kind, table.select_columns(list(read)), said
+    (found,) = read
     table = table.select_columns([found, *([ENDS] if ENDS in names else [])])
     table = table.rename_column(found, "text") if found != "text" else table
     if ENDS in names:
         return TEXT, table, ""
     table = table.filter(_has_words, input_columns="text", batched=True)
-    if isinstance(table, Dataset) and not len(table) and not is_head:
+    if isinstance(table, Dataset) and not len(table):
         raise RequestError(f"{where}: every document is empty. Check the file.")
-    return TEXT, table, said(found)
+    return TEXT, table, said
+
+
+def _names(table: Any) -> list[str]:
+    return table.column_names or list(next(iter(table)))  # a stream may have to be looked into
 
 
 def _has_words(texts: list[str | None]) -> list[bool]:

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset
 
 from finetune.data.columns import find_columns
-from finetune.data.documents import TEXT_FILES, settle_columns
+from finetune.data.documents import TEXT_FILES, find_document_columns
 from finetune.data.files import open_file
 from finetune.data.tables import HEAD_ROWS
 from finetune.data.token_labels import PARSED, find_token_columns
@@ -35,4 +35,4 @@ def look_at_columns(run: Any) -> None:
     elif "tokens_column_name" in flags and suffix in PARSED:
         find_token_columns(Dataset.from_list(head()), run[TokenDataArguments], f"--train_file {name}", True)
     elif "text_column_name" in flags and suffix not in TEXT_FILES:
-        settle_columns(Dataset.from_list(head()), run[CorpusArguments].text_column_name, where, is_head=True)
+        find_document_columns(Dataset.from_list(head()), run[CorpusArguments].text_column_name, where)
