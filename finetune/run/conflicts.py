@@ -16,13 +16,17 @@ FILES = ("train_file", "validation_file", "test_file")
 FOLDERS = ("train_dir", "validation_dir", "test_dir")
 TESTS = ("test_file", "test_dir", "cifar_dir", "dataset_name")
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedules whose rate follows from past evaluations, not from the step
-ADAPTER_NEEDS = {"use_peft": "peft", "load_in_4bit": "bitsandbytes"}  # by flag, the package
-NEEDS = {**ADAPTER_NEEDS, "use_liger_kernel": "liger-kernel"}
+# By flag, the package; --load_in_4bit counts with an adapter alone.
+NEEDS = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger-kernel"}
 # Those of transformers 5.23 (modeling_utils.py, AttentionInterface); what has a slash is a kernel of the hub.
 ATTENTIONS = "eager sdpa flex_attention flash_attention_2 flash_attention_3 flash_attention_4".split()
 # What an evaluation gives is judged and drawn at its end, of all rows at once.
-WHOLE_EVALUATION = {"prediction_loss_only": False, "eval_do_concat_batches": True, "batch_eval_metrics": False}
-WHOLE_EVALUATION |= {"eval_use_gather_object": False}
+WHOLE_EVALUATION = {
+    "prediction_loss_only": False,
+    "eval_do_concat_batches": True,
+    "batch_eval_metrics": False,
+    "eval_use_gather_object": False,
+}
 
 
 def conflicts(run: Run) -> Iterator[str]:
@@ -61,7 +65,7 @@ def missing(run: Run) -> Iterator[str]:
     """Likewise, what a run that is to start here needs and nobody gave."""
     value = run.value
     for name, package in NEEDS.items():
-        asked = value(name) and (value("use_peft") or name not in ADAPTER_NEEDS)
+        asked = value(name) and (name != "load_in_4bit" or value("use_peft"))
         if asked and importlib.util.find_spec(package.replace("-", "_")) is None:
             yield f"{run.said(name)}: needs {package}, which is not installed. pip install {package}, or drop it."
     if value("use_peft") and not value("model_name_or_path"):

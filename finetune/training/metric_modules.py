@@ -55,7 +55,7 @@ def load_metrics(
         try:
             figures = _compute(module, sample)
         except Exception as error:  # whatever a stranger's metric raises
-            fit = [one for one in METRICS if name in METRICS and _fits(_open(one, config, said), sample)]
+            fit = [one for one in METRICS if _fits(_open(one, config, said), sample)] if name in METRICS else []
             if fit:
                 raise RequestError(f"{said}: is not for a {task}. Of ours {', '.join(fit)} are: give some.") from error
             raise RequestError(

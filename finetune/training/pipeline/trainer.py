@@ -100,7 +100,8 @@ class PipelineTrainer(EvaluatesOnce):
         torch.manual_seed(args.seed + launch.rank)  # dropout must not draw the same masks on every stage
 
         self.speed = SpeedMeter(model.multiplied_parameters, launch.world_size)
-        self.state, self.control, self.keeper = TrainerState(), TrainerControl(), Keeper(Path(args.output_dir))
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.keeper = Keeper(Path(args.output_dir))
         self.stop, self.running_loss = StopOnSignal(self.guards.stop_grace), RunningLoss()
         self.suspect = PipelineSuspect(self) if self.guards.on_nan != "off" else None
         self.nan_guard = NanGuard(self.guards, self.suspect) if self.suspect else None
@@ -260,8 +261,7 @@ class PipelineTrainer(EvaluatesOnce):
             logs = {"loss": self.running_loss.window(state.global_step, alike)}
             if self._grad_norm is not None:
                 logs["grad_norm"] = float(self._grad_norm)
-            logs["learning_rate"] = self._learning_rate
-            logs |= self.speed.window(self._sum_over_ranks)
+            logs |= {"learning_rate": self._learning_rate, **self.speed.window(self._sum_over_ranks)}
             logs |= self.nan_guard.window(state.global_step, logs["loss"]) if self.nan_guard else {}
             self.log(logs)
         if self.control.should_evaluate:
