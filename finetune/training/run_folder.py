@@ -103,6 +103,8 @@ def write_records(folder: Path, run: Run, lineage: Sequence[str] = ()) -> None:
     """`recipe.yaml`, which `--config` takes to run again, and `environment.json`. A run whose flags have changed on its
     way has in comments which steps ran under which."""
     kept = {k: v for k, v in sorted(run.values.items()) if v is not None and not names_a_secret(k) and k not in ONCE}
+    if kept.get("deepspeed"):  # the engine as it was settled, whichever flag asked for it
+        kept.pop("deepspeed_config", None)
     flags = yaml.safe_dump(without_home(_plain({RECIPE_KEY: run.recipe.name, **kept})), sort_keys=True)
     comments = "".join(f"# {json.dumps(line, ensure_ascii=False)[1:-1]}\n" for line in lineage)
     write_text(folder / RUN_RECORD, comments + flags)

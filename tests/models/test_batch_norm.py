@@ -156,7 +156,7 @@ def test_a_resnet_does_not_divide_by_the_items_that_the_trainer_counts() -> None
 
 
 def data(side: int) -> ImageData:
-    account = ImageAccount("a test", False, {"train": 1}, {}, {}, side, [], 0, [], [], [0.5] * 3, [0.5] * 3)
+    account = ImageAccount("a test", False, {"train": 1}, {}, {}, side, [], 0, [], [], [0.5] * 3, [0.5] * 3, [])
     return ImageData({}, Labels("classification", ("a", "b")), account, None, {})
 
 

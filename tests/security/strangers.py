@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -149,13 +148,9 @@ def opened(flag: str) -> Callable[[Path], None]:
 
 def text_file(folder: Path) -> None:
     from finetune.data.documents import open_corpus
+    from finetune.run.flags.language import CorpusArguments
 
-    asked = SimpleNamespace(
-        dataset_name=None, dataset_config_name=None, train_file=str(folder / "a.txt"), validation_file=None,
-        streaming=False, max_train_samples=None, max_eval_samples=None, text_column_name=None,
-        validation_split_percentage=10,
-    )  # fmt: skip
-    open_corpus(asked, 0)
+    open_corpus(CorpusArguments(train_file=str(folder / "a.txt")), 0)
 
 
 def data_folder(folder: Path) -> None:

@@ -17,9 +17,11 @@ from finetune.report.charts import confusion_picture
 from finetune.report.run_curves import training_curves
 from finetune.report.shapes import WIDE, Box, Picture
 from finetune.report.svg import write_png
+from finetune.run.engine import deepspeed_config_of
 from finetune.run.launch import Launch
 from finetune.run.parse import Setting
 from finetune.run.recipes.seq_cls import SEQ_CLS
+from finetune.run.resolve import resolve_here
 from finetune.run.run import Run
 from finetune.training.model_card import Card, model_card
 from finetune.training.results import write_predictions
@@ -36,6 +38,20 @@ def test_no_secret_reaches_the_records(tmp_path: Path) -> None:
     assert "CANARY" not in written
     assert command_line(argv, Launch()).endswith("--hub_token '***' '--push_to_hub_token=***' --max_steps 3")
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text()) == {"recipe": "seq_cls", "max_steps": 3}
+
+
+@pytest.mark.parametrize("words", [["--deepspeed_config", "zero2"], ["--deepspeed", "--deepspeed_config", "zero2"]])
+def test_a_config_by_its_longer_flag_can_be_run_again_from_the_record(words: list[str], tmp_path: Path) -> None:
+    write_records(tmp_path, resolve_here(SEQ_CLS, [*words, "--output_dir", str(tmp_path / "run")], Launch()))
+    again = resolve_here(SEQ_CLS, ["--config", str(tmp_path / "recipe.yaml")], Launch())
+    assert deepspeed_config_of(again) == "zero2"
+
+
+def test_deepspeed_that_is_switched_off_stays_off(tmp_path: Path) -> None:
+    launch = Launch(0, 0, 2, 2, "deepspeed")
+    words = ["--deepspeed_config", "none", "--output_dir", str(tmp_path / "run")]
+    write_records(tmp_path, resolve_here(SEQ_CLS, words, launch))
+    assert deepspeed_config_of(resolve_here(SEQ_CLS, ["--config", str(tmp_path / "recipe.yaml")], launch)) is None
 
 
 @pytest.mark.parametrize(
