@@ -79,7 +79,11 @@ class Ledger:
 
 
 class Engine:
-    """What stands around autograd: nothing by itself. DDP and the stages of ZeRO are its children."""
+    """What stands around autograd: nothing by itself. DDP and the stages of ZeRO are its children.
+
+    `own_linear`: linear layers are a function of the engine's, which hands on a weight's gradient before its bias's."""
+
+    own_linear = False
 
     def before_module(self, ledger: Ledger, module: str) -> None:
         """Parameters of `module` are about to be used."""
@@ -127,7 +131,8 @@ class Pass:
         elif kind is Kind.AFTER:
             self.engine.after_module(self.ledger, op.module)
         else:
-            for name in op.weights:
+            turned = self.engine.own_linear and op.name == "linear"
+            for name in reversed(op.weights) if turned else op.weights:
                 if size := self.gradient_bytes(name):
                     if kind is Kind.MADE:
                         self.ledger.take(TEMPORARY, size, op.name)

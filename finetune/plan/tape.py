@@ -219,7 +219,8 @@ class Tape:
         saves = [*([x] if self.trains else []), *(casts[-1:] if x.needs_grad else [])]
         out = self.op(
             "linear", (x, *casts), rows * fan_out, saves=saves, gemms=(forward,), gemms_back=back,
-            weights=() if casts else names, module="" if casts else module, kernels_back=len(back) + bool(bias),
+            weights=() if casts else names[::-1],  # a bias's comes first: a weight's goes through a transpose
+            module="" if casts else module, kernels_back=len(back) + bool(bias),
             moved=x.bytes + (rows + fan_in) * fan_out * size,
         )  # fmt: skip
         if self.lora is None or f"{module}.lora_A.default.weight" not in self.shapes:

@@ -140,24 +140,25 @@ class Keeping(Engine):
     """Keeps each gradient, as autograd's `grad` does."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
-        self.sizes, self.kept = sizes, set[str]()
+        self.sizes, self.kept = sizes, list[str]()
 
     def gradient(self, ledger: Ledger, name: str) -> None:
         assert name not in self.kept
-        self.kept.add(name)
+        self.kept.append(name)
         ledger.give(TEMPORARY, self.sizes[name])
         ledger.take("gradients", self.sizes[name])
 
 
-def played(model: Model, tape: Tape, bytes_each: int) -> Ledger:
+def played(model: Model, tape: Tape, bytes_each: int) -> tuple[Ledger, list[str]]:
+    """The names of parameters in the order in which their gradients come."""
     sizes = {tensor.name: tensor.elements * bytes_each * tensor.trains for tensor in model.tensors}
     ledger, engine = Ledger(), Keeping(sizes)
     step = Pass(tape, ledger, engine, sizes.__getitem__)
     step.forward()
     step.backward()
     assert {kind for kind, size in ledger.live.items() if size} == {"gradients"}, ledger.live
-    assert engine.kept == {name for name, size in sizes.items() if size}
-    return ledger
+    assert set(engine.kept) == {name for name, size in sizes.items() if size}
+    return ledger, engine.kept
 
 
 def real_model(name: str, way: Way) -> Any:
@@ -225,12 +226,25 @@ def test_peaks_above_the_weights_are_those_of_the_real_model(name: str, way: Way
         pytest.skip("this CPU has no convolutions in bf16: torch unfolds pictures in their place, as no GPU does")
     torch.manual_seed(0)
     model, tape = planned(name, way)
-    ledger = played(model, tape, way.numbers.bytes_each)
+    ledger, _ = played(model, tape, way.numbers.bytes_each)
     real = real_peaks(name, way)
     found = {phase: ledger.peaks[phase].bytes for phase in ("forward", "backward")}
     # A CPU's convolutions in bf16 make a copy in another layout.
     tolerance = 0.04 if way.half and name.startswith("resnet") else way.tolerance
     assert found == {phase: pytest.approx(size, rel=tolerance) for phase, size in real.items()}
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "gptlite", "llama", "mixtral", "gpt2", "phi", "bert", "distilbert", "t5", "resnet"]
+)
+def test_gradients_come_in_the_order_of_the_real_backward_pass(name: str) -> None:
+    """A full bucket is reduced when the next gradient comes, so that a layer's bias, if first, ends what waits."""
+    way, came = Way(), list[str]()
+    model = real_model(name, way)
+    for called, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, called=called: came.append(called))
+    model(**real_batch(name, way)).loss.backward()
+    assert played(*planned(name, way), way.numbers.bytes_each)[1] == came
 
 
 def test_every_family_has_a_forward_pass_and_a_case() -> None:
@@ -285,7 +299,7 @@ def test_layers_that_are_not_recorded_change_nothing(
 
     def run() -> tuple[Tape, Ledger]:
         tape = build_tape(model, Batch(2, TOKENS), numbers, checkpoint_interval=interval)
-        return tape, played(model, tape, numbers.bytes_each)
+        return tape, played(model, tape, numbers.bytes_each)[0]
 
     short, quick = run()
     monkeypatch.setattr("finetune.plan.forward.parts.LONGEST_PERIOD", 1)

@@ -36,6 +36,8 @@ class Gather:
 
 
 class Zero3(Resident):
+    own_linear = True  # runtime/zero/linear.py, LinearFunctionForZeroStage3
+
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         limit = self.zero.persistence_threshold
