@@ -27,6 +27,7 @@ from finetune.data.columns import (
     note_of_numbers,
 )
 from finetune.data.files import open_file, open_hub, readable
+from finetune.data.line_breaks import without_html_breaks
 from finetune.data.tables import HEAD_ROWS, ROW
 from finetune.errors import RequestError, RunError
 from finetune.run.flags.text import DataArguments, PreparationArguments
@@ -55,8 +56,8 @@ class Survey:
     notes: tuple[str, ...] = ()  # what there is to say of its labels
 
 
-def open_stream(arguments: DataArguments) -> IterableDataset:
-    """The training rows as they come. Raises RequestError."""
+def open_stream(arguments: DataArguments, columns: Columns | None = None) -> IterableDataset:
+    """The training rows as they come, their texts cleaned once `columns` are known. Raises RequestError."""
     if arguments.dataset_name:
         stream = open_hub(arguments.dataset_name, arguments.dataset_config_name, "train", streaming=True)
     elif arguments.train_file:
@@ -65,7 +66,7 @@ def open_stream(arguments: DataArguments) -> IterableDataset:
         raise RequestError("--streaming needs something to stream: give --train_file or --dataset_name.")
     if stream is None:
         raise RequestError(f"--dataset_name {arguments.dataset_name}: has no train split.")
-    return stream
+    return without_html_breaks(stream, columns) if columns and arguments.clean_line_breaks else stream
 
 
 def survey(
@@ -88,7 +89,7 @@ def survey(
     everything: Counter[Any] = Counter()
     kept: Counter[Any] = Counter()
     rows, held_out, last, bad = 0, 0, -1, 0
-    for number, row in enumerate(readable(stream, RequestError)):
+    for number, row in enumerate(readable(open_stream(arguments, columns), RequestError)):
         if _is_bad(row, columns):
             bad += 1
             if not preparation.skip_bad_rows:
@@ -138,7 +139,7 @@ def _is_held_out(number: int, seed: int, found: Survey) -> bool:
 
 def held_out_rows(arguments: DataArguments, found: Survey, seed: int) -> Dataset:
     """The validation table, with the stream's own columns."""
-    stream = open_stream(arguments)
+    stream = open_stream(arguments, found.columns)
     rows = islice(stream, found.last_held_out + 1)
     drawn = [row for i, row in enumerate(rows) if _is_held_out(i, seed, found) and not _is_bad(row, found.columns)]
     return Dataset.from_list(drawn, features=stream.features)
@@ -146,7 +147,7 @@ def held_out_rows(arguments: DataArguments, found: Survey, seed: int) -> Dataset
 
 def some_texts(arguments: DataArguments, found: Survey) -> Iterator[str]:
     """Text enough to train a vocabulary on."""
-    for row in islice(open_stream(arguments), TOKENIZER_ROWS):
+    for row in islice(open_stream(arguments, found.columns), TOKENIZER_ROWS):
         yield from (str(row[name]) for name in found.columns.text if row[name] is not None)
 
 
@@ -163,7 +164,7 @@ class TextStream(TorchIterableDataset):
         def is_for_training(row: dict[str, Any], number: int) -> bool:
             return not _is_bad(row, columns) and not _is_held_out(number, seed, found)
 
-        stream = open_stream(arguments).filter(is_for_training, with_indices=True)
+        stream = open_stream(arguments, columns).filter(is_for_training, with_indices=True)
         self.stream = stream.take(found.rows).shuffle(seed, buffer_size=SHUFFLE_BUFFER_ROWS)
         self.global_batch_size = 1
 

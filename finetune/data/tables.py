@@ -26,6 +26,7 @@ from finetune.data.columns import (
 )
 from finetune.data.files import open_file, open_hub
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
+from finetune.data.line_breaks import without_html_breaks
 from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
 
@@ -93,6 +94,7 @@ def clean_tables(
     cleaned: Table = {}
     for split, table in tables.items():
         kept = _only_needed_columns(table, columns, split)
+        kept = without_html_breaks(kept, columns) if arguments.clean_line_breaks else kept
         cleaned[split], skipped[split] = _without_bad_rows(kept, columns, split, cut.skip_bad_rows)
     notes: list[str] = []
     if known is None:

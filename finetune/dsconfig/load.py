@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,10 @@ class Loaded:
 def find_config(name_or_path: str) -> Path:
     """`zero2` is a shipped name, anything that exists is a path. Raises RequestError naming what there is."""
     path = Path(name_or_path).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # False also of a name that is too long for one
         return path
     shipped = SHIPPED / f"{name_or_path.removesuffix('.json')}.json"
-    if "/" not in name_or_path and shipped.is_file():
+    if "/" not in name_or_path and os.path.isfile(shipped):
         return shipped
     names = sorted(p.stem for p in SHIPPED.glob("*.json"))
     near = difflib.get_close_matches(name_or_path, names, n=1)

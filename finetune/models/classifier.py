@@ -70,7 +70,7 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
             raise RequestError(f"--{flag} {getattr(arguments, flag)}: has no tokenizer.json. Convert it to a fast one.")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # GPT-2's and Llama's have none; the attention mask hides it
-    positions = DISTILBERT_POSITIONS if config is None else positions_of(config)
+    positions = max(DISTILBERT_POSITIONS, max_seq_length or 0) if config is None else positions_of(config)
     most = getattr(tokenizer, "model_max_length", NO_LIMIT)
     length = tokens_of("max_seq_length", max_seq_length, positions, most)
     what = arguments.model_name_or_path or f"DistilBERT from scratch, size {arguments.model_size}"
@@ -98,7 +98,7 @@ def build_classifier(
     if source.config is None:
         # Not by `from_config`: under ZeRO-3 it draws the weights in another order, and the run would start elsewhere.
         kind = DistilBertForTokenClassification if of_tokens else DistilBertForSequenceClassification
-        return kind(_scratch_config(arguments, tokenizer, label_config))
+        return kind(_scratch_config(arguments, source, tokenizer, label_config))
     config = source.config
     if will_train and hasattr(config, "thresholds"):
         del config.thresholds  # of the weights that were
@@ -135,9 +135,11 @@ def _check_knows(source: Source, labels: Labels) -> None:
         )
 
 
-def _scratch_config(arguments: ModelArguments, tokenizer: Any, label_config: dict[str, Any]) -> DistilBertConfig:
+def _scratch_config(
+    arguments: ModelArguments, source: Source, tokenizer: Any, label_config: dict[str, Any]
+) -> DistilBertConfig:
     return DistilBertConfig(
-        **distilbert_shape(arguments.model_size, arguments.dropout),
+        **distilbert_shape(arguments.model_size, arguments.dropout, source.max_seq_length),
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         **label_config,

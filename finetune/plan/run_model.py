@@ -117,7 +117,7 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
     return {
         "model_type": "distilbert",
         "vocab_size": DISTILBERT_SIZES[size].vocab_size,
-        **distilbert_shape(size, run.value("dropout")),
+        **distilbert_shape(size, run.value("dropout"), run.value("max_seq_length")),
     }
 
 

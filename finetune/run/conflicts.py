@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from finetune.run import schedules
 from finetune.run.sizes import IMAGE_SIZES
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def conflicts(run: Run) -> Iterator[str]:
     yield from _of_order(run)
     yield from _of_evaluations(run)
     yield from _of_encoding(run)
+    yield from schedules.mistakes(run)
     if "train_dir" in run.recipe.flags:
         yield from _of_images(run)
     attention = run.value("attn_implementation") if "attn_implementation" in run.recipe.flags else None

@@ -3,6 +3,8 @@ what the rules for DeepSpeed configs are told of a run."""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +26,13 @@ RULED = (
 )
 # Their defaults are nobody's wish, and a section of the config may say otherwise.
 ONLY_IF_GIVEN = ("optim", "lr_scheduler_type")
+# deepspeed 0.19.8, autotuning/scheduler.py, run_experiment; its log repeats the line that has "error" in it. A trial
+# ends by `exit()` inside a step, on each rank by itself (runtime/engine.py, forward and _autotuning_exit).
+TRIAL = (
+    "--deepspeed_config is a config in base64, as `deepspeed --autotuning` gives to its trials. It cannot try recipes: "
+    "DeepSpeed ends the process in the midst of a step. `finetune plan RUN.yaml --autotune 5` tries the best layouts "
+    "of a run, and `finetune bench GRID.yaml` measures a grid. For a run, give the path of a JSON file."
+)
 
 
 def deepspeed_by_accelerate(run: Run) -> bool:
@@ -42,6 +51,8 @@ def settle_engine(run: Run) -> Run:
     asked = deepspeed_config_of(run)
     if not asked or deepspeed_by_accelerate(run):
         return run
+    if _is_in_base64(asked):
+        raise RequestError(TRIAL)
     flag = next((name for name in ("deepspeed", "deepspeed_config") if run.given.get(name) == asked), None)
     try:
         find_config(asked)
@@ -49,6 +60,13 @@ def settle_engine(run: Run) -> Run:
         said = f"{run.said(flag)}: " if flag else ""
         raise RequestError(f"{said}{error}") from error
     return run if run.value("deepspeed") == asked else run.settled("follows from the launch", deepspeed=asked)
+
+
+def _is_in_base64(asked: str) -> bool:
+    try:
+        return isinstance(json.loads(base64.urlsafe_b64decode(asked)), dict)
+    except ValueError:
+        return False
 
 
 def fsdp_of(run: Run) -> Any:

@@ -66,7 +66,7 @@ ROWS = frozenset(
     dataset_name dataset_config_name train_file train_dir cifar_dir
     encoding text_column_name text_column_names label_column_name label_column_names tokens_column_name tags_column_name
     image_column_name image_size task streaming max_train_samples validation_fraction
-    validation_split_percentage skip_bad_rows max_seq_length block_size packing document_mask
+    validation_split_percentage clean_line_breaks skip_bad_rows max_seq_length block_size packing document_mask
     """.split()
 )
 # And the model, with its labels and its tokenizer, whatever is said.

@@ -113,18 +113,19 @@ DISTILBERT_SIZES = {
     "small": Size(layers=4, width=256, heads=4, vocab_size=16_000),
     "base": Size(layers=6, width=768, heads=12, vocab_size=30_522),
 }
-DISTILBERT_POSITIONS = 512
+DISTILBERT_POSITIONS = 512  # of the one from scratch, unless its samples are longer
 
 
-def distilbert_shape(size: str, dropout: float | None) -> dict[str, Any]:
-    """The settings of a DistilBERT from scratch, but for its vocabulary and its labels."""
+def distilbert_shape(size: str, dropout: float | None, tokens: int | None) -> dict[str, Any]:
+    """The settings of a DistilBERT from scratch that reads at least so many `tokens`, but for its vocabulary and its
+    labels."""
     chosen, share = DISTILBERT_SIZES[size], 0.1 if dropout is None else dropout
     return {
         "n_layers": chosen.layers,
         "dim": chosen.width,
         "n_heads": chosen.heads,
         "hidden_dim": 4 * chosen.width,
-        "max_position_embeddings": DISTILBERT_POSITIONS,
+        "max_position_embeddings": max(DISTILBERT_POSITIONS, tokens or 0),
         **dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), share),
     }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from finetune.run.flag import FILE, NAME_OR_PATH, OUTPUT, Flag
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, RATE, STEPS, Range
+from finetune.run.schedules import Schedule
 
 SNAPSHOT = Path(__file__).with_name("training_arguments.json")
 PATHS = {
@@ -16,6 +18,7 @@ PATHS = {
     "deepspeed": NAME_OR_PATH,
     **dict.fromkeys(("accelerator_config", "fsdp_config", "liger_kernel_config"), FILE),  # where it is no object
 }
+MORE_CHOICES = {"lr_scheduler_type": tuple(one.value for one in Schedule)}
 # Outside of which the Trainer, torch or numpy stops with a trace, or goes on with what nobody means.
 RANGES = {
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "eval_delay"), NOT_NEGATIVE),
@@ -37,8 +40,9 @@ RANGES = {
 @cache
 def trainer_flags() -> tuple[Flag, ...]:
     rows = json.loads(SNAPSHOT.read_text(encoding="utf-8"))["flags"]
-    return tuple(Flag(**{**row, "choices": tuple(row.get("choices", ())), **_ours(row["name"])}) for row in rows)
+    return tuple(Flag(**{**row, **_ours(row["name"], row.get("choices", ()))}) for row in rows)
 
 
-def _ours(name: str) -> dict[str, Any]:
-    return {"path": PATHS.get(name), "range": RANGES.get(name)}
+def _ours(name: str, choices: Sequence[str]) -> dict[str, Any]:
+    every = (*choices, *MORE_CHOICES.get(name, ()))
+    return {"choices": every, "path": PATHS.get(name), "range": RANGES.get(name)}

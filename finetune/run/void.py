@@ -54,6 +54,8 @@ VOID = (
         ("constant", *BY_METRIC),
         "These have no warm-up: give --lr_scheduler_type constant_with_warmup, or drop it.",
     ),
+    Void(("warmup_steps",), "lr_scheduler_type", ("step",), "It begins at the full rate. Drop it."),
+    Void(("warmup_steps",), "lr_scheduler_type", ("one_cycle",), "pct_start in --lr_scheduler_kwargs is its. Drop it."),
     Void(("lr_scheduler_kwargs",), "lr_scheduler_type", ("constant", "constant_with_warmup")),
     Void(("adam_beta1", "adam_beta2", "adam_epsilon"), "optim", ("sgd", "adagrad", "rmsprop", "adafactor")),
     Void(("greater_is_better",), "metric_for_best_model", (None,), "Say which, by --metric_for_best_model."),

@@ -30,6 +30,7 @@ from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.profiling import check_profile
 from finetune.run.launch import Launch, accelerate_uses_deepspeed, accelerate_uses_fsdp
 from finetune.run.run import Run
+from finetune.run.schedules import Schedule
 from finetune.training import builds, runtime
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.course import Course, course_of, tokenizer_of
@@ -159,10 +160,15 @@ def _ops_of(run: Run, deepspeed: Loaded | None, has_cuda: bool) -> set[str]:
 def training_arguments(run: Run, **settled: Any) -> TrainingArguments:
     """The Trainer's own, with what the runtime `settled`."""
     known = {f.name for f in fields(TrainingArguments) if f.init}
+    kind = run.value("lr_scheduler_type")
+    ours = Schedule(kind) if kind in tuple(Schedule) else None
+    settled |= {"lr_scheduler_type": "constant"} if ours else {}  # the Trainer's own take no other
     try:
-        return TrainingArguments(**{k: v for k, v in {**run.values, **settled}.items() if k in known})
+        training = TrainingArguments(**{k: v for k, v in {**run.values, **settled}.items() if k in known})
     except ValueError as error:
         raise RequestError(str(error)) from error
+    training.lr_scheduler_type = ours or training.lr_scheduler_type
+    return training
 
 
 def _settled(run: Run, has_cuda: bool, by_hand: bool) -> dict[str, Any]:

@@ -41,8 +41,9 @@ from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers, deaf_to_sigterm
 from finetune.training.loss import settle_trainer
 from finetune.training.reshard.resuming import Reshard
-from finetune.training.resuming import Epochs, GoOn, OwnSettings, RunningLoss, SavesLast, innermost
+from finetune.training.resuming import Epochs, GoOn, OwnSettings, RunningLoss, SavesLast
 from finetune.training.saving import SavingMixin, check_push
+from finetune.training.schedules import OURS, make_schedule
 from finetune.training.speed import (
     FLOPS_PER_PARAM_AND_TOKEN,
     SpeedMeter,
@@ -56,6 +57,8 @@ from finetune.training.watch import watching
 class FinetuneMixin(EvaluatingMixin, SavingMixin):
     """Name it before the Trainer's class. `lengths` are those of the training samples in tokens, to group by; None for
     a plain shuffle."""
+
+    lr_scheduler: Any  # the Trainer's
 
     def __init__(
         self,
@@ -146,9 +149,9 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         """As the Trainer's, which asks for it between building the optimizer and loading a checkpoint into it."""
         if self.reshard:
             self.own_settings = OwnSettings.of(optimizer or self.optimizer)
-        if self.args.lr_scheduler_type == "polynomial":
-            # It asks for `optimizer.defaults` (transformers 5.23, optimization.py), which those of ZeRO lack.
-            optimizer = innermost(optimizer or self.optimizer)
+        if self.lr_scheduler is None and self.args.lr_scheduler_type in OURS:
+            self.lr_scheduler = make_schedule(self.args, optimizer or self.optimizer, num_training_steps)
+            self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip(self, optimizer: Any, args: Any, kwargs: Any) -> None:

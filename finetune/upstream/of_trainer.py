@@ -88,6 +88,16 @@ PRIVATE = (
 )
 
 CALLED = (
+    Row(
+        MIXIN,
+        f"{TRAINER}_created_lr_scheduler",
+        "write",
+        "a schedule that the Trainer cannot build is made anew, as its own are, when training begins anew",
+        "trainer.py: get_scheduler takes the names of SchedulerType alone",
+        "a schedule of another name by a public hook",
+        "",
+        (f"{TRAINER}create_scheduler",),
+    ),
     *(
         Row(
             "training/guards/trainer_adapter.py",

@@ -47,6 +47,18 @@ def test_each_epoch_of_a_stream_has_all_its_rows_in_an_order_of_its_own(tmp_path
     assert epochs[0] != [f"row {i}" for i in range(ROWS)]
 
 
+def test_a_stream_is_cleaned_of_html_line_breaks_as_a_table_is(tmp_path: Path) -> None:
+    rows = [{"text": f"row<br />{i}" if i % 7 else "<br>", "label": str(i % 3)} for i in range(ROWS)]
+    data = arguments(tmp_path, rows)
+    data.clean_line_breaks = True
+    with pytest.raises(RequestError, match="data row 1 of the stream has empty text"):
+        surveyed(data)
+    found = surveyed(data, skip_bad_rows=True)
+    good = sorted(f"row\n{i}" for i in range(ROWS) if i % 7)
+    assert sorted([*texts(TextStream(data, found, seed=3)), *held_out_rows(data, found, seed=3)["text"]]) == good
+    assert sorted(text for text in some_texts(data, found) if text.strip()) == good
+
+
 def test_what_is_held_out_is_not_trained_on_and_nothing_is_lost(tmp_path: Path) -> None:
     data = arguments(tmp_path)
     found = surveyed(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from finetune.run.flags.text import DataArguments, PreparationArguments
 ROWS = {"text": [f"words {i}" for i in range(40)], "label": ["a", "b"] * 20}
 
 
-def clean(tables: dict[str, dict[str, Any]], **cut: Any) -> Any:
+def clean(tables: dict[str, dict[str, Any]], arguments: DataArguments | None = None, **cut: Any) -> Any:
     made = {split: Dataset.from_dict(rows) for split, rows in tables.items()}
-    return clean_tables(made, DataArguments(), PreparationArguments(**cut), seed=1)
+    return clean_tables(made, arguments or DataArguments(), PreparationArguments(**cut), seed=1)
 
 
 def test_a_missing_validation_split_is_held_out_by_class_and_by_seed() -> None:
@@ -83,6 +84,27 @@ def test_bad_rows_are_refused_with_their_numbers_or_left_out_when_told_so() -> N
     with pytest.raises(RequestError, match=r"2 of 42 rows with empty text or label \(counted.*: 41, 42\)"):
         clean({"train": rows})
     assert clean({"train": rows}, skip_bad_rows=True).skipped == {"train": 2}
+
+
+BREAKS = ["one<br /><br />two", "a <BR/>b</br>", '<br clear="all">x', "<broken> a < b", "plain"]
+CLEAN = ["one\n\ntwo", "a \nb\n", "\nx", "<broken> a < b", "plain"]
+
+
+def test_html_line_breaks_are_cleaned_of_every_text_when_told_so() -> None:
+    rows = {"a": BREAKS * 8, "b": BREAKS * 8, "label": ["<br>", "x"] * 20}
+    tables = {"train": rows, "validation": rows, "test": rows}
+    columns = DataArguments(text_column_names=["a", "b"], label_column_name="label")
+    assert clean(tables, columns).splits["validation"]["a"][:5] == BREAKS
+    cleaned = clean(tables, replace(columns, clean_line_breaks=True))
+    for split in ("train", "validation", "test"):
+        assert cleaned.splits[split]["a"][:] == cleaned.splits[split]["b"][:] == CLEAN * 8
+    assert cleaned.labels.names == ("<br>", "x"), "labels are names"
+
+
+def test_a_text_of_line_breaks_alone_is_empty() -> None:
+    rows = {"text": [*ROWS["text"], "<br />"], "label": [*ROWS["label"], "a"]}
+    with pytest.raises(RequestError, match="1 of 41 rows with empty text"):
+        clean({"train": rows}, DataArguments(clean_line_breaks=True))
 
 
 def test_a_test_row_keeps_its_number_when_bad_rows_are_left_out() -> None:

@@ -149,7 +149,7 @@ SCHEDULE: list[Case] = [
        {**TRAINER, **asked(lr_scheduler_type=flag, warmup_steps=10)}) for kind, flag, severity in (
         ("WarmupDecayLR", "linear", None), ("WarmupLR", "constant_with_warmup", None),
         ("WarmupCosineLR", "cosine", None), ("WarmupLR", "linear", E), ("WarmupDecayLR", "cosine", E),
-        ("WarmupLR", "constant", E), ("OneCycle", "polynomial", E))),
+        ("WarmupLR", "constant", E), ("OneCycle", "polynomial", E), ("OneCycle", "one_cycle", E))),
     *(("DS307", severity, warmup("auto"), asked(lr_scheduler_type=flag)) for flag, severity in (
         ("linear", W), ("constant", None), ("constant_with_warmup", None))),
     ("DS307", None, warmup("auto", "auto", "WarmupDecayLR"), asked(lr_scheduler_type="cosine")),

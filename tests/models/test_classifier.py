@@ -70,6 +70,17 @@ def test_a_trained_models_labels_are_known_and_a_fresh_ones_are_not(tmp_path: Pa
     assert trained.labels == Labels("regression", ())
 
 
+@pytest.mark.parametrize(("asked", "wanted", "positions"), [(None, 512, 512), (16, 16, 512), (1100, 1100, 1100)])
+def test_a_model_from_scratch_reads_as_many_tokens_as_are_asked_for(
+    asked: int | None, wanted: int, positions: int
+) -> None:
+    arguments = ModelArguments()
+    source = find_source(arguments, asked)
+    model = build_classifier(arguments, source, LABELS, train_wordpiece(["some words"], 60, source.max_seq_length))
+    assert (source.max_seq_length, model.config.max_position_embeddings) == (wanted, positions)
+    assert model(torch.zeros((1, wanted), dtype=torch.int64)).logits.shape == (1, 2)
+
+
 @pytest.mark.parametrize(("asked", "wanted"), [(None, 40), (16, 16)])
 def test_a_sequence_is_as_long_as_the_model_reads_or_as_asked(asked: int | None, wanted: int, tmp_path: Path) -> None:
     arguments = ModelArguments(model_name_or_path=saved(tmp_path, DISTILBERT))

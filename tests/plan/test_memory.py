@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from conftest import REPO
+from zero_paper import LAYERS, PAPER_GB, RANKS, VOCABULARY, WIDTH, planned_gb, table
 
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.load import SHIPPED
@@ -18,7 +20,7 @@ from finetune.plan.named import find_model_config
 from finetune.plan.notes import notes
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.plan import plan
-from finetune.plan.zero import Zero, read_zero
+from finetune.plan.zero import read_zero
 
 GIB = 2**30
 V100 = find_machine("V100-32GB")
@@ -53,26 +55,21 @@ def test_what_is_there_between_steps_is_as_published(name: str, stage: int, publ
     assert found == pytest.approx(published_gib, abs=0.005 + 0.01 * published_gib)
 
 
-@pytest.mark.parametrize(
-    ("stage", "paper_gb", "between_gb"), [(0, 120, 104.4), (1, 31.4, 16.3), (2, 16.6, 16.3), (3, 1.9, 1.9)]
-)
-def test_the_zero_paper_s_example_is_planned_as_published(stage: int, paper_gb: float, between_gb: float) -> None:
-    """arXiv 1910.02054, figure 1: 7.5 billion parameters, 64 ranks; this one has 7.46. At the peak of the backward pass
-    gradients are there as the paper counts them, but for the embedding's, which is on its way; between steps none are
-    up to ZeRO-2. docs/plan.md has these figures."""
-    config = {"model_type": "gptlite", "vocab_size": 50_304, "num_hidden_layers": 36, "hidden_size": 4096,
-              "num_attention_heads": 32, "max_position_embeddings": 1024, "tie_word_embeddings": True}  # fmt: skip
-    zero = Zero(stage=stage, reduce_bucket_size=5_000_000, prefetch_bucket_size=0, max_reuse_distance=0,
-                persistence_threshold=0, max_live_parameters=1)  # fmt: skip
-    one = Job(model_of(config), DEEPSPEED, zero, 64, tokens=8, precision="fp16", loss_chunk_tokens=2048)
-    states = {"parameters", "master weights", "optimizer states", "gradients"}
-    found = plan_memory(one, find_machine("H200"))
-    ended = sum(size for kind, size in found.peaks["backward"].by_kind.items() if kind in states) / 1e9
-    way = 50_304 * 4096 * 2 / 1e9  # the embedding's gradient
-    assert ended == pytest.approx(paper_gb, abs=way + 0.01 * paper_gb)
-    assert sum(size for kind, size in found.resident.items() if kind in states) / 1e9 == pytest.approx(
-        between_gb, abs=0.06
-    )
+@pytest.mark.parametrize("stage", PAPER_GB)
+def test_the_zero_paper_s_example_is_planned_as_published(stage: int) -> None:
+    """Of 7.5 billion parameters; this one has 7.46. At the peak of the backward pass gradients are there as the paper
+    counts them, but for the embedding's, which is on its way; between steps none are up to ZeRO-2: 2 bytes of weights
+    and 12 / 64 of master and moments, where the paper has 2 more of gradients."""
+    peak, rest = planned_gb(stage)
+    way = VOCABULARY * WIDTH * 2 / 1e9  # the embedding's gradient
+    assert peak == pytest.approx(PAPER_GB[stage], abs=way + 0.01 * PAPER_GB[stage])
+    parameters = 12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH  # but for biases, norms and positions
+    each = {0: 2 + 12, 1: 2 + 12 / RANKS, 2: 2 + 12 / RANKS, 3: (2 + 2 + 12) / RANKS}[stage]
+    assert rest == pytest.approx(each * parameters / 1e9, rel=0.01)
+
+
+def test_the_page_has_what_the_script_prints() -> None:
+    assert table() in (REPO / "docs" / "plan.md").read_text()
 
 
 def test_zero3_does_not_shard_the_deep_mlp() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from typing import Any
 
 import pytest
 from asked import run_of
 
 from finetune.errors import RequestError
-from finetune.run.engine import deepspeed_config_of, fsdp_of
+from finetune.run.engine import deepspeed_config_of, fsdp_of, settle_engine
 from finetune.run.launch import Launch
 from finetune.run.run import Run
 
@@ -40,6 +42,22 @@ def _no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_config_is_the_one_asked_for_or_the_launchers(argv: list[str], launcher: str, config: str | None) -> None:
     assert deepspeed_config_of(request(*argv, launcher=launcher)) == config
+
+
+@pytest.mark.parametrize("words", [["--deepspeed"], ["--deepspeed", "--deepspeed_config"]], ids=" ".join)
+def test_a_trial_of_deepspeeds_autotuning_is_told_what_does_it_here(words: list[str]) -> None:
+    """The launcher's log repeats what follows the first \"error\" on its line."""
+    config = {"zero_optimization": {"stage": 3}, "autotuning": {"enabled": True, "metric_path": "a" * 300}}
+    given = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    with pytest.raises(RequestError, match=r"plan RUN\.yaml --autotune") as met:
+        settle_engine(request(*words, given, launcher="deepspeed"))
+    assert "\n" not in str(met.value)
+    assert given not in str(met.value)
+
+
+def test_a_name_that_is_too_long_for_a_file_is_no_config() -> None:
+    with pytest.raises(RequestError, match="there is no such DeepSpeed config"):
+        settle_engine(request("--deepspeed", "a" * 300))
 
 
 @pytest.mark.parametrize(

@@ -290,13 +290,43 @@ def test_each_engine_applies_rate_and_decay_to_its_optimizer(engine: str, tmp_pa
         assert {(group["betas"][0], group["eps"]) for group in groups} == {(0.5, 1e-8)}
 
 
-@pytest.mark.parametrize("engine", ["zero2_bf16", "zero3", "pipeline"])
-def test_a_polynomial_schedule_is_as_on_one_process(engine: str, tmp_path: Path) -> None:
-    """transformers asks ZeRO's optimizers for what only torch's have."""
+@pytest.mark.parametrize(
+    ("engine", "kind", "kwargs"),
+    [
+        ("zero2_bf16", "polynomial", None),
+        ("zero3", "polynomial", None),
+        ("pipeline", "polynomial", None),
+        ("zero2_bf16", "step", '{"step_size": 3, "gamma": 0.5}'),
+        ("fsdp", "one_cycle", '{"pct_start": 0.5}'),
+        ("pipeline", "one_cycle", None),
+    ],
+)
+def test_a_schedule_is_as_on_one_process(engine: str, kind: str, kwargs: str | None, tmp_path: Path) -> None:
+    """transformers has no name for some, and asks ZeRO's optimizers for what only torch's have. And on it goes."""
     flags, recipe = ENGINES[engine]
-    run = launch("torchrun", tmp_path / "run", flags | {"lr_scheduler_type": "polynomial"}, ranks=2, recipe=recipe)
-    rates = [1e-7 + (1e-3 - 1e-7) * (4 - step) / 4 for step in range(4)]
+    flags = flags | {"lr_scheduler_type": kind} | ({"lr_scheduler_kwargs": kwargs} if kwargs else {})
+    run = launch("torchrun", tmp_path / "run", flags, ranks=2, recipe=recipe)
+    if kind == "one_cycle":
+        rates = one_cycle_of_torch(1e-3, 4, **json.loads(kwargs or "{}"))
+    else:
+        polynomial = [1e-7 + (1e-3 - 1e-7) * (4 - step) / 4 for step in range(4)]
+        rates = polynomial if kind == "polynomial" else [1e-3, 1e-3, 1e-3, 5e-4]
     assert run.column("learning_rate") == pytest.approx(rates, rel=1e-6)
+    as_after(run.folder, 2, run.folder)
+    again = launch("torchrun", run.folder, {**flags, "learning_rate": 5e-4, "resume": "auto"}, ranks=2, recipe=recipe)
+    if kind != "polynomial":  # whose end is a rate of its own
+        assert again.column("learning_rate")[2:] == pytest.approx([rate / 2 for rate in rates[2:]], rel=1e-6)
+
+
+def one_cycle_of_torch(rate: float, steps: int, **kwargs: Any) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, cycle_momentum=False, **kwargs)
+    rates = [schedule.get_last_lr()[0]]
+    for _ in range(steps - 1):
+        optimizer.step()
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    return rates
 
 
 def groups_in(saved: Any) -> list[dict[str, Any]]:

@@ -122,7 +122,15 @@ def every_auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
 
 def checkpoints_are_the_flags(config: Config, run: Context) -> Iterator[Finding]:
     """DS808. Only deepspeed.checkpointing.configure reads the section, and no engine calls it (deepspeed 0.19.8,
-    runtime/activation_checkpointing/checkpointing.py, runtime/pipe/engine.py)."""
+    runtime/activation_checkpointing/checkpointing.py, runtime/pipe/engine.py). To call it here would bring nothing:
+
+    - partition_activations cuts among tensor-parallel ranks (get_partition_size: mp_size is 1), and configure fails on
+      a pipeline's own grid, which has no get_tensor_model_parallel_group.
+    - cpu_checkpointing alone ends in an IndexError on a CPU: copy_to_device gives back the tensor itself, which
+      get_cpu_activations_for_backward then empties. Beside partition_activations losses are right, and on a CPU
+      nothing moves; on a GPU it was not tried.
+    - contiguous_memory_optimization makes a list of tensors, one a checkpoint (partition_activations).
+    """
     section = config.section("activation_checkpointing")
     asked = [name for name, value in section.items() if value not in (False, None)]
     if run.pipeline_parallel_size is not None and asked:

@@ -51,7 +51,11 @@ class FileArguments:
     test_file: str | None = field(default=None, metadata={"help": "likewise; labels are not needed", "path": FILE})
     encoding: str | None = field(default=None, metadata={"help": ENCODING})
     max_seq_length: int | None = field(
-        default=None, metadata={"help": "tokens; default: the model's, at most 512", "range": Range(least=LEAST_TOKENS)}
+        default=None,
+        metadata={
+            "help": "tokens; default: the model's, at most 512; from scratch any",
+            "range": Range(least=LEAST_TOKENS),
+        },
     )
 
 
@@ -66,6 +70,9 @@ class DataArguments(FileArguments):
     )
     task: str | None = field(
         default=None, metadata={"help": f"{', '.join(TASKS)}; default: by the labels", "choices": TASKS}
+    )
+    clean_line_breaks: bool = field(
+        default=False, metadata={"help": "make a line break of each <br /> in the texts, as in reviews from web pages"}
     )
     streaming: bool = field(default=False, metadata={"help": "read and tokenize on the way to the model"})
 

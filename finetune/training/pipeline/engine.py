@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Trainer, get_scheduler
+from transformers import Trainer
 
 from finetune.training.pipeline.stages import Cut, weight_names
+from finetune.training.schedules import make_schedule
 
 UNUSED = "unused"  # a weight that fills an empty group of the optimizer
 Named = dict[str, torch.nn.Parameter]
@@ -35,13 +36,7 @@ def build_engine(module: Any, parts: Cut, args: Any, ds_config: dict[str, Any], 
 
     named, buffers = weight_names(parts, module)
     optimizer, groups = _optimizer(module, named, args)
-    scheduler = get_scheduler(
-        args.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=args.get_warmup_steps(max_steps),
-        num_training_steps=max_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )
+    scheduler = make_schedule(args, optimizer, max_steps)
     with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints the memory six times
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=ds_config)
     return Built(engine, optimizer, scheduler, groups, named, buffers)

@@ -1,0 +1,89 @@
+"""Two schedules of torch's that transformers lacks, as a factor of --learning_rate by the step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finetune.run.run import Run
+
+Rule = Callable[[int], float]
+
+
+class Schedule(str, Enum):
+    """The values of --lr_scheduler_type that are ours."""
+
+    STEP = "step"
+    ONE_CYCLE = "one_cycle"
+
+
+def step(total: int, step_size: int, gamma: float = 0.1) -> Rule:
+    """torch.optim.lr_scheduler.StepLR."""
+    if not isinstance(step_size, int) or step_size < 1:
+        raise ValueError(f"step_size is {step_size!r}, and must be a whole number of steps, 1 or more")
+    if gamma <= 0:
+        raise ValueError(f"gamma is {gamma!r}, and must be more than 0")
+    return lambda number: float(gamma ** (number // step_size))
+
+
+def one_cycle(
+    total: int,
+    pct_start: float = 0.3,
+    anneal_strategy: str = "cos",
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+    three_phase: bool = False,
+) -> Rule:
+    """torch.optim.lr_scheduler.OneCycleLR of `total` steps, whose `max_lr` is the full rate; but momentum stays."""
+    if not 0 <= pct_start <= 1:
+        raise ValueError(f"pct_start is {pct_start!r}, and must be from 0 to 1")
+    if anneal_strategy not in ("cos", "linear"):
+        raise ValueError(f"anneal_strategy is {anneal_strategy!r}, and must be 'cos' or 'linear'")
+    if div_factor <= 0 or final_div_factor <= 0:
+        raise ValueError("div_factor and final_div_factor must be more than 0")
+    first = 1 / div_factor
+    last, top = first / final_div_factor, pct_start * total - 1
+    phases = [(top, first, 1.0), (2 * top, 1.0, first), (total - 1, first, last)]  # the last step, and rates there
+    if not three_phase:
+        phases = [phases[0], (total - 1, 1.0, last)]
+
+    def factor(number: int) -> float:
+        number = min(number, total - 1)  # it is asked once more behind the last step
+        at = next((i for i, phase in enumerate(phases[:-1]) if number <= phase[0]), len(phases) - 1)
+        begin, (end, low, high) = phases[at - 1][0] if at else 0.0, phases[at]
+        share = (number - begin) / (end - begin) if end != begin else 1.0
+        return high + (low - high) * (1 - share if anneal_strategy == "linear" else (1 + math.cos(math.pi * share)) / 2)
+
+    return factor
+
+
+RULES: dict[Schedule, Callable[..., Rule]] = {Schedule.STEP: step, Schedule.ONE_CYCLE: one_cycle}
+
+
+def mistakes(run: Run) -> Iterator[str]:
+    """In the kwargs of a schedule of ours."""
+    kind, given = run.value("lr_scheduler_type"), run.value("lr_scheduler_kwargs") or {}
+    if kind not in tuple(Schedule):
+        return
+    rule = RULES[Schedule(kind)]
+    known = {name: one.default for name, one in list(inspect.signature(rule).parameters.items())[1:]}
+    said = f"{run.said('lr_scheduler_type')}, with --lr_scheduler_kwargs {given}"
+    missing = [name for name, usual in known.items() if usual is inspect.Parameter.empty and name not in given]
+    unknown = [name for name in (given if isinstance(given, dict) else [given]) if name not in known]
+    if missing or unknown:
+        what = f"{', '.join(unknown)} is unknown" if unknown else f"{', '.join(missing)} is missing"
+        yield f"{said}: {what}. It takes {', '.join(known)}."
+        return
+    try:
+        rule(1, **given)
+    except (TypeError, ValueError) as error:
+        yield f"{said}: {error}."
+
+
+def rule_of(kind: Any, total: int, given: dict[str, Any] | None) -> Rule | None:
+    """That of a schedule of ours for a run of `total` steps; None for one of transformers'."""
+    return RULES[Schedule(kind)](total, **(given or {})) if kind in tuple(Schedule) else None

@@ -1,0 +1,97 @@
+"""The schedules of ours against torch's own, and what is wrong with their kwargs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
+
+from finetune.errors import RequestError
+from finetune.run.launch import Launch
+from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
+from finetune.run.recipes.seq_cls import SEQ_CLS
+from finetune.run.resolve import resolve
+from finetune.run.schedules import rule_of
+
+RATE = 0.3
+
+
+def rates(optimizer: torch.optim.Optimizer, schedule: LRScheduler, steps: int) -> list[float]:
+    found = []
+    for left in range(steps, 0, -1):
+        found.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        if left > 1:
+            schedule.step()
+    return found
+
+
+def one() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1)], lr=RATE)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 17, 100])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"anneal_strategy": "linear"},
+        {"pct_start": 0.45, "div_factor": 10, "final_div_factor": 100},
+        {"pct_start": 0.4, "three_phase": True},
+        {"pct_start": 1.0},
+        {"pct_start": 0.0, "anneal_strategy": "linear"},
+    ],
+    ids=str,
+)
+def test_one_cycle_is_torchs(kwargs: dict[str, Any], steps: int) -> None:
+    optimizer = one()
+    schedule = OneCycleLR(optimizer, RATE, steps, cycle_momentum=False, **kwargs)
+    rule = rule_of("one_cycle", steps, kwargs)
+    assert rule is not None
+    assert [RATE * rule(step) for step in range(steps)] == pytest.approx(rates(optimizer, schedule, steps), rel=1e-9)
+    assert rule(steps) == rule(steps - 1)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 10])
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])
+def test_one_cycle_has_a_rate_where_torch_divides_by_zero(share: float, steps: int) -> None:
+    rule = rule_of("one_cycle", steps, {"pct_start": share})
+    assert rule is not None
+    assert all(0 < rule(step) <= 1 for step in range(steps + 1))
+
+
+@pytest.mark.parametrize("kwargs", [{"step_size": 1}, {"step_size": 4, "gamma": 0.5}, {"step_size": 50}], ids=str)
+def test_step_is_torchs(kwargs: dict[str, Any]) -> None:
+    optimizer = one()
+    rule = rule_of("step", 20, kwargs)
+    assert rule is not None
+    found = rates(optimizer, StepLR(optimizer, **kwargs), 20)
+    assert [RATE * rule(step) for step in range(20)] == pytest.approx(found, rel=1e-9)
+
+
+@pytest.mark.parametrize("recipe", [SEQ_CLS, CAUSAL_LM, CAUSAL_LM_PIPELINE], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "said"),
+    [
+        ("step", None, r"--lr_scheduler_type is 'step' .*step_size is missing\. It takes step_size, gamma"),
+        ("step", {"step": 3}, "step is unknown"),
+        ("step", {"step_size": 0}, "whole number of steps, 1 or more"),
+        ("step", {"step_size": 2.5}, "whole number of steps, 1 or more"),
+        ("step", {"step_size": 2, "gamma": 0}, "gamma is 0, and must be more"),
+        ("step", {"step_size": 2, "gamma": "a"}, "--lr_scheduler_kwargs"),
+        ("one_cycle", {"max_lr": 1}, "max_lr is unknown.*It takes pct_start"),
+        ("one_cycle", {"pct_start": 2}, "from 0 to 1"),
+        ("one_cycle", {"anneal_strategy": "sin"}, "'cos' or 'linear'"),
+        ("one_cycle", {"div_factor": 0}, "must be more than 0"),
+        ("StepLR", None, "you may mean step"),
+        ("OneCycleLR", None, "you may mean one_cycle"),
+    ],
+)
+def test_what_a_schedule_does_not_take_is_refused(recipe: Any, kind: str, kwargs: Any, said: str) -> None:
+    words = ["--lr_scheduler_type", kind, *(["--lr_scheduler_kwargs", json.dumps(kwargs)] if kwargs else [])]
+    with pytest.raises(RequestError, match=said):
+        resolve(recipe, words, Launch(), is_here=False)
