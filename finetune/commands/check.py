@@ -82,7 +82,9 @@ def _described(asked: argparse.Namespace, planned: Run | None) -> Context:
     ranks, per_node = asked.world_size, asked.ranks_per_node
     if stages is not None and stages < 1:
         raise RequestError(f"--pipeline_parallel_size {stages} is no number of stages. Give 1 or more.")
-    if ranks is not None and (ranks < 1 or ranks % (stages or 1)):
+    if ranks is not None and ranks < 1:
+        raise RequestError(f"--world_size {ranks} is no number of ranks. Give 1 or more.")
+    if ranks is not None and ranks % (stages or 1):
         raise RequestError(f"--world_size {ranks} is no multiple of {stages or 1} stage(s). Change one of them.")
     if per_node is not None and ranks is None:
         raise RequestError(f"--ranks_per_node {per_node} needs --world_size: how many ranks there are in all.")

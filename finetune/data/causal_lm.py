@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.changes import UnchangedFiles
 from finetune.data.chat import DEFAULT_TEMPLATE
-from finetune.data.documents import CHAT, ENDS, TEXT, Corpus, open_corpus
+from finetune.data.columns import CHAT, TEXT
+from finetune.data.documents import ENDS, Corpus, open_corpus
 from finetune.data.encoding import Encoder, write_tokens
 from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_fit_decreasing, one_each, wrapped
 from finetune.data.token_stream import TokenStream

@@ -14,18 +14,16 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from finetune.data.builtin import manual_topics
 from finetune.data.charset import UTF8, as_utf8, encoding_notes
-from finetune.data.columns import TEXT_NAMES, said_columns
-from finetune.data.files import open_file, open_hub
+from finetune.data.columns import TEXT, find_document_columns, said_columns
+from finetune.data.files import TEXT_FILES, open_file, open_hub
 from finetune.data.streaming import is_drawn
 from finetune.errors import RequestError
 from finetune.safe_read.files import open_plain
 
 PIECE_CHARACTERS = 1 << 14  # a text file is read and tokenized in pieces of about this size, cut at line ends
 HELD_OUT_DOCUMENTS = 1_000  # of a stream, where --max_eval_samples does not say
-TEXT_FILES = (".txt", ".text", ".md")
 
 ENDS = "__ends__"  # a column of our own: false where a document goes on in the next row
-TEXT, CHAT, COMPLETION = "text", "messages", "completion"
 
 
 @dataclass(frozen=True)
@@ -120,37 +118,10 @@ def _read_piece(file: Any) -> str:
     return str(file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS))
 
 
-def find_document_columns(table: Any, column: str | None, where: str) -> tuple[str, tuple[str, ...]]:
-    """What kind of documents a table or stream holds, and the columns that matter. Raises RequestError."""
-    names = _names(table)
-    if column is None and "messages" in names:
-        return CHAT, ("messages",)
-    if column is None and {"prompt", "completion"} <= set(names):
-        return COMPLETION, ("prompt", "completion")
-    lower = {name.lower(): name for name in names}
-    found = column or next((lower[name] for name in TEXT_NAMES if name in lower), None)
-    if found is None and len(names) == 1:
-        found = names[0]
-    if found is None or found not in names:
-        given = f" (--text_column_name {column})" if column else ""
-        raise RequestError(
-            f"{where}: no column with text found{given}; it has {', '.join(names)}. Name one by --text_column_name, or "
-            "give `messages`, or `prompt` and `completion`."
-        )
-    if column is None and found == "prompt":
-        raise RequestError(f"{where}: has `prompt` without `completion`. Add it, or say --text_column_name prompt.")
-    if not isinstance(value := next(iter(table))[found], str | None):
-        raise RequestError(
-            f"{where}: column {found} holds {type(value).__name__} ({str(value)[:80]}), not text. Name another by "
-            "--text_column_name, or give conversations as `messages` with `role` and `content`."
-        )
-    return TEXT, (found,)
-
-
 def _settle(table: Any, column: str | None, where: str) -> tuple[str, Any, str]:
     """The kind, the documents with these columns alone, and which they are in words; nothing of a single text."""
-    kind, read = find_document_columns(table, column, where)
     names = _names(table)
+    kind, read = find_document_columns(names, table, column, where)
     said = said_columns({"text": read}, [name for name in names if name not in read])
     if kind != TEXT:
         return kind, table.select_columns(list(read)), said

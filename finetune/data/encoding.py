@@ -12,7 +12,8 @@ import numpy as np
 from datasets import Features, List, Value
 
 from finetune.data.chat import DEFAULT_TEMPLATE, completion, conversation
-from finetune.data.documents import CHAT, ENDS, TEXT
+from finetune.data.columns import CHAT, TEXT
+from finetune.data.documents import ENDS
 from finetune.data.packing import TokenWriter, dtype_of
 from finetune.data.tokenizer import letters_of
 from finetune.errors import RequestError

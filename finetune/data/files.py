@@ -8,19 +8,18 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
-
-import datasets
-from datasets import Dataset, Features, IterableDataset, Value, load_dataset
-from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from datasets.utils.extract import Extractor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import FinetuneError, RequestError, first_line
+from finetune.run.flags.text import CONLL
 from finetune.safe_read import DEEPEST, TOKEN
 from finetune.safe_read.files import open_plain
 from finetune.safe_read.folders import check_data_folder
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 T = TypeVar("T")
 KINDS = {
@@ -31,6 +30,7 @@ KINDS = {
     ".jsonl": "json",
     ".parquet": "parquet",
 }
+TEXT_FILES = (".txt", ".text", ".md")  # of a language model, each a document
 OFFLINE = "Offline? Give local files by --train_file (csv, tsv, json, parquet), or leave both out for built-in text."
 # What pandas 2 and 3 say (_libs/src/parser/tokenizer.c); in other words it is shown as it is.
 TOO_LONG = re.compile(r"Expected (\d+) fields in line (\d+), saw (\d+)")
@@ -46,6 +46,10 @@ def open_file(
     A csv or tsv without a header row gets the column names `column_1`, `column_2`, ... `has_header` says whether it has
     one; None looks. Raises RequestError.
     """
+    from datasets import Features, Value, load_dataset
+    from datasets.exceptions import DatasetGenerationError
+    from datasets.utils.extract import Extractor
+
     path = Path(name).expanduser()
     if path.is_dir():
         raise RequestError(f"--{flag} {name}: is a folder. Give one file, or the folder as --dataset_name.")
@@ -58,13 +62,16 @@ def open_file(
         raise RequestError(f"--{flag} {name}: is packed ({packed}). Unpack it.")
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
-        raise RequestError(f"--{flag} {name}: cannot tell what it is by its name. Give {', '.join(KINDS)}.")
+        other = " CoNLL text is for recipes/token_cls.py." if path.suffix.lower() in CONLL else ""
+        raise RequestError(f"--{flag} {name}: cannot tell what it is by its name. Give {', '.join(KINDS)}.{other}")
     if path.stat().st_size == 0:
         raise RequestError(f"--{flag} {name}: the file is empty.")
     said, path = f"--{flag} {name}", path if kind == "parquet" else as_utf8(flag, name, encoding, streaming)
     if kind == "json":
         _refuse_deep(said, path)
-    options = _csv_options(said, path, has_header) if kind == "csv" else {}
+    options = csv_options(said, path, has_header) if kind == "csv" else {}
+    if options:
+        options["features"] = Features({column: Value("string") for column in options["names"]})
     try:
         data = load_dataset(kind, data_files=str(path), split="train", streaming=streaming, **options)
         if streaming:
@@ -81,6 +88,9 @@ def open_hub(
 ) -> Dataset | IterableDataset | None:
     """One split of a hub data set (or of a local folder in the hub's layout); None where it has no such split. `mend`
     says what to do without the hub."""
+    import datasets
+    from datasets.exceptions import DatasetNotFoundError
+
     cached = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
     if is_local := Path(name).expanduser().is_dir():
         check_data_folder(Path(name).expanduser(), f"--dataset_name {name}")
@@ -88,7 +98,7 @@ def open_hub(
         away = ConnectionError("the hub cannot be reached, and no copy is cached here")
         raise RequestError(_not_found(name, away, mend))
     try:
-        return load_dataset(name, config, split=split, streaming=streaming)
+        return datasets.load_dataset(name, config, split=split, streaming=streaming)
     except DatasetNotFoundError as error:
         raise RequestError(_not_found(name, error, mend)) from error
     except ValueError as error:
@@ -103,7 +113,7 @@ def _not_found(name: str, error: Exception, mend: str) -> str:
     return f"--dataset_name {name}: neither a local folder nor to be had from the hub ({first_line(error)}). {mend}"
 
 
-def _csv_options(said: str, path: Path, has_header: bool | None) -> dict[str, Any]:
+def csv_options(said: str, path: Path, has_header: bool | None) -> dict[str, Any]:
     """Separator, quoting and header, found from the first rows, as keyword arguments for pandas' reader."""
     with path.open(encoding=UTF8, newline="", errors="replace") as file:
         lines = list(itertools.islice(file, SNIFFED_ROWS))
@@ -132,7 +142,6 @@ def _csv_options(said: str, path: Path, has_header: bool | None) -> dict[str, An
         "quoting": quoting,
         "header": 0 if header else None,
         "names": names,
-        "features": Features({name: Value("string") for name in names}),
         "keep_default_na": False,  # "NA" and "null" are words; an empty cell is found later, as an empty row
         "encoding": UTF8,
     }

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from datasets import ClassLabel, Dataset, LargeList, List, Value
 
 from finetune.data.columns import MAX_SHOWN, MULTI_LABEL, Labels, is_empty, label_text, names_of_ids
+from finetune.data.list_text import lists_of_text
 from finetune.errors import RequestError
 
 MERGED = "label_column_names"  # the column that those of the flag are made into
@@ -73,6 +74,7 @@ def name_lists(
     """The tables with lists of names as labels, where the labels are lists, and as they are otherwise; with the names
     that the training data declare beside those that occur. Raises RequestError for lists that are neither names nor
     multi-hot, and where `task` or a model that is not trained any more wants the other kind."""
+    tables = {split: lists_of_text(table, str(label), f"the {split} data") for split, table in tables.items()}
     labelled = {
         split: table
         for split, table in tables.items()

@@ -17,6 +17,7 @@ from transformers import DataCollatorWithPadding
 
 from finetune.data.changes import UnchangedFiles, unchanged_rows
 from finetune.data.columns import (
+    HEAD_ROWS,
     MULTI_LABEL,
     Columns,
     Labels,
@@ -28,7 +29,8 @@ from finetune.data.columns import (
 )
 from finetune.data.files import open_file, open_hub, readable
 from finetune.data.line_breaks import without_html_breaks
-from finetune.data.tables import HEAD_ROWS, ROW
+from finetune.data.list_text import are_lists
+from finetune.data.tables import ROW
 from finetune.errors import RequestError, RunError
 from finetune.run.flags.text import DataArguments, PreparationArguments
 
@@ -80,7 +82,9 @@ def survey(
     stream = open_stream(arguments)
     head = list(islice(stream, HEAD_ROWS))
     columns = find_columns(head, arguments.text_column_names, arguments.label_column_name, "the training data")
-    if arguments.label_column_names or arguments.task == MULTI_LABEL or isinstance(head[0][str(columns.label)], list):
+    cells = [row[str(columns.label)] for row in head]
+    has_several = isinstance(cells[0], list) or are_lists(cells)
+    if arguments.label_column_names or arguments.task == MULTI_LABEL or has_several:
         raise RequestError("--streaming: rows with several labels each are not read from a stream. Leave it out.")
     fraction = 0.0 if has_validation else preparation.validation_fraction
     most_held_out = preparation.max_eval_samples or HELD_OUT_ROWS

@@ -14,6 +14,7 @@ from sklearn.model_selection import train_test_split
 
 from finetune.data.builtin import docstring_rows
 from finetune.data.columns import (
+    HEAD_ROWS,
     MULTI_LABEL,
     Columns,
     Labels,
@@ -31,7 +32,6 @@ from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
 
 SPLITS = ("train", "validation", "test")
-HEAD_ROWS = 200
 ROW = "row"  # the number of a test row in its file, from 0
 
 Table = dict[str, Dataset]

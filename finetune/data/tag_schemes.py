@@ -6,6 +6,7 @@ begins with I-, and with B- only right after another of its type.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,14 +16,15 @@ from finetune.data.charset import UTF8
 from finetune.errors import RequestError
 
 OUTSIDE = "O"  # the tag of no entity
+COMMENT = re.compile(r"#\s*\S+\s*=|#\s*(begin|end)\s+document|#\s*new(doc|par)\b")
 PREFIXES = {"B": "B", "I": "I", "L": "L", "E": "L", "U": "U", "S": "U"}
 SHOWN = 5
 
 
 def read_conll(path: Path, said: str = "") -> Iterator[tuple[list[str], list[str] | None, int]]:
     """Words and tags of each sentence, and its first line: the first column and the last, which tabs or blanks part. A
-    blank line ends a sentence, and so does -DOCSTART-. A file of one column has words alone. `said` names it in errors
-    (RequestError)."""
+    blank line ends a sentence, and so does -DOCSTART-; comments before one are passed over. A file of one column has
+    words alone. `said` names it in errors (RequestError)."""
     words: list[str] = []
     tags: list[str] = []
     width = 0
@@ -34,6 +36,8 @@ def read_conll(path: Path, said: str = "") -> Iterator[tuple[list[str], list[str
                     yield words, tags if width > 1 else None, number - len(words)
                 words, tags = [], []
                 continue
+            if not words and _is_comment(line, cells, width):
+                continue
             width = width or len(cells)
             if len(cells) != width:
                 raise RequestError(
@@ -44,6 +48,17 @@ def read_conll(path: Path, said: str = "") -> Iterator[tuple[list[str], list[str
             tags.append(cells[-1].strip())
     if words:
         yield words, tags if width > 1 else None, number + 1 - len(words)
+
+
+def _is_comment(line: str, cells: Sequence[str], width: int) -> bool:
+    """`# sent_id = 1`, `#begin document (x); part 0`, or another line with # that is not a word with its tag."""
+    if not line.startswith("#") or cells[-1] == OUTSIDE or _has_prefix(cells[-1]):
+        return False
+    return len(cells) != (width or 2) or COMMENT.match(line) is not None
+
+
+def _has_prefix(tag: str) -> bool:
+    return tag[1:2] == "-" and tag[:1] in PREFIXES and bool(tag[2:])
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,12 @@ def find_scheme(rows: Sequence[Sequence[str] | None]) -> tuple[Scheme, str]:
     """The scheme of all tags together, and what there is to say of it: nothing for whole BIO. Raises RequestError for
     tags of which some have a prefix and some have none."""
     kinds = Counter(tag for row in rows for tag in row or () if tag != OUTSIDE)
-    bare = [tag for tag in kinds if tag[1:2] != "-" or tag[:1] not in PREFIXES or not tag[2:]]
+    if kinds and all(tag.isdecimal() for tag in kinds):
+        raise RequestError(
+            f"the tags are numbers ({', '.join(sorted(kinds)[:SHOWN])}), which do not say what is no entity. Write "
+            "their names, such as B-person and O, or give ids of a data set that names them."
+        )
+    bare = [tag for tag in kinds if not _has_prefix(tag)]
     if bare and len(bare) < len(kinds):
         raise RequestError(
             f"some tags begin with B-, I- or their like, and others do not: {', '.join(sorted(bare)[:SHOWN])}. Give "

@@ -16,8 +16,9 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.classification import Kind
-from finetune.data.columns import IGNORED, TOKENS, Columns, Labels, names_of_ids
+from finetune.data.columns import IGNORED, LINE, TOKENS, Columns, Labels, find_token_columns, names_of_ids
 from finetune.data.files import open_file, open_hub
+from finetune.data.list_text import lists_of_text
 from finetune.data.python_names import name_rows
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most
 from finetune.data.tag_schemes import OUTSIDE, find_scheme, read_conll, to_bio
@@ -25,11 +26,9 @@ from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
 from finetune.safe_read.files import open_plain
 
-TOKEN_NAMES, TAG_NAMES = ("tokens", "words"), ("tags", "ner_tags", "labels", "label")
-PARSED = (".json", ".jsonl", ".parquet")  # every other file is CoNLL text
+PARSED = (".json", ".jsonl", ".parquet", ".csv")  # every other file is CoNLL text
 WORDS = "words"  # the words of a test row, which its prediction names
 SHOWN = 5
-LINE = "__line__"  # of a file, in which a sentence begins
 
 
 def load_sentences(arguments: TokenDataArguments) -> tuple[Table, str]:
@@ -92,7 +91,12 @@ def clean_sentences(
             "--do_train False and --model_name_or_path with a trained model."
         )
     first = "train" if "train" in tables else next(iter(tables))
-    columns = find_token_columns(tables[first], arguments, _said(arguments, first), first != "test")
+    if tables[first].column_names == ["tokens", LINE] and first != "test":
+        raise RequestError(
+            f"{_said(arguments, first)}: each line is one word without a tag. Give a word and its tag on each, with a "
+            "tab or blanks between."
+        )
+    columns = find_token_columns(tables[first].column_names, arguments, _said(arguments, first), first != "test")
     cleaned, skipped = {}, {}
     for split, table in tables.items():
         cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, arguments, cut.skip_bad_rows)
@@ -112,31 +116,20 @@ def clean_sentences(
     return CleanTables(cleaned, columns, labels, skipped, (note,) if note else ())
 
 
-def find_token_columns(table: Dataset, arguments: TokenDataArguments, said: str, is_labelled: bool) -> Columns:
-    there = [name for name in table.column_names if name != LINE]
-
-    def find(flag: str, given: str | None, names: Sequence[str], needed: bool) -> str | None:
-        found = given or next((name for name in names if name in there), None)
-        if (found is None and needed) or (found is not None and found not in there):
-            raise RequestError(
-                f"{said}: has no column {found or ' or '.join(names)!r}; it has {', '.join(there)}. Say which "
-                f"it is by --{flag}."
-            )
-        return found
-
-    tokens = find("tokens_column_name", arguments.tokens_column_name, TOKEN_NAMES, True)
-    tags = find("tags_column_name", arguments.tags_column_name, TAG_NAMES, is_labelled)
-    return Columns((str(tokens),), tags, tuple(name for name in there if name not in (tokens, tags)))
-
-
 def _without_bad_rows(
     table: Dataset, columns: Columns, split: str, arguments: TokenDataArguments, skip: bool
 ) -> tuple[Dataset, int]:
     """Columns `tokens`, and `tags` as names where there are any. A row without words, with another number of tags, or
     with an empty one is refused or left out."""
-    words, said = table[columns.text[0]][:], _said(arguments, split)
+    said = _said(arguments, split)
+    for column in filter(None, (columns.text[0], columns.label)):
+        table = lists_of_text(table, column, said)
+    words = table[columns.text[0]][:]
     if not all(row is None or isinstance(row, list) for row in words[:SHOWN]):
-        raise RequestError(f"{said}: {columns.text[0]!r} holds no lists of words. Give a list a row.")
+        raise RequestError(
+            f"{said}: {columns.text[0]!r} holds no lists of words. Give a list a row, or CoNLL text: "
+            "a word and its tag a line. Whole texts are for recipes/seq_cls.py."
+        )
     tags = _named(table, str(columns.label), split) if columns.label in table.column_names else None
     if split == "test" and tags is not None and not any(tags):
         tags = None

@@ -37,6 +37,10 @@ def find_config(name_or_path: str) -> Path:
     shipped = SHIPPED / f"{name_or_path.removesuffix('.json')}.json"
     if "/" not in name_or_path and os.path.isfile(shipped):
         return shipped
+    if name_or_path.lstrip().startswith("{"):
+        raise RequestError(
+            "a DeepSpeed config is given as JSON, but it is taken from a file. Write it to one, and give its path."
+        )
     names = sorted(p.stem for p in SHIPPED.glob("*.json"))
     near = difflib.get_close_matches(name_or_path, names, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""

@@ -64,23 +64,26 @@ def job_of(
     makes its samples up; else the run says it. Raises RequestError."""
     notes: list[str] = []
     if wrong := next((name for name in COUNTED if (run.value(name) or 0) > MOST), None):
-        raise RequestError(f"--{wrong} is {run.value(wrong):,}. Mistyped?")
+        raise RequestError(f"{run.said(wrong)}. Mistyped?")
     if params_per_layer is not None and params_per_layer < 1:
         raise RequestError(f"--params_per_layer is {params_per_layer}, but it must be 1 or more.")
     subject = subject or _subject(run, machine, params_per_layer, notes)
     model, run = subject.model, settle_engine(run)
     if run.value("fsdp") or fsdp_by_accelerate(run):
-        raise RequestError("--fsdp: what it shards is not known. --deepspeed zero3 shards the same, and is.")
+        raise RequestError(
+            f"{run.said('fsdp')}: what it shards is not known. --deepspeed zero3 shards the same, and is."
+        )
     if run.stages is not None and model.family not in LISTED:
         raise RequestError(
-            f"--pipeline_parallel_size: pipelines of {' and '.join(LISTED)} are planned, and this is a {model.family}. "
-            "Drop it; ZeRO-3 shards any model."
+            f"{run.said('pipeline_parallel_size')}: pipelines of {' and '.join(LISTED)} are planned, and this is a "
+            f"{model.family}. Drop it; ZeRO-3 shards any model."
         )
     lora, asked = lora_of(run, model), deepspeed_config_of(run)
-    flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine))
+    flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes))
     precision = next((name for name in ("bf16", "fp16") if flags[name]), "fp32")
     if precision not in machine.peak_flops:
-        raise RequestError(f"--{precision}: {machine.name} has no {precision}. Give another precision.")
+        said = run.said(precision) if precision in run.given else f"{precision} is asked for by {asked}"
+        raise RequestError(f"{said}, but {machine.name} has no {precision}. Give another precision.")
     job = Job(
         model=with_lora(model, lora) if lora else model,
         engine=TRAINER,
@@ -134,7 +137,8 @@ def _tokens(run: Run, model: Model, notes: list[str]) -> int:
     if flag == "max_seq_length" and given and tokenizer.is_file():
         said = read_config(tokenizer).get("model_max_length")
         most = int(said) if isinstance(said, int) and 0 < said < NO_LIMIT else NO_LIMIT
-    found = tokens_of(flag, run.value(flag), positions_of(model.sizes.config.get), most, otherwise)
+    positions, source = positions_of(model.sizes.config.get), f" ({run.source(flag)})"
+    found = tokens_of(flag, run.value(flag), positions, most, otherwise, source)
     if flag == "max_seq_length":
         notes.append(f"samples are counted as {found} tokens, the most; batches of shorter texts take less")
     return found
@@ -150,10 +154,16 @@ def _side(run: Run, notes: list[str]) -> int:
     return MOST_SIDE
 
 
-def _fastest(machine: Machine) -> str:
+def _fastest(machine: Machine, notes: list[str]) -> str:
     """Of the precisions in which a recipe trains by itself. A CPU's profile has bf16 where it computes with it."""
     halves = ("bf16",) if machine.device == "cpu" else ("bf16", "fp16")
-    return next((name for name in halves if name in machine.peak_flops), "fp32")
+    found = next((name for name in halves if name in machine.peak_flops), "fp32")
+    if machine.name == "cpu" and found == "fp32":
+        notes.append(
+            "fp32 is taken for granted, as of any CPU; a run takes bf16 on one that computes with it. `finetune plan "
+            "--calibrate FILE` measures this one, and --gpu FILE plans by it"
+        )
+    return found
 
 
 def _device(machine: Machine) -> str:
@@ -163,5 +173,5 @@ def _device(machine: Machine) -> str:
 def _one_of(run: Run, name: str, known: Sequence[str], default: str) -> str:
     found = str(run.value(name) or default)
     if found not in known:
-        raise RequestError(f"--{name} {found}: what it takes is not known. Known: {', '.join(known)}.")
+        raise RequestError(f"{run.said(name)}: what it takes is not known. Known: {', '.join(known)}.")
     return found

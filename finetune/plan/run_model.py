@@ -14,9 +14,11 @@ from finetune.plan.model import Model, model_of, read_config
 from finetune.plan.named import CHARACTERS, find_model_config, gptlite_config
 from finetune.plan.values import Lora
 from finetune.run.choose import candidates, is_told
+from finetune.run.conflicts import FILES
 from finetune.run.files import RUN_RECORD
 from finetune.run.flags.images import ImageModelArguments
 from finetune.run.flags.language import CausalModelArguments
+from finetune.run.flags.text import CONLL
 from finetune.run.launch import Launch
 from finetune.run.resolve import resolve
 from finetune.run.run import Run
@@ -46,13 +48,17 @@ def described(argv: Sequence[str], launch: Launch, named: str | None = None) -> 
     if not runs:
         raise refused[0]
     run = min(runs, key=lambda run: HEADS.get(run.recipe.task) not in _likely_heads(run))
-    told = [] if is_told(argv, named) else [f"planned as {run.recipe.script} trains it; --recipe NAME says another"]
-    return run, [*told, *run.notes]
+    if is_told(argv, named):
+        return run, list(run.notes)
+    why = "the one that reads tagged words" if _has_tagged_words(run) else "the likeliest that has these flags"
+    return run, [f"planned as {run.recipe.script} trains it, {why}; --recipe NAME says another", *run.notes]
 
 
 def _likely_heads(run: Run) -> tuple[str, ...]:
     """Those that a recipe for the model of a run trains."""
     given = run.value("model_name_or_path")
+    if _has_tagged_words(run):
+        return (TAGS,)
     if not given:
         return (CAUSAL,)
     try:
@@ -63,6 +69,10 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
         return (CAUSAL,)
     trained = [head for head in (own, CAUSAL, CLASSES, TAGS, IMAGES) if head in heads and head in HEADS.values()]
     return tuple(trained[:1])
+
+
+def _has_tagged_words(run: Run) -> bool:
+    return any(Path(str(run.value(name) or "")).suffix.lower() in CONLL for name in FILES)
 
 
 def run_of_record(folder: Path, launch: Launch) -> Run:
@@ -89,6 +99,8 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Mo
     if not given:
         return model_of(_scratch_config(run, notes), "the model from scratch", HEADS.get(run.recipe.task))
     config = _config_of(str(given))
+    if HEADS.get(run.recipe.task) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
+        notes.append(f"{Sizes(config, str(given)).labels} labels are taken for granted; the data decides")
     if str(config.get("model_type")) not in FAMILIES:
         config = _alike(config, str(given), params_per_layer, notes)
     model, head = model_of(config, str(given)), HEADS.get(run.recipe.task)
@@ -114,11 +126,14 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
         return _gptlite(run, size, notes)
     if ImageModelArguments in run.recipe.groups:
         return _resnet(run, size, notes)
-    return {
+    config = {
         "model_type": "distilbert",
         "vocab_size": DISTILBERT_SIZES[size].vocab_size,
         **distilbert_shape(size, run.value("dropout"), run.value("max_seq_length")),
     }
+    tokens, labels = config["vocab_size"], Sizes(config, "").labels
+    notes.append(f"a vocabulary of {tokens:,} tokens and {labels} labels are taken for granted; the data decides")
+    return config
 
 
 def _gptlite(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
@@ -126,13 +141,14 @@ def _gptlite(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
     if kind == "char":
         notes.append(f"a vocabulary of {CHARACTERS} characters is taken for granted; the text decides")
     vocabularies = {"char": CHARACTERS, "byte": BYTES, "bpe": run.value("bpe_vocab_size")}
-    return gptlite_config(gptlite_shape(size, run.value("config_overrides")), vocabularies[kind])
+    said = f"--config_overrides ({run.source('config_overrides')})"
+    return gptlite_config(gptlite_shape(size, run.value("config_overrides"), said), vocabularies[kind])
 
 
 def _resnet(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
     for name, usual in (("model_type", "resnet"), ("norm", "batch")):
         if run.value(name) != usual:
-            raise RequestError(f"--{name} {run.value(name)}: its memory is not known, that of a {usual} is.")
+            raise RequestError(f"{run.said(name)}: its memory is not known, that of a {usual} is.")
     notes.append(f"{PICTURE_CLASSES} classes are taken for granted; the data decides")
     shape = resnet_shape(size)
     return {"model_type": "resnet", **shape, "num_labels": PICTURE_CLASSES}
@@ -143,7 +159,9 @@ def lora_of(run: Run, model: Model) -> Lora | None:
     if not run.value("use_peft"):
         return None
     if not run.value("model_name_or_path"):
-        raise RequestError("--use_peft adapts a trained model, and none is named. Add --model_name_or_path.")
+        raise RequestError(
+            f"{run.said('use_peft')}: it adapts a trained model, and none is named. Add --model_name_or_path."
+        )
     inside = [tensor.name.split(".") for tensor in model.tensors if tensor.layer is not None and len(tensor.shape) == 2]
     every = sorted({parts[-2] for parts in inside} - NOT_LINEAR)
     targets = tuple(run.value("lora_target_modules") or every)

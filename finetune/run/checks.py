@@ -4,52 +4,81 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
 from finetune.run.conflicts import conflicts, missing
+from finetune.run.facts import check_scratch
 from finetune.run.flags.compression import check_comm_hook
-from finetune.run.flags.guards import check_guards
-from finetune.run.flags.pipeline import check_pipeline
+from finetune.run.flags.guards import guard_faults
+from finetune.run.flags.pipeline import pipeline_faults
 from finetune.run.flags.profiling import check_profile
 from finetune.run.flags.trackers import check_trackers
 from finetune.run.output_folder import missing_checkpoint
+from finetune.run.paths import missing_inputs
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
 
 
-def check(run: Run, is_here: bool = True, mistakes: Sequence[str] = ()) -> None:
-    """Raises RequestError, with the `mistakes` that were found before, for values that cannot be meant, for flags that
-    contradict each other, for what the engine or the launch cannot do, and, of a run that is to be here, for what it
-    needs and nobody gave."""
-    out_of_range = list(_out_of_range(run))
-    found = [*mistakes, *out_of_range, *(() if out_of_range else conflicts(run))]  # which count on these numbers
-    if is_here:
-        found += [*missing(run), *missing_checkpoint(run)]
-    if found:
-        raise RequestError("\n".join(found))
-    if is_here:
-        _check_optimizer(run)
-    if run.stages is not None:
-        check_pipeline(run)
-    check_guards(run)
+FLAG = re.compile(r"--(\w+)")
 
 
-def _out_of_range(run: Run) -> Iterator[str]:
+def raised_by(*checks: Callable[[], object]) -> Iterator[str]:
+    """What each says is wrong."""
+    for one in checks:
+        try:
+            one()
+        except RequestError as error:
+            yield str(error)
+
+
+def others(found: Iterable[str], mistakes: Sequence[str]) -> list[str]:
+    """Those that speak of no flag of which one of the `mistakes` speaks: what was mistyped may be what they miss."""
+    named = set(FLAG.findall("\n".join(mistakes)))
+    return [one for one in dict.fromkeys(found) if not named.intersection(FLAG.findall(one))]
+
+
+def within_range(run: Run) -> tuple[Run, list[str]]:
+    """The run without numbers that cannot be meant, on which other checks count, and what is wrong with them."""
+    wrong = dict(_out_of_range(run))
+    settings = {name: one for name, one in run.settings.items() if name not in wrong}
+    return replace(run, settings=settings), list(wrong.values())
+
+
+def _out_of_range(run: Run) -> Iterator[tuple[str, str]]:
     for flag in run.recipe.flags.values():
         value = run.value(flag.name)
         if flag.range is not None and value is not None and not flag.range.holds(value):
             finite = " and finite" if isinstance(value, float) and math.isinf(value) else ""
-            yield f"{run.said(flag.name)}, but it must be {flag.range}{finite}."
+            yield flag.name, f"{run.said(flag.name)}, but it must be {flag.range}{finite}."
 
 
-def check_here(run: Run, deepspeed: str | None) -> None:
-    """Likewise for a run that is to start on this machine, by the DeepSpeed config of that name, if any."""
-    check_trackers(_listed(run.value("report_to")))
-    check_profile(run, deepspeed, None)
-    check_comm_hook(run, deepspeed, {name: run.given.get(name) is True for name in ("bf16", "fp16")})
+def found_wrong(run: Run, is_here: bool) -> Iterator[str]:
+    """Flags that contradict each other, what the engine or the launch cannot do, and, of a run that is to be here, what
+    it needs and nobody gave."""
+    yield from conflicts(run)
+    if is_here:
+        yield from missing(run)
+        yield from missing_checkpoint(run)
+        yield from raised_by(lambda: _check_optimizer(run), lambda: check_scratch(run))
+    if run.stages is not None:
+        yield from pipeline_faults(run)
+    yield from guard_faults(run)
+
+
+def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:
+    """Likewise of a run that is to start on this machine, by the DeepSpeed config of that name, if any."""
+    yield from missing_inputs(run)
+    asked = {name: run.given.get(name) is True for name in ("bf16", "fp16")}
+    yield from raised_by(
+        lambda: check_trackers(_listed(run.value("report_to")), source=run.source("report_to")),
+        lambda: check_profile(run, deepspeed, None),
+        lambda: check_comm_hook(run, deepspeed, asked),
+    )
 
 
 def _check_optimizer(run: Run) -> None:

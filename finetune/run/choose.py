@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from finetune.errors import RequestError
-from finetune.run.flat_yaml import read_flat_yaml
+from finetune.run.flat_yaml import read_flat_yaml_lines
 from finetune.run.parse import RECIPE_KEY, spelt
 from finetune.run.recipe import Recipe
 
@@ -57,7 +57,6 @@ def _said(argv: Sequence[str]) -> tuple[Collection[str], str | None]:
             config = (value if equals else follows) if name == "config" else config
     if config is None:
         return given, None
-    content = read_flat_yaml(config)
-    named = content.pop(RECIPE_KEY, None)
-    given |= {spelt(str(name)) for name, value in content.items() if value is not None}
-    return given, None if named is None else str(named)
+    lines = [(spelt(key), value) for key, value, _ in read_flat_yaml_lines(config) if value is not None]
+    given |= {name for name, _ in lines if name != RECIPE_KEY}
+    return given, next((str(value) for name, value in lines if name == RECIPE_KEY), None)

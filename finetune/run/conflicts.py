@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from finetune.run import schedules
+from finetune.run.paths import METRICS
 from finetune.run.sizes import IMAGE_SIZES
 
 if TYPE_CHECKING:
@@ -21,6 +23,11 @@ BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedules whose rate follows f
 NEEDS = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger-kernel"}
 # Those of transformers 5.23 (modeling_utils.py, AttentionInterface); what has a slash is a kernel of the hub.
 ATTENTIONS = "eager sdpa flex_attention flash_attention_2 flash_attention_3 flash_attention_4".split()
+# Of ours, where --task leaves some out.
+METRICS_OF_TASK = {
+    "multi_label_classification": ("accuracy", "f1"),
+    "regression": ("mse", "pearson"),
+}
 # What an evaluation gives is judged and drawn at its end, of all rows at once.
 WHOLE_EVALUATION = {
     "prediction_loss_only": False,
@@ -38,6 +45,7 @@ def conflicts(run: Run) -> Iterator[str]:
     yield from _of_evaluations(run)
     yield from _of_encoding(run)
     yield from schedules.mistakes(run)
+    yield from _of_metrics(run)
     if "train_dir" in run.recipe.flags:
         yield from _of_images(run)
     attention = run.value("attn_implementation") if "attn_implementation" in run.recipe.flags else None
@@ -110,7 +118,7 @@ def _twice(run: Run) -> Iterator[str]:
 def _of_hub(run: Run) -> Iterator[str]:
     if run.given.get("hub_token"):
         yield (
-            f"--hub_token ({run.settings['hub_token'].source}): command lines are seen by everybody on this machine, "
+            f"--hub_token ({run.source('hub_token')}): command lines are seen by everybody on this machine, "
             "and files are kept. Set HF_TOKEN, or run `hf auth login`."
         )
 
@@ -125,10 +133,25 @@ def _of_order(run: Run) -> Iterator[str]:
 
 
 def _of_encoding(run: Run) -> Iterator[str]:
+    given = run.value("encoding")
+    if not given or not any(run.value(name) for name in FILES):
+        return  # without a file it does nothing, which is said of it
     try:
-        "".encode(run.value("encoding") or "utf-8")
-    except LookupError:
+        "".encode(given)
+    except (LookupError, ValueError):
         yield f"{run.said('encoding')}, which Python does not know. Give a name such as cp1252, gb18030 or utf-16."
+
+
+def _of_metrics(run: Run) -> Iterator[str]:
+    """That a name is known, and a file a metric, is looked at where the paths are."""
+    said, asked = run.said("metrics"), run.value("task")
+    fit = METRICS_OF_TASK.get(asked, run.recipe.metrics)
+    for name, times in Counter(run.value("metrics") or ()).items():
+        if times > 1:
+            yield f"{said}, which names {name} twice. Name it once."
+        if name in METRICS and name not in fit:
+            task = (asked or run.recipe.task).replace("-", " ").replace("_", " ")
+            yield f"{said}, but {name} is not for a {task}. Of ours {', '.join(fit)} are: give some."
 
 
 def _of_evaluations(run: Run) -> Iterator[str]:

@@ -47,7 +47,7 @@ def fsdp_by_accelerate(run: Run) -> bool:
 
 def settle_engine(run: Run) -> Run:
     """The run with the engine that its launch and flags make, so that its record repeats it. Raises RequestError."""
-    run = run.settled("as --fsdp is read", fsdp=fsdp_of(run))
+    run = run.settled(run.source("fsdp"), fsdp=fsdp_of(run))
     asked = deepspeed_config_of(run)
     if not asked or deepspeed_by_accelerate(run):
         return run

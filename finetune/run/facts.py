@@ -11,6 +11,7 @@ from finetune.errors import RequestError
 from finetune.run.flags.language import LEAST_BLOCK
 from finetune.run.flags.text import LEAST_TOKENS
 from finetune.run.run import Run
+from finetune.run.sizes import DISTILBERT_POSITIONS, gptlite_shape
 from finetune.safe_read import read_json_object
 
 NO_LIMIT = 10**9
@@ -39,17 +40,33 @@ def tokens_flag(run: Run) -> str | None:
     return next((name for name in TOKENS if name in run.recipe.flags), None)
 
 
-def tokens_of(flag: str, asked: int | None, positions: int, most: int = NO_LIMIT, otherwise: str = ".") -> int:
+def check_scratch(run: Run) -> None:
+    """Raises RequestError for a model from scratch that cannot be, or that reads fewer tokens than are asked for."""
+    flag = tokens_flag(run)
+    if flag is None or run.value("model_name_or_path"):
+        return
+    asked, positions, otherwise = run.value(flag), DISTILBERT_POSITIONS, "."
+    if flag == "block_size":
+        said = f"--config_overrides ({run.source('config_overrides')})"
+        shape = gptlite_shape(run.value("model_size"), run.value("config_overrides"), said)
+        positions = int(shape["max_position_embeddings"])
+        otherwise = f", or more by --config_overrides max_position_embeddings={asked}."
+    tokens_of(flag, asked, positions, otherwise=otherwise, source=f" ({run.source(flag)})")
+
+
+def tokens_of(
+    flag: str, asked: int | None, positions: int, most: int = NO_LIMIT, otherwise: str = ".", source: str = ""
+) -> int:
     """Tokens of a sample, at most: as `asked` for by `flag`, else what the model reads within reason. `most` is what
     its tokenizer makes unasked, `otherwise` the end of the error for more than the model reads. Raises RequestError."""
     default, least, why = TOKENS[flag]
     length = min(positions, default, most) if asked is None else asked
     if length > positions:
         raise RequestError(
-            f"--{flag} is {length}, but the model has {positions} positions. Give at most those{otherwise}"
+            f"--{flag} is {length}{source}, but the model has {positions} positions. Give at most those{otherwise}"
         )
     if length < least:
-        raise RequestError(f"--{flag} is {length}, {why}. Give {least} or more.")
+        raise RequestError(f"--{flag} is {length}{source}, {why}. Give {least} or more.")
     return length
 
 

@@ -17,23 +17,40 @@ FLAGS = "flat `flag: value` lines"
 class _OneOfEach(yaml.SafeLoader):
     """A key that is there twice is a mistake; YAML's own loader takes the last."""
 
+    said_elsewhere: Any = None  # the node whose keys are looked at by others
+
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[Any] = set()
-        for key, _ in node.value:
+        for key, _ in node.value if node is not self.said_elsewhere else ():
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-def read_flat_yaml_lines(name: str) -> tuple[dict[Any, Any], dict[Any, int]]:
-    """The file of --config as `read_flat_yaml` reads it, and the number of each key's line, from 1."""
-    content = read_flat_yaml(name)
+class _Lines(_OneOfEach):
+    """But for the lines of the file itself."""
+
+    def construct_document(self, node: Any) -> Any:
+        self.said_elsewhere = node
+        return super().construct_document(node)
+
+
+def read_flat_yaml_lines(name: str) -> list[tuple[str, Any, int]]:
+    """The file of --config as `read_flat_yaml` reads it: each line's key, its value and its number, from 1. A key may
+    be there twice."""
+    read_flat_yaml(name, loader=_Lines)
     node: Any = yaml.compose(read_bounded(Path(name).expanduser()), Loader=SAFE_LOADER)
-    return content, {name: key.start_mark.line + 1 for name, (key, _) in zip(content, node.value, strict=True)}
+    made = yaml.constructor.SafeConstructor()
+    return [
+        (str(made.construct_object(key)), made.construct_object(value, deep=True), key.start_mark.line + 1)
+        for key, value in node.value
+    ]
 
 
-def read_flat_yaml(name: str, said: str | None = None, holds: str = FLAGS) -> dict[str, Any]:
+def read_flat_yaml(
+    name: str, said: str | None = None, holds: str = FLAGS, loader: type[yaml.SafeLoader] = _OneOfEach
+) -> dict[str, Any]:
     """The file's lines. Raises RequestError, with line and column, for what is no such file; `said` is how it was asked
     for, other than by --config, and `holds` what belongs into it."""
     path, said = Path(name).expanduser(), said or f"--config is {name!r} (command line)"
@@ -42,7 +59,7 @@ def read_flat_yaml(name: str, said: str | None = None, holds: str = FLAGS) -> di
     if not is_plain_file(path):
         what = "is no plain file" if os.path.exists(path) else "there is no such file"
         raise RequestError(f"{said}: cannot be read ({what}). Give the path of a YAML file.")
-    content = read_yaml(path, name, _OneOfEach)
+    content = read_yaml(path, name, loader)
     if holds == FLAGS and isinstance(content, dict) and isinstance(content.get("grid"), list):
         raise RequestError(f"{name}: is a grid, which `finetune bench {name}` runs, and no recipe's YAML.")
     if not isinstance(content, dict):

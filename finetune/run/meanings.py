@@ -69,6 +69,7 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "overwrite": ("overwrite_output_dir",),
     "patience": ("early_stopping_patience",),
     "peft": ("use_peft",),
+    "per_device_batch_size": ("per_device_train_batch_size",),
     "pipeline_num_stages": ("pipeline_parallel_size", IN_STAGES),
     "pp": ("pipeline_parallel_size", IN_STAGES),
     "precision": ("bf16",),

@@ -27,15 +27,19 @@ class Setting:
 
 def settings_of(
     argv: Sequence[str], flags: Mapping[str, Flag], refused: Mapping[str, str], recipe: str, reads: Sequence[str] = ()
-) -> dict[str, Setting]:
-    """What is given, by flag; the command line overrules the YAML of its --config. `refused` are flags of other
-    recipes, with what to say of them; `recipe` is the name of this one, which also takes YAMLs of those that it
-    `reads`. Raises RequestError with all that is wrong."""
+) -> tuple[dict[str, Setting], list[str]]:
+    """What is given, by flag, and what is wrong with it; the command line overrules the YAML of its --config. `refused`
+    are flags of other recipes, with what to say of them; `recipe` is the name of this one, which also takes YAMLs of
+    those that it `reads`. Raises RequestError where that YAML cannot be read, with all that is wrong beside it."""
     mistakes: list[str] = []
     words = words_by_flag(argv, flags, mistakes)
     said = {name: (given, COMMAND_LINE) for name, given in words.items()}
+    unread = None
     if path := words.get("config"):
-        said = _lines(path[-1], (recipe, *reads), mistakes) | said
+        try:
+            said = _lines(path[-1], (recipe, *reads), mistakes) | said
+        except RequestError as error:
+            unread = str(error)
     # As scripts with deepspeed.add_config_arguments write it: a switch, and the file by a flag of its own.
     if "deepspeed_config" in said and said.get("deepspeed", ("",))[0] in ([], True, ["True"], ["true"]):
         del said["deepspeed"]
@@ -52,9 +56,9 @@ def settings_of(
             mistakes.append(f"{where}: recipes/{recipe}.py has no such flag.{meant(name, flags)}")
         elif given or source == COMMAND_LINE:  # a YAML's `streaming: false` asks for nothing
             mistakes.append(f"{where}: {refused[name]}")
-    if mistakes:
-        raise RequestError("\n".join(mistakes))
-    return found
+    if unread is not None:
+        raise RequestError("\n".join([unread, *mistakes]))
+    return found, mistakes
 
 
 def words_by_flag(argv: Sequence[str], flags: Mapping[str, Flag], mistakes: list[str]) -> dict[str, list[str]]:
@@ -85,17 +89,16 @@ def words_by_flag(argv: Sequence[str], flags: Mapping[str, Flag], mistakes: list
 
 def _lines(path: str, recipes: Sequence[str], mistakes: list[str]) -> dict[str, tuple[Any, str]]:
     """Those of the YAML, each with its place. A line without a value gives nothing."""
-    content, lines = read_flat_yaml_lines(path)
-    asked = content.pop(RECIPE_KEY, None)
-    if asked not in (None, *recipes):
-        mistakes.append(f"--config {path} (command line) is for recipes/{asked}.py, not for recipes/{recipes[0]}.py.")
     found: dict[str, tuple[Any, str]] = {}
-    for key, value in content.items():
-        name, where = spelt(str(key)), f"{path} line {lines[key]}"
+    for key, value, line in read_flat_yaml_lines(path):
+        name, where = spelt(key), f"{path} line {line}"
         if name in found:
             mistakes.append(f"--{name} ({where}) is said twice, and once in {found[name][1]}. Keep one.")
         elif value is not None:
             found[name] = value, where
+    asked, _ = found.pop(RECIPE_KEY, (None, ""))
+    if asked not in (None, *recipes):
+        mistakes.append(f"--config {path} (command line) is for recipes/{asked}.py, not for recipes/{recipes[0]}.py.")
     return found
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import RequestError
 from finetune.run.flag import FILE, FOLDER, METRIC, NAME_OR_PATH
 from finetune.run.meanings import nearest
 
@@ -14,16 +14,12 @@ METRICS = tuple(sorted(path.stem for path in Path(__file__).parents[1].glob("met
 SHOWN = 8
 
 
-def check_paths(run: Any) -> None:
-    """Raises RequestError that names every input of the run which is missing, with what is there instead."""
-    mistakes = []
+def missing_inputs(run: Any) -> Iterator[str]:
+    """What the run is to read and is not there, each with what is there instead."""
     for flag in run.recipe.flags.values():
-        value = run.value(flag.name)
         if flag.path in KINDS:
-            faults = [KINDS[flag.path](name) for name in named_in(value)]
-            mistakes += [f"{run.said(flag.name)}, but {fault}" for fault in faults if fault]
-    if mistakes:
-        raise RequestError("\n".join(mistakes))
+            faults = [KINDS[flag.path](name) for name in named_in(run.value(flag.name))]
+            yield from (f"{run.said(flag.name)}, but {fault}" for fault in faults if fault)
 
 
 def named_in(value: Any) -> list[str]:

@@ -33,7 +33,8 @@ class Recipe:
     both engines trains by DeepSpeed's pipeline engine where --pipeline_parallel_size is given.
 
     `defaults` overrule the Trainer's and the groups'; `scratch_defaults` overrule them where no model is named. `reads`
-    names recipes whose YAMLs this one takes, too. `figures` are what an evaluation gives where --metrics says nothing.
+    names recipes whose YAMLs this one takes, too. `figures` are what an evaluation gives where --metrics says nothing;
+    `metrics` are those of ours that it may name.
     """
 
     name: str  # of the file in recipes/
@@ -46,6 +47,7 @@ class Recipe:
     pipeline_groups: tuple[type, ...] = ()
     reads: tuple[str, ...] = ()
     figures: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
 
     @property
     def script(self) -> str:

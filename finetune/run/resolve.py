@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from finetune.errors import RequestError
 from finetune.run.accelerate_plugin import check_fields
-from finetune.run.checks import check, check_here
+from finetune.run.checks import found_wrong, found_wrong_here, others, raised_by, within_range
 from finetune.run.engine import (
     context_of,
     deepspeed_by_accelerate,
@@ -20,40 +21,68 @@ from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.launch import Launch
 from finetune.run.output_folder import check_output_dir
 from finetune.run.parse import Setting, settings_of
-from finetune.run.paths import check_paths
 from finetune.run.recipe import ENGINE_FLAG, PIPELINE, Recipe
 from finetune.run.run import Run
 from finetune.run.void import settle_void
 
 
 def resolve(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: bool = True) -> Run:
-    """The run that a command line, or flags in its form, describes. Raises RequestError with what is wrong with it, as
-    far as flags tell. A run that is not to be on this machine may want packages and data that it lacks."""
-    refused = PipelineArguments.refused if recipe.engines == (PIPELINE,) else {}
-    given = settings_of(argv, recipe.flags, refused, recipe.name, recipe.reads)
-    run = Run(recipe, launch, tuple(argv), {**_defaults(recipe, given), **given})
-    _refuse_other_engine(run)
-    run, mistakes = settle_void(run)
-    check(run, is_here, mistakes)
+    """The run that a command line, or flags in its form, describes. Raises RequestError with all that is wrong with it,
+    as far as flags tell. A run that is not to be on this machine may want packages and data that it lacks."""
+    run, typos, mistakes = _read(recipe, argv, launch, is_here)
+    _refuse([*typos, *others(mistakes, typos)])
     return run
 
 
 def resolve_here(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
-    """`resolve` for a run that is to start on this machine now: its files, its folder and its DeepSpeed config are
+    """`resolve` for a run that is to start on this machine now: its files, its folders and its DeepSpeed config are
     looked at, too. Raises RequestError."""
-    run = resolve(recipe, argv, launch)
-    check_paths(run)
-    run = settle_engine(run)
-    asked = deepspeed_config_of(run)
-    check_here(run, asked)
+    run, typos, mistakes = _read(recipe, argv, launch, is_here=True)
+    asked: str | None = None
+    try:
+        run = settle_engine(run)
+        asked = deepspeed_config_of(run)
+    except RequestError as error:
+        typos += others([str(error)], typos)  # what is said of another engine would be wrong, too
+    mistakes += [*found_wrong_here(run, asked), *raised_by(lambda: _check_deepspeed(run, asked))]
+    if launch.speaks:
+        # The folder is the last: another one mends no flag.
+        mistakes += raised_by(*(partial(look, run) for look in _looks_ahead()), partial(check_output_dir, run))
+    _refuse([*typos, *others(mistakes, typos)])
+    return run
+
+
+def _read(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: bool) -> tuple[Run, list[str], list[str]]:
+    """The run without what cannot be meant; what that was; and what else is wrong with the flags."""
+    refused = PipelineArguments.refused if recipe.engines == (PIPELINE,) else {}
+    given, typos = settings_of(argv, recipe.flags, refused, recipe.name, recipe.reads)
+    run = Run(recipe, launch, tuple(argv), {**_defaults(recipe, given), **given})
+    of_other_engine = list(_of_other_engine(run))
+    run, void = settle_void(run)
+    run, out_of_range = within_range(run)
+    return run, [*typos, *out_of_range], [*of_other_engine, *void, *found_wrong(run, is_here)]
+
+
+def _refuse(mistakes: Sequence[str]) -> None:
+    if mistakes:
+        raise RequestError("\n".join(mistakes))
+
+
+def _check_deepspeed(run: Run, asked: str | None) -> None:
     if asked:  # which is checked once more when the GPUs are known
         precision: dict[str, bool] = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given}
         load_deepspeed(run, asked, context_of(run, precision, has_cuda=None))
     elif deepspeed_by_accelerate(run) and run.value("do_train"):
         check_fields(context_of(run, {}, has_cuda=None, engine="trainer"), tuple(run.value("disable_check") or ()))
-    if launch.speaks:
-        check_output_dir(run)  # the last: another folder mends no flag
-    return run
+
+
+def _looks_ahead() -> Sequence[Callable[[Run], None]]:
+    """At what lies in files, by rooms that import no torch for it."""
+    from finetune.data.first_look import look_at_columns
+    from finetune.training.checkpoints.flags_of_before import look_at_flags
+    from finetune.training.hub import check_hub
+
+    return look_at_columns, look_at_flags, check_hub
 
 
 def _defaults(recipe: Recipe, given: Mapping[str, Setting]) -> dict[str, Setting]:
@@ -74,14 +103,12 @@ def _is_on(given: Mapping[str, Setting], name: str) -> bool:
     return name in given and bool(given[name].value)
 
 
-def _refuse_other_engine(run: Run) -> None:
+def _of_other_engine(run: Run) -> Iterator[str]:
     """Flags of the engine that this run does not have: they would be passed over without a word."""
     recipe = run.recipe
     if run.stages is not None or not recipe.pipeline_groups:
         return
     own = {f.name for group in (*recipe.groups, *recipe.trainer_groups) for f in fields(group)}
     of_pipeline = [f.name for group in recipe.pipeline_groups for f in fields(group) if f.name not in own]
-    if named := [name for name in of_pipeline if name in run.given]:
-        raise RequestError(
-            "\n".join(f"{run.said(name)}, but it is for a pipeline. Add --{ENGINE_FLAG}, or drop it." for name in named)
-        )
+    for name in (name for name in of_pipeline if name in run.given):
+        yield f"{run.said(name)}, but it is for a pipeline. Add --{ENGINE_FLAG}, or drop it."

@@ -40,8 +40,10 @@ class Run:
 
     def said(self, name: str) -> str:
         """How an error begins: the flag, its value, and where it came from."""
-        source = self.settings[name].source if name in self.settings else "default"
-        return f"--{name} is {self.value(name)!r} ({source})"
+        return f"--{name} is {self.value(name)!r} ({self.source(name)})"
+
+    def source(self, name: str) -> str:
+        return self.settings[name].source if name in self.settings else "default"
 
     @property
     def stages(self) -> int | None:

@@ -55,34 +55,33 @@ GPTLITE_COUNTS = (
 )
 
 
-def gptlite_shape(size: str, overrides: str | None) -> dict[str, Any]:
+def gptlite_shape(size: str, overrides: str | None, said: str = "--config_overrides") -> dict[str, Any]:
     """The settings of a GPT-lite from scratch, but for its vocabulary: those of a size, and what --config_overrides
     says. Raises RequestError for what a GPT-lite has not."""
     shape = dict(GPTLITE_SIZES[size])
     for part in filter(None, (overrides or "").split(",")):
         name, _, value = (word.strip() for word in part.partition("="))
         if not value:
-            raise RequestError(f"--config_overrides {part}: write name=value, with commas between.")
+            raise RequestError(f"{said} {part}: write name=value, with commas between.")
         if name not in GPTLITE_SETTINGS:
             raise RequestError(
-                f"--config_overrides {part}: a GPT-lite has no such setting to choose. It has: "
-                f"{', '.join(GPTLITE_SETTINGS)}."
+                f"{said} {part}: a GPT-lite has no such setting to choose. It has: {', '.join(GPTLITE_SETTINGS)}."
             )
         try:
             shape[name] = _as_kind_of(GPTLITE_SETTINGS[name], value)
         except ValueError as error:
-            raise RequestError(f"--config_overrides {part}: {error}") from error
+            raise RequestError(f"{said} {part}: {error}") from error
     settled = GPTLITE_SETTINGS | shape
     for name in GPTLITE_COUNTS:
         value = settled[name]
         if value is not None and (value < 1 or value != int(value)):
-            raise RequestError(f"--config_overrides {name}={value}: must be a whole number of 1 or more.")
+            raise RequestError(f"{said} {name}={value}: must be a whole number of 1 or more.")
     if not 0 <= settled["dropout"] < 1:
-        raise RequestError(f"--config_overrides dropout={settled['dropout']}: must be 0 or more, and less than 1.")
+        raise RequestError(f"{said} dropout={settled['dropout']}: must be 0 or more, and less than 1.")
     if settled["hidden_size"] % settled["num_attention_heads"]:
         raise RequestError(
             f"hidden_size {settled['hidden_size']} cannot be shared by {settled['num_attention_heads']} heads: "
-            "it must be a multiple of num_attention_heads. Change one by --config_overrides."
+            f"it must be a multiple of num_attention_heads. Change one by {said}."
         )
     return shape
 

@@ -17,9 +17,10 @@ from finetune.errors import RequestError
 from finetune.run.conflicts import BY_METRIC
 from finetune.run.files import IDENTITY, STATE_FILE
 from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH
-from finetune.run.on_resume import APPLIED, COMPARED, EVALUATED, NEVER, ROWS
+from finetune.run.on_resume import EVALUATED, ROWS
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
+from finetune.training.checkpoints.flags_of_before import changed_flags, compared_flags, refuse_changed
 from finetune.training.checkpoints.identity import (
     SHOWN,
     Identity,
@@ -47,7 +48,6 @@ LONGEST = 200  # of a value that is kept as it is
 OF_FLAGS = "lr betas eps weight_decay torch_adam warmup_max_lr warmup_num_steps total_num_steps".split()
 LIKE_FLAGS = {"optimizer": ("Adam", "AdamW"), "scheduler": ("WarmupDecayLR",)}
 LIKE_NONE = {"adam_w_mode": True, "warmup_min_lr": 0, "warmup_type": "linear"}
-OF_SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Course:
 def course_of(run: Run, training: TrainingArguments, checkpoint: str | None) -> Course:
     """All ranks must call it, once they have settled on the checkpoint. Raises RequestError for flags that differ from
     the checkpoint's and are not taken."""
-    flags = _flags(run, training)
+    flags = {**compared_flags(run), "bf16": bool(training.bf16), "fp16": bool(training.fp16)}
     folder = Path(run.value("output_dir")).expanduser()
     if checkpoint is None:
         return Course(of_first(new_id()), flags)
@@ -92,9 +92,8 @@ def course_of(run: Run, training: TrainingArguments, checkpoint: str | None) -> 
     notes = [f"resume: going on from {name}, step {step} of run {before.run[:SHOWN]}{_newer(folder, name, in_folder)}"]
     if before.run != run_id:
         notes.append(f"resume: {folder.name} is run {run_id[:SHOWN]}, which goes on from there with flags of its own")
-    known = {flag: value for flag, value in before.flags.items() if flag in flags}
-    changed = {flag: (value, flags[flag]) for flag, value in known.items() if value != flags[flag]}
-    _refuse(run, name, changed)
+    changed = changed_flags(before, flags)
+    refuse_changed(run, name, changed)
     notes += _said(changed, step)
     here = versions()
     others = [name for name in here if name != "finetune" and before.versions.get(name) not in (None, here[name])]
@@ -138,42 +137,12 @@ def _look(folder: Path, checkpoint: str) -> tuple[str | None, Identity | None, i
     return own[0] if own else None, read_identity(Path(checkpoint)), step
 
 
-def _flags(run: Run, training: TrainingArguments) -> dict[str, Any]:
-    """Those that are compared by value, with what the machine has settled."""
-    found = {name: run.value(name) for name in run.recipe.flags if name in COMPARED}
-    found |= {"bf16": bool(training.bf16), "fp16": bool(training.fp16)}
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
-    return plain
-
-
 def _newer(folder: Path, name: str, in_folder: bool) -> str:
     """The end of a line, with the checkpoints of the run that are newer than this one; "" where none is."""
     found = {int(m[1]): path.name for path in folder.glob("checkpoint-*") if (m := CHECKPOINT.fullmatch(path.name))}
     step = next((step for step, there in found.items() if there == name), None) if in_folder else None
     newer = [found[other] for other in sorted(found) if step is not None and other > step]
     return f"; newer, and not taken: {', '.join(newer)}" if newer else ""
-
-
-def _refuse(run: Run, name: str, changed: Mapping[str, tuple[Any, Any]]) -> None:
-    allowed = run.value("resume_changed") == "allow"
-    lines = [
-        f"--{flag} was {shown(before)} when {name} was saved, and is {shown(now)}"
-        for flag, (before, now) in changed.items()
-        if flag not in APPLIED and (flag in NEVER or not allowed)
-    ]
-    kinds = changed.get("lr_scheduler_type", (run.value("lr_scheduler_type"),))
-    by_history = next((kind for kind in kinds if str(kind) in BY_METRIC), None)
-    if by_history is not None:
-        others = [flag for flag in OF_SCHEDULE if flag in changed]
-        lines += [f"--{flag} is not as before, and the rates of {by_history} follow from the past" for flag in others]
-    if lines:
-        of_past = by_history is not None and any(flag in changed for flag in OF_SCHEDULE)
-        never = of_past or any(flag in NEVER for flag in changed)
-        mend = "." if never else ", or go on as something else by --resume_changed allow."
-        raise RequestError(
-            f"--resume: {'; '.join(lines)}. A run is resumed as it was: give the flags of before, another "
-            f"--output_dir{mend}"
-        )
 
 
 def _said(changed: Mapping[str, tuple[Any, Any]], step: int) -> list[str]:

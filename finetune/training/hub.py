@@ -21,21 +21,22 @@ def check_hub(run: Run) -> None:
     """
     if not run.value("push_to_hub"):
         return
-    if (strategy := run.value("hub_strategy")) not in (None, "end"):
+    said = run.said("push_to_hub")
+    if run.value("hub_strategy") not in (None, "end"):
         # At each save the Trainer would copy a checkpoint's weights file by file over those of the run folder, and its
         # arguments with all that they hold (transformers 5.23, Trainer._push_from_checkpoint).
         raise RequestError(
-            f"--hub_strategy {getattr(strategy, 'value', strategy)}: a run is pushed once, at its end, with its card. "
+            f"{run.said('hub_strategy')}: a run is pushed once, at its end, with its card. "
             f"Leave the flag out; to push a checkpoint: {by_hand(folder='FOLDER/checkpoint-N')}."
         )
     if constants.HF_HUB_OFFLINE:
-        raise RequestError(f"--push_to_hub, but HF_HUB_OFFLINE is set. Unset it, or push later: {by_hand()}.")
+        raise RequestError(f"{said}, but HF_HUB_OFFLINE is set. Unset it, or push later: {by_hand()}.")
     if not get_token():
-        raise RequestError("--push_to_hub, but nobody is logged in. Run `hf auth login`, or set HF_TOKEN.")
-    with explained_hub_errors("--push_to_hub"):
+        raise RequestError(f"{said}, but nobody is logged in. Run `hf auth login`, or set HF_TOKEN.")
+    with explained_hub_errors(said):
         role = HfApi().whoami().get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
-        raise RequestError("--push_to_hub, but the token may only read. Make one that may write, and log in with it.")
+        raise RequestError(f"{said}, but the token may only read. Make one that may write, and log in with it.")
 
 
 def open_repo(trainer: Any, create: Any) -> None:

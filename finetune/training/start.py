@@ -13,7 +13,6 @@ from torch import distributed
 from transformers import TrainingArguments, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from finetune.data.first_look import look_at_columns
 from finetune.dsconfig.load import Loaded
 from finetune.errors import RequestError
 from finetune.privacy import shown
@@ -34,7 +33,6 @@ from finetune.run.schedules import Schedule
 from finetune.training import builds, runtime
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.course import Course, course_of, tokenizer_of
-from finetune.training.hub import check_hub
 from finetune.training.profiling.deepspeed import with_profilers
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
 from finetune.training.run_folder import lock_output_dir
@@ -89,33 +87,18 @@ def start(run: Run) -> Session:
     """Settle the machine, meet the other ranks, and build `TrainingArguments`. Raises RequestError for what only the
     machine or the checkpoint to go on from can tell."""
     launch = run.launch
-    if launch.launcher == "python":
-        # The Trainer would spread over all GPUs by DataParallel, which multiplies the batch and some losses unasked.
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     runtime.quiet_libraries(launch)
+    has_cuda = _choose_devices(run)
     chosen = checkpoint_to_resume(run)
-    if run.value("use_cpu"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks for the GPUs
-    has_cuda = torch.cuda.is_available()
-    if not has_cuda:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns on each rank when it finds out by itself
     asked = deepspeed_config_of(run)
     precision = choose_precision(run, has_cuda, asked)
     run, note = keep_global_batch(run, chosen.checkpoint)
-    said: list[str | None] = [*run.notes, note]
     check_profile(run, asked, chosen.checkpoint)
     check_comm_hook(run, asked or ("by accelerate" if accelerate_uses_deepspeed() else None), precision)
     capability = torch.cuda.get_device_capability() if has_cuda else None
     deepspeed = load_deepspeed(run, asked, context_of(run, precision, has_cuda, capability)) if asked else None
     ops = _ops_of(run, deepspeed, has_cuda)
-    if launch.speaks:
-        if Path(run.value("output_dir")).expanduser().is_dir():
-            said.append(lock_output_dir(run))
-        check_hub(run)
-        builds.refuse_stale_builds(ops)
-        if ops:  # to compile them takes minutes
-            look_at_columns(run)
-        builds.tell_of_builds(ops)
+    said = [*run.notes, note, _first_alone(run, ops) if launch.speaks else None]
     threads = runtime.set_threads(launch, has_cuda)
     uses_deepspeed = deepspeed is not None or accelerate_uses_deepspeed()
     fsdp_on_cpu = not has_cuda and bool(run.value("fsdp") or accelerate_uses_fsdp())
@@ -141,13 +124,32 @@ def start(run: Run) -> Session:
     set_seed(training.seed)
     course = course_of(run, training, chosen.checkpoint)
     session = Session(run, training, chosen.checkpoint, threads, deepspeed.config if deepspeed else None, course)
-    if run.value("trust_remote_code"):
-        session.say(
-            "warning: --trust_remote_code: code that comes with the model runs here, and may do all that you may"
-        )
     opening = _opening_line(session, deepspeed.name if deepspeed else None)
-    session.say(*filter(None, said), *chosen.notes, *course.notes, opening, *(deepspeed.notes if deepspeed else ()))
+    warning = "warning: --trust_remote_code: code that comes with the model runs here, and may do all that you may"
+    session.say(*[warning] * bool(run.value("trust_remote_code")), *filter(None, said), *chosen.notes, *course.notes)
+    session.say(opening, *(deepspeed.notes if deepspeed else ()))
     return session
+
+
+def _choose_devices(run: Run) -> bool:
+    """Before anything asks for the GPUs: which of them this process may see; and whether there is any."""
+    if run.launch.launcher == "python":
+        # The Trainer would spread over all GPUs by DataParallel, which multiplies the batch and some losses unasked.
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    if run.value("use_cpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    has_cuda: bool = torch.cuda.is_available()
+    if not has_cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns on each rank when it finds out by itself
+    return has_cuda
+
+
+def _first_alone(run: Run, ops: set[str]) -> str | None:
+    """What rank 0 does while the others wait to meet it; and what is to be said of the run folder."""
+    said = lock_output_dir(run) if Path(run.value("output_dir")).expanduser().is_dir() else None
+    builds.refuse_stale_builds(ops)
+    builds.tell_of_builds(ops)
+    return said
 
 
 def _ops_of(run: Run, deepspeed: Loaded | None, has_cuda: bool) -> set[str]:

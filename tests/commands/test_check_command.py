@@ -212,7 +212,7 @@ WRONG = [
     pytest.param(["zero2", "recipes/configs/lora_zero3.yaml"], "Give it alone, or by --config", id="a YAML beside one"),
     pytest.param(["zerro2"], "Did you mean zero2?", id="nearly shipped"),
     pytest.param(["nowhere"], "there is no such DeepSpeed config", id="no such file"),
-    pytest.param(["zero2", "--world_size", "0"], "is no multiple of", id="no ranks"),
+    pytest.param(["zero2", "--world_size", "0"], "--world_size 0 is no number of ranks", id="no ranks"),
     pytest.param(
         ["pipeline", "--world_size", "3", "--pipeline_parallel_size", "2"],
         "--world_size 3 is no multiple of 2 stage(s)",

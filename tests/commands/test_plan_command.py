@@ -138,7 +138,10 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["recipes/configs/instruction.yaml"], "--model_name_or_path, if the recipe goes on from one"),
         (["recipes/configs/lora_zero3.yaml"], "Add --model_name_or_path"),
         (["gpt2", "--model_size", "tiny"], "--model_size is 'tiny'"),
-        (["--model_size", "tiny", "--partition_method", "type:Block"], "--partition_method type:Block"),
+        (
+            ["--model_size", "tiny", "--partition_method", "type:Block"],
+            r"--partition_method is 'type:Block' \(command line\)",
+        ),
         (["--model_size", "tiny", "--config_overrides", "num_hidden_layers=1000000"], "1,000,000 layers"),
         (["--model_size", "tiny", "--config_overrides", "hidden_size=1000000000000"], "Mistyped"),
         ([POST, "--config", "b.yaml"], "are both YAMLs"),
@@ -146,11 +149,11 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--max_steps", "3", "--max_steps", "4"], "--max_steps is said twice"),
         (["gpt2", "--layouts", "zero9"], "zero9"),
         (["gpt2", "--autotune", "0"], "--autotune is 0"),
-        (["--model_type", "alexnet"], "--model_type alexnet: its memory is not known"),
+        (["--model_type", "alexnet"], r"--model_type is 'alexnet' \(command line\): its memory is not known"),
         (["gpt2", "--recipe", "seq_cls", "--block_size", "64"], "recipes/seq_cls.py has no such flag. Did you mean"),
         ([POST, "--recipe", "seq_cls"], "is for recipes/causal_lm.py, not for recipes/seq_cls.py"),
         (["gpt2", "--lr", "1e-4"], "unknown flag --lr for `finetune plan`. Did you mean --learning_rate?"),
-        (["gpt2", "--fsdp", "True", "--nodes", "2"], "--fsdp: what it shards is not known"),
+        (["gpt2", "--fsdp", "True", "--nodes", "2"], r"--fsdp is True \(command line\): what it shards is not known"),
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,6 +242,9 @@ def test_a_key_that_is_misspelt_is_refused_as_the_recipe_refuses_it(
         ("model_size: tiny", ["--pipeline_parallel_size", "1"], "causal_lm_pipeline", True),
         ("recipe: causal_lm", ["--pipeline_parallel_size", "1"], "causal_lm_pipeline", False),
         ("cifar_dir: x", [], "image_cls", False),
+        ("train_file: own.conll", [], "token_cls", True),
+        ("validation_file: own.IOB2", ["--max_steps", "3"], "token_cls", True),
+        ("train_file: own.csv", [], "causal_lm", True),
     ],
 )
 def test_the_recipe_is_the_one_named_or_the_likeliest_that_takes_the_flags(
@@ -250,6 +256,46 @@ def test_the_recipe_is_the_one_named_or_the_likeliest_that_takes_the_flags(
     run, notes = described(["--config", str(path), *(words if not named else [])], Launch(), named)
     assert run.recipe.name == recipe
     assert bool(notes) == is_said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--recipe", "token_cls"], "a vocabulary of 8,000 tokens and 2 labels are taken for granted"),
+        (["gpt2", "--recipe", "token_cls"], "2 labels are taken for granted"),
+        (["gpt2"], "fp32 is taken for granted, as of any CPU; a run takes bf16"),
+        (["gpt2", "--train_file", "a.conll"], "recipes/token_cls.py trains it, the one that reads tagged words"),
+    ],
+)
+def test_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    notes = planned(capsys, *words, "--no_search")["notes"]
+    assert len([note for note in notes if said in note]) == 1
+
+
+def test_gpt2_for_tags_has_their_head_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, "gpt2", "--recipe", "token_cls", "--no_search")["job"]["parameters"] == 124_439_808 + 2 * 769
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--per_device_train_batch_size 1000000000",
+        "--block_size 5000",
+        "--config_overrides foo=1",
+        "--fsdp True --nodes 2",
+        "--max_steps abc",
+        "--model_type alexnet",
+    ],
+)
+def test_a_recipes_flag_is_refused_with_its_source(
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flag, value, *others = words.split()
+    (tmp_path / "run.yaml").write_text(f"{flag[2:]}: {value}\n")
+    assert main(["plan", str(tmp_path / "run.yaml"), *others]) == 2
+    said = capsys.readouterr().err
+    assert f"{flag}" in said
+    assert "run.yaml line 1)" in said
 
 
 def test_the_recipe_of_a_run_is_planned_with_the_model_that_the_run_has_kept(

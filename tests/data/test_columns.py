@@ -148,3 +148,16 @@ def test_fractions_are_a_regression_whatever_classes_the_model_was_trained_on() 
     assert find_labels(Counter([3.5, 1.0, 2.2]), None, None, "here", trained).task == "regression"
     assert find_labels(Counter(["pos", "neg"]), None, None, "here", trained) == trained
     assert find_labels(Counter(["pos", "neg"]), None, ["pos", "neg"], "here").names == ("pos", "neg")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"text": "a b", "art": "{}", "law": "{}"}, "--label_column_names art law"),
+        ({"tokens": "['a']", "tags": "['O']"}, "words with a tag each are for recipes/token_cls.py"),
+    ],
+)
+def test_tables_that_want_another_flag_or_recipe_are_told_so(row: dict[str, str], said: str) -> None:
+    rows = [{name: value.format(i % 2) for name, value in row.items()} for i in range(8)]
+    with pytest.raises(RequestError, match=said):
+        find_columns(rows, None, None, "the training data")

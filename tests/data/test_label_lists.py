@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,7 +49,25 @@ def of_columns() -> tuple[Dataset, dict[str, Any]]:
     return columns(cells), {"label_column_names": list(NAMES)}
 
 
-@pytest.mark.parametrize("form", [of_names, of_ids, of_columns])
+def as_text(write: Callable[[list[Any]], str], rows: list[Any]) -> tuple[Dataset, dict[str, Any]]:
+    return table([write(row) for row in rows]), {}
+
+
+def numpy_text(row: list[Any]) -> str:
+    return str(np.array(row))
+
+
+FORMS = {
+    "names": of_names,
+    "ids": of_ids,
+    "columns": of_columns,
+    "pandas": lambda: as_text(str, GIVEN),
+    "numpy": lambda: as_text(numpy_text, GIVEN),
+    "json": lambda: as_text(json.dumps, GIVEN),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
 def test_every_form_gives_the_same_rows_of_zeros_and_ones(form: Any) -> None:
     given, flags = form()
     found = clean({"train": given, "validation": given}, **flags)

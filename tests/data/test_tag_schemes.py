@@ -56,6 +56,11 @@ def test_a_mixture_is_refused() -> None:
         find_scheme([["B-PER", "LOC"]])
 
 
+def test_numbers_are_no_tags() -> None:
+    with pytest.raises(RequestError, match=r"the tags are numbers \(0, 3\), which do not say what is no entity"):
+        find_scheme([["3", "0"]])
+
+
 CONLL = "-DOCSTART- -X- O O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\n\nPeter NNP B-NP I-PER\n"
 
 
@@ -73,3 +78,21 @@ def test_a_line_that_lacks_its_tag_is_named_and_a_file_of_words_has_none(tmp_pat
         list(read_conll(path))
     path.write_text("EU\nrejects\n\nPeter\n")
     assert list(read_conll(path)) == [(["EU", "rejects"], None, 1), (["Peter"], None, 4)]
+
+
+@pytest.mark.parametrize(
+    ("comment", "line"),
+    [("# sent_id = 1", "EU B-ORG"), ("#begin document (nw/1); part 000", "EU B-ORG"), ("# newpar", "EU B-ORG"),
+     ("# a b = 2", "EU NNP B-NP B-ORG"), ("# text = 0", "EU NNP B-NP B-ORG"), ("# a corpus of ours", "EU\tB-ORG")],
+)  # fmt: skip
+def test_comments_before_a_sentence_are_passed_over(comment: str, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.conll"
+    path.write_text(f"{comment}\n{line}\n\n{comment}\n{line}\n")
+    assert list(read_conll(path)) == [(["EU"], ["B-ORG"], 2), (["EU"], ["B-ORG"], 5)]
+
+
+@pytest.mark.parametrize("rest", ["O", "B-NUM", "SYM", "NN I-NP O"])
+def test_the_word_number_sign_is_a_word(rest: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.conll"
+    path.write_text(f"# {rest}\n1 {rest}\n\n")
+    assert list(read_conll(path)) == [(["#", "1"], [rest.split()[-1]] * 2, 1)]

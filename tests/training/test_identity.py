@@ -16,6 +16,7 @@ from test_manifest import LAYOUT
 from finetune.errors import RequestError
 from finetune.run.files import IDENTITY
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
+from finetune.training.checkpoints.flags_of_before import look_at_flags
 from finetune.training.checkpoints.identity import (
     MOST_LAUNCHES,
     Identity,
@@ -169,6 +170,21 @@ def test_a_checkpoint_of_another_run_is_passed_over_or_refused_unless_that_is_al
     allowed = {"resume_changed": "allow"}
     assert chosen(tmp_path, "auto", **allowed).checkpoint == str(strange)
     assert chosen(tmp_path, str(strange), **allowed).checkpoint == str(strange)
+
+
+def test_a_changed_flag_is_refused_by_its_source_before_anything_is_imported(tmp_path: Path) -> None:
+    strange = replace(OWN, run="c" * 32, flags={"seed": 5})
+    own, _ = save(tmp_path, 4), save(tmp_path, 8, strange)
+    (tmp_path / IDENTITY).write_text(json.dumps(run_record(ID, LINEAGE)))
+    values = {"output_dir": tmp_path, "seed": 5, "optim": "sgd"}
+    for resume in ("auto", str(own)):
+        with pytest.raises(RequestError, match=r"--seed was 2 when checkpoint-4 was saved, and is 5 \(command line\)"):
+            look_at_flags(run_of(*flags({**values, "resume": resume})))
+    look_at_flags(run_of(*flags({**values, "seed": 2, "resume": "auto"})))
+    look_at_flags(run_of(*flags({**values, "resume": "auto", "resume_changed": "allow"})))
+    look_at_flags(run_of(*flags(values)))
+    (own / "model.safetensors").unlink()  # the choice of a checkpoint says that
+    look_at_flags(run_of(*flags({**values, "resume": "auto"})))
 
 
 # The state

@@ -13,13 +13,16 @@ from transformers import TrainingArguments
 
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
+from finetune.run.conflicts import METRICS_OF_TASK
 from finetune.run.flags.language import CorpusArguments
+from finetune.run.paths import METRICS
 from finetune.run.recipes.causal_lm import CAUSAL_LM
 from finetune.run.recipes.image_cls import IMAGE_CLS
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.recipes.token_cls import TOKEN_CLS
 from finetune.training.metrics import (
     CountedMetrics,
+    TaskMetrics,
     confusion,
     language_metrics,
     metrics_for,
@@ -45,6 +48,26 @@ def test_a_language_models_figures_are_over_all_tokens() -> None:
             "token_accuracy": 0.25,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("labels", "known"),
+    [
+        (CLASSES, SEQ_CLS.metrics),
+        (TOPICS, METRICS_OF_TASK[MULTI_LABEL]),
+        (NUMBERS, METRICS_OF_TASK["regression"]),
+        (Labels(TOKENS, ("O", "B-x", "I-x")), TOKEN_CLS.metrics),
+    ],
+)
+def test_it_is_known_without_trying_which_metrics_are_for_a_task(labels: Labels, known: tuple[str, ...]) -> None:
+    def fits(name: str) -> bool:
+        try:
+            return bool(TaskMetrics(labels, [name]).metrics)
+        except RequestError:
+            return False
+
+    assert sorted(known) == [name for name in METRICS if fits(name)]
+    assert IMAGE_CLS.metrics == SEQ_CLS.metrics
 
 
 def test_recipes_know_the_figures_of_their_evaluations() -> None:
@@ -179,3 +202,15 @@ def test_the_best_model_has_more_of_some_metrics_and_less_of_others(
     training.metric_for_best_model = "bleu"
     with pytest.raises(RequestError, match=r"--metric_for_best_model bleu: a .* has loss, "):
         settle_best_metric(training, metrics_for(labels), {})
+
+
+def test_the_metric_of_the_documentation_is_one(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    path = tmp_path / "my_metric.py"
+    path.write_text(page.read_text().split("```python\n")[1].split("```")[0])
+    names = Labels(TOKENS, ("O", "B-PER", "I-PER"))
+    ids = np.array([[1, 2, 0], [1, 2, 2]])
+    guessed = np.zeros((2, 3, 3))
+    guessed[..., 0] = [[1, 2, 0], [1, 0, 2]]
+    found = TaskMetrics(names, [str(path)])(SimpleNamespace(predictions=guessed, label_ids=ids))
+    assert found["long_entities"] == pytest.approx(2 / 3)

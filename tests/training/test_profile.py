@@ -282,7 +282,13 @@ def request(*words: str, pipeline: bool = False) -> Run:
         pytest.param("--flops_profiler True", "pipeline", True, "never prints what it counted", id="flops of stages"),
         pytest.param("--ds_monitor csv", "pipeline", True, "fail in a pipeline's evaluation", id="monitor of stages"),
         pytest.param("--ds_monitor comet", "zero2", False, "one of csv, tensorboard, wandb", id="another monitor"),
-        pytest.param("--ds_monitor wandb", "zero2", False, "--ds_monitor wandb, but nobody is logged in", id="login"),
+        pytest.param(
+            "--ds_monitor wandb",
+            "zero2",
+            False,
+            "wandb (command line), but nobody is logged in",
+            id="login",
+        ),
         pytest.param(
             "--ds_monitor tensorboard --report_to tensorboard", "zero2", False, "the same run twice", id="twice"
         ),

@@ -9,6 +9,7 @@ from functools import partial
 from finetune.plan.families.parts import (
     CAUSAL,
     CLASSES,
+    TAGS,
     Buffers,
     Family,
     Linear,
@@ -21,6 +22,7 @@ from finetune.plan.families.parts import (
     lm_head,
     norm,
     score,
+    tag_score,
 )
 
 LAYER_TYPES = FULL, WINDOW = ("full_attention", "sliding_attention")
@@ -185,6 +187,8 @@ def _rotary(style: Style, part: float, sizes: Sizes) -> Buffers:
 
 def _llama(style: Style) -> Family:
     heads = {CAUSAL: lm_head(style.tied), CLASSES: score()}
+    if not style.two_rotations:  # transformers has no Gemma 3 for tags
+        heads[TAGS] = tag_score("score")
     buffers = partial(_rotary, style, 1.0)
     return Family(LLAMA_EMBEDDINGS, partial(_llama_block, style), closing("model.norm"), heads, buffers=buffers)
 
@@ -194,7 +198,7 @@ DECODERS = {
         before=embeddings({"transformer.wte": "vocab_size", "transformer.wpe": "n_positions"}, "n_embd"),
         block=_gpt2_block,
         after=closing("transformer.ln_f", "n_embd", bias=True),
-        heads={CAUSAL: lm_head(True, "n_embd"), CLASSES: score("n_embd")},
+        heads={CAUSAL: lm_head(True, "n_embd"), CLASSES: score("n_embd"), TAGS: tag_score("classifier", "n_embd")},
         layers=lambda sizes: sizes("n_layer"),
         hidden=lambda sizes: sizes("n_embd"),
     ),
@@ -214,7 +218,7 @@ DECODERS = {
         before=LLAMA_EMBEDDINGS,
         block=_phi_block,
         after=closing("model.final_layernorm", bias=True),
-        heads={CAUSAL: lm_head(False, bias=True), CLASSES: score()},
+        heads={CAUSAL: lm_head(False, bias=True), CLASSES: score(), TAGS: tag_score("score")},
         buffers=partial(_rotary, Style(), 0.5),
     ),
 }

@@ -116,5 +116,9 @@ def score(hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
     return lambda sizes: linear("score", sizes(hidden), sizes.labels, bias=False)
 
 
+def tag_score(name: str, hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
+    return lambda sizes: linear(name, sizes(hidden), sizes.labels)
+
+
 def closing(name: str, hidden: str = "hidden_size", bias: bool = False) -> Callable[[Sizes], Named]:
     return lambda sizes: norm(name, sizes(hidden), bias)

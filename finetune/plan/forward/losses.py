@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from finetune.plan.families.parts import TAGS
 from finetune.plan.forward.parts import Setting
 from finetune.plan.tape import Tape
 from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, INT64_BYTES, Gemm, Value
 
+DROPOUTS = ("classifier_dropout", "hidden_dropout")  # before the layer of tags, the first that the config has
 # How often the chunked loss reads or writes its logits beside the products: amax, sub_, exp_ and sum; and mul for the
 # gradients (torch 2.13, nn/modules/linear_cross_entropy.py, _linear_cross_entropy_batch_chunked_accumulator).
 LOSS_PASSES, GRADIENT_PASSES = 6, 2
@@ -28,7 +30,13 @@ def causal_head(setting: Setting, x: Value, tied: str, softcap: bool = False) ->
 
 def class_head(setting: Setting, x: Value) -> Value:
     """Scores at every position, of which the last of each row counts (modeling_layers.py,
-    GenericForSequenceClassification)."""
+    GenericForSequenceClassification), or with tags each (GenericForTokenClassification)."""
+    if setting.head == TAGS:
+        outer, inner = DROPOUTS
+        share = setting.sizes.share(outer, setting.sizes.share(inner, 0.1))
+        name = "classifier" if "classifier.weight" in setting.tape.shapes else "score"  # the former is GPT-2's
+        scores = setting.tape.linear(setting.tape.dropout(x, share), name)
+        return label_loss(setting, scores, setting.batch.positions)
     scores = setting.tape.linear(x, "score")
     return label_loss(setting, setting.tape.op("index", (scores,), setting.batch.rows * setting.sizes.labels))
 

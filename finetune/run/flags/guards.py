@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from finetune.errors import RequestError
 from finetune.run.flags.compression import KEEPS_ERRORS
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, Range
 
@@ -47,21 +47,21 @@ class GuardArguments:
     )
 
 
-def check_guards(run: Run) -> None:
-    """Raises RequestError for a policy that this run cannot keep to."""
+def guard_faults(run: Run) -> Iterator[str]:
+    """A policy that this run cannot keep to."""
     policy, hook = run.value("on_nan"), run.value("ddp_comm_hook")
     if policy in ("skip", "rollback") and hook in KEEPS_ERRORS:
-        raise RequestError(
+        yield (
             f"{run.said('on_nan')}, and {run.said('ddp_comm_hook')}: the hook keeps what it has not sent yet for later "
             "steps, and a NaN in it stays. Give --on_nan stop and --resume auto after it, or another hook."
         )
     if policy == "rollback" and run.value("save_strategy") == "no":
-        raise RequestError(
+        yield (
             f"{run.said('on_nan')}, which goes back to a checkpoint, but {run.said('save_strategy')}, which saves "
             "none. Save some."
         )
     if policy == "rollback" and run.value("save_only_model"):
-        raise RequestError(
+        yield (
             f"{run.said('on_nan')}, which goes back to weights and optimizer states, but "
             f"{run.said('save_only_model')}, which saves none of these. Drop one."
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from finetune.errors import RequestError
 from finetune.run.files import by_hand
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 
@@ -63,38 +63,34 @@ class PipelineArguments:
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 
-def check_pipeline(run: Run) -> None:
-    """Raises RequestError for a layout that cannot be, and for flags that would not be honoured."""
+def pipeline_faults(run: Run) -> Iterator[str]:
+    """A layout that cannot be, and flags that would not be honoured."""
     values, world = run.values, run.launch.world_size
     stages = int(run.stages or 0)
     if world % stages:
         ranks = stages * -(-world // stages)
         mend = f"Launch with {ranks} ranks (`deepspeed --num_gpus {ranks}` or `torchrun --nproc_per_node {ranks}`)"
         mend += f", or give a divisor of {world}." if world > 1 else "."
-        raise RequestError(
+        yield (
             f"{run.said('pipeline_parallel_size')}, but this run has {world} rank(s), which is no multiple of {stages} "
             f"(ranks = stages x pipelines). {mend}"
         )
     for name, why in PipelineArguments.refused.items():
         if str(values.get(name)).lower() not in ("none", "false", "0", "0.0", ""):
-            raise RequestError(f"{run.said(name)}: {why}")
+            yield f"{run.said(name)}: {why}"
     if str(run.value("optim")) not in OPTIMIZERS:
-        raise RequestError(f"{run.said('optim')}, but a pipeline's checkpoints know {', '.join(OPTIMIZERS)}. Give one.")
+        yield f"{run.said('optim')}, but a pipeline's checkpoints know {', '.join(OPTIMIZERS)}. Give one."
     if str(run.value("lr_scheduler_type")) == "reduce_lr_on_plateau":
-        raise RequestError(
+        yield (
             f"{run.said('lr_scheduler_type')}: DeepSpeed's engine steps the schedule, and knows no metric. Give "
             "another, cosine for instance."
         )
-    _check_method(run)
-
-
-def _check_method(run: Run) -> None:
     method = run.value("partition_method")
     if method in ("balanced", "uniform", "parameters"):
         return
     if not method.startswith("type:"):
-        raise RequestError(f"{run.said('partition_method')}, but it must be {METHODS}.")
+        yield f"{run.said('partition_method')}, but it must be {METHODS}."
     try:
         re.compile(method.removeprefix("type:"))
     except re.error as error:
-        raise RequestError(f"{run.said('partition_method')}: is no regular expression ({error}).") from error
+        yield f"{run.said('partition_method')}: is no regular expression ({error})."

@@ -121,7 +121,7 @@ def _check_deepspeed(run: Run, asked: list[str], config: str | None) -> None:
         raise RequestError(
             f"{run.said('ds_monitor')}: DeepSpeed's monitors fail in a pipeline's evaluation (DS806). Use --report_to."
         )
-    check_trackers([monitor], "ds_monitor")
+    check_trackers([monitor], "ds_monitor", run.source("ds_monitor"))
     if monitor in str(run.value("report_to")):
         raise RequestError(
             f"{run.said('ds_monitor')}, and {run.said('report_to')}: they log the same run twice. Keep one; the latter "

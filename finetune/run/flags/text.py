@@ -10,6 +10,7 @@ from finetune.run.sizes import DISTILBERT_SIZES
 
 LEAST_TOKENS = 8  # less leaves no room for text
 ENCODING = "of csv, json and text files, such as cp1252 or utf-16; default: found by their bytes"
+CONLL = (".conll", ".conllu", ".bio", ".iob", ".iob2")  # what files of words and their tags are called
 TASKS = ("classification", "multi_label_classification", "regression")
 
 
@@ -79,8 +80,8 @@ class DataArguments(FileArguments):
 
 @dataclass
 class TokenDataArguments(FileArguments):
-    """What to train on. With none of these, names in Python's standard library are used. Files that are neither json(l)
-    nor parquet are CoNLL text: a word and its tag a line, a blank line after each sentence."""
+    """What to train on. With none of these, names in Python's standard library are used. Files that are not json(l),
+    parquet or csv are CoNLL text: a word and its tag a line, a blank line after each sentence."""
 
     tokens_column_name: str | None = field(default=None, metadata={"help": "lists of words; default: tokens or words"})
     tags_column_name: str | None = field(default=None, metadata={"help": "lists of tags; default: tags or ner_tags"})

@@ -16,17 +16,21 @@ TRACKERS = """azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflo
 trackio wandb""".split()
 
 
-def check_trackers(reports: Sequence[str], flag: str = "report_to") -> None:
+def check_trackers(reports: Sequence[str], flag: str = "report_to", source: str = "command line") -> None:
     """A tracker that nobody knows, that is missing, or that would stop the run to ask, is refused before anything is
     loaded."""
+
+    def said(name: str) -> str:
+        return f"--{flag} {name} ({source})"
+
     for name in reports:
         if flag == "report_to" and name not in (*TRACKERS, "all", "none"):
             near = difflib.get_close_matches(name, TRACKERS, 1)
             hint = f"Did you mean {near[0]}?" if near else f"Give some of {', '.join(TRACKERS)}; all; or none."
-            raise RequestError(f"--{flag} {name}: transformers has no such tracker. {hint}")
+            raise RequestError(f"{said(name)}: transformers has no such tracker. {hint}")
     for name in PACKAGES_OF_TRACKERS:
         if name in reports and importlib.util.find_spec(name) is None:
-            raise RequestError(f"--{flag} {name}: it is not installed. pip install {name}, or leave it out.")
+            raise RequestError(f"{said(name)}: it is not installed. pip install {name}, or leave it out.")
     if {"wandb", "all"} & set(reports) and not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")):
         try:
             logged_in = any("wandb" in host for host in netrc.netrc().hosts)
@@ -34,6 +38,6 @@ def check_trackers(reports: Sequence[str], flag: str = "report_to") -> None:
             logged_in = False
         if not logged_in:
             raise RequestError(
-                f"--{flag} wandb, but nobody is logged in, and a run must not stop to ask. Run `wandb login`, or set "
+                f"{said('wandb')}, but nobody is logged in, and a run must not stop to ask. Run `wandb login`, or set "
                 "WANDB_API_KEY, or set WANDB_MODE=offline and `wandb sync` later."
             )

@@ -27,6 +27,7 @@ IMAGE_CLS = Recipe(
     trainer_groups=(ClassArguments, CompressionArguments),
     pipeline_groups=(PipelineArguments,),
     figures=("loss", "accuracy", "f1_macro", "matthews"),
+    metrics=("accuracy", "f1", "matthews", "mse", "pearson"),
     defaults={
         **USUAL,
         "output_dir": "runs/image_cls",

@@ -24,6 +24,7 @@ SEQ_CLS = Recipe(
     ),
     defaults={**USUAL, "output_dir": "runs/seq_cls"},
     figures=("loss", "accuracy", "f1_macro", "matthews", "mse", "pearson", "f1_micro", "subset_accuracy"),
+    metrics=("accuracy", "f1", "matthews", "mse", "pearson"),
     # A model from scratch wants a higher rate and more rounds than a pretrained one.
     scratch_defaults={"learning_rate": 1e-3, "num_train_epochs": 8, "warmup_steps": 0.1},
 )

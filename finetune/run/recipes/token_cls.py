@@ -24,6 +24,7 @@ TOKEN_CLS = Recipe(
     ),
     defaults={**USUAL, "output_dir": "runs/token_cls"},
     figures=("loss", "precision", "recall", "f1", "accuracy"),
+    metrics=("entity_f1",),
     # A model from scratch wants a higher rate than a pretrained one, and many steps: it learns what words mean in the
     # first epoch, and to look at their neighbours in the second and third.
     scratch_defaults={

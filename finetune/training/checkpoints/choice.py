@@ -15,7 +15,7 @@ from finetune.run.files import IDENTITY, LAST_WRITTEN, REPLACED, STATE_FILE
 from finetune.run.output_folder import RESUMES, START_ANEW
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
-from finetune.training.checkpoints.identity import SHOWN, Stretch, mixed, read_identity, read_run
+from finetune.training.checkpoints.identity import mixed, of_another_run, read_run
 from finetune.training.checkpoints.manifest import (
     MANIFEST,
     altered,
@@ -113,7 +113,7 @@ def _looked_at(folder: Path, broken: dict[str, str], takes_others: bool) -> Iter
             continue
         found = broken.get(path.name) or in_short(_glance(path))
         if not found and not takes_others:
-            found = _of_another_run(path, own) or ""
+            found = of_another_run(path, own) or ""
         yield path, found or None
 
 
@@ -131,7 +131,7 @@ def _named(run: Run, path: Path) -> Chosen:
             raise RequestError(_refused(path, found))
     elif found := _glance(path):
         raise RequestError(_refused(path, found))
-    other = _of_another_run(path, read_run(Path(run.values["output_dir"]).expanduser()))
+    other = of_another_run(path, read_run(Path(run.values["output_dir"]).expanduser()))
     if other and run.value("resume_changed") != "allow":
         raise RequestError(
             f"--resume {path}: {other} Give another --output_dir, or go on all the same by --resume_changed allow."
@@ -146,14 +146,6 @@ def _glance(path: Path) -> list[str]:
     manifest = read_manifest(path)
     found = altered(path, manifest, [name for name in (STATE_FILE, IDENTITY) if name in manifest.files])
     return found or state_problems(path, manifest.step) or mixed(path, manifest)
-
-
-def _of_another_run(checkpoint: Path, own: tuple[str, tuple[Stretch, ...]] | None) -> str | None:
-    """Says so where it is neither of the run whose folder this is, nor of one that the run has gone on from."""
-    identity = read_identity(checkpoint)
-    if identity is None or own is None or identity.run in (own[0], *(stretch.run for stretch in own[1])):
-        return None
-    return f"{checkpoint.name} is of run {identity.run[:SHOWN]}, and the folder is of run {own[0][:SHOWN]}."
 
 
 def _refused(path: Path, found: list[str]) -> str:

@@ -115,6 +115,14 @@ def lineage_lines(lineage: Sequence[Stretch]) -> list[str]:
     return [f"steps {s.from_step + 1} to {end}: {s}" for s, end in zip(lineage, ends, strict=True)]
 
 
+def of_another_run(checkpoint: Path, own: tuple[str, tuple[Stretch, ...]] | None) -> str | None:
+    """Says so where it is neither of the run whose folder this is, nor of one that the run has gone on from."""
+    identity = read_identity(checkpoint)
+    if identity is None or own is None or identity.run in (own[0], *(stretch.run for stretch in own[1])):
+        return None
+    return f"{checkpoint.name} is of run {identity.run[:SHOWN]}, and the folder is of run {own[0][:SHOWN]}."
+
+
 def mixed(folder: Path, manifest: Manifest) -> list[str]:
     """What of a checkpoint was not saved with the rest of it, though its manifest may have been made anew."""
     try:

@@ -1,0 +1,73 @@
+"""A resumed run's flags beside those of its checkpoint. Never imports torch: what is refused is said in a moment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RequestError
+from finetune.run.conflicts import BY_METRIC
+from finetune.run.on_resume import APPLIED, COMPARED, NEVER
+from finetune.run.run import Run
+from finetune.training.checkpoints.identity import Identity, of_another_run, read_identity, read_run, shown
+from finetune.training.checkpoints.manifest import checkpoints_in, problems
+
+OF_SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+BY_MACHINE = {"bf16", "fp16"}  # which settles what nobody asks for
+
+
+def look_at_flags(run: Run) -> None:
+    """Raises RequestError as `course_of` will, by the checkpoint that --resume most likely means. One that is not as it
+    was saved, or that is of a run which may have ended, is looked at later."""
+    resume = run.value("resume")
+    if not resume or resume == "allow":
+        return
+    folder = Path(run.value("output_dir")).expanduser()
+    try:
+        own = read_run(folder)
+        named = checkpoints_in(folder) if resume == "auto" else [Path(resume).expanduser()]
+        whole = (path for path in named if not problems(path, hashes=False) and not of_another_run(path, own))
+        path = next(whole, None)
+        before = read_identity(path) if path else None
+    except RequestError:  # which is said when the checkpoint is chosen
+        return
+    if path is not None and before is not None:
+        refuse_changed(run, path.name, changed_flags(before, compared_flags(run)))
+
+
+def compared_flags(run: Run) -> dict[str, Any]:
+    """Those that are compared by value, but for what the machine settles."""
+    found = {name: run.value(name) for name in run.recipe.flags if name in COMPARED - BY_MACHINE}
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return plain
+
+
+def changed_flags(before: Identity, flags: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """By flag, the value before and now."""
+    known = {flag: value for flag, value in before.flags.items() if flag in flags}
+    return {flag: (value, flags[flag]) for flag, value in known.items() if value != flags[flag]}
+
+
+def refuse_changed(run: Run, name: str, changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raises RequestError for those that are not taken; `name` is the checkpoint's."""
+    allowed = run.value("resume_changed") == "allow"
+    lines = [
+        f"--{flag} was {shown(before)} when {name} was saved, and is {shown(now)} ({run.source(flag)})"
+        for flag, (before, now) in changed.items()
+        if flag not in APPLIED and (flag in NEVER or not allowed)
+    ]
+    kinds = changed.get("lr_scheduler_type", (run.value("lr_scheduler_type"),))
+    by_history = next((kind for kind in kinds if str(kind) in BY_METRIC), None)
+    if by_history is not None:
+        others = [flag for flag in OF_SCHEDULE if flag in changed]
+        lines += [f"--{flag} is not as before, and the rates of {by_history} follow from the past" for flag in others]
+    if lines:
+        of_past = by_history is not None and any(flag in changed for flag in OF_SCHEDULE)
+        never = of_past or any(flag in NEVER for flag in changed)
+        mend = "." if never else ", or go on as something else by --resume_changed allow."
+        raise RequestError(
+            f"--resume: {'; '.join(lines)}. A run is resumed as it was: give the flags of before, another "
+            f"--output_dir{mend}"
+        )
