@@ -153,10 +153,10 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All of a model's, from however many files."""
+    """All of a model's or an adapter's, from however many files."""
     from safetensors.torch import load_file
 
-    return {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
+    return {name: tensor for path in folder.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def different_weights(one: Path, other: Path) -> list[str]:

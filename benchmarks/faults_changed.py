@@ -4,48 +4,130 @@ r"""SIGKILL, and something is changed before the next launch: is the run refused
     python benchmarks/faults_changed.py --runs zero2   # some of them
 
 A chain is as in faults.py: launched, killed at a random moment, launched again. Before a launch that has a checkpoint
-to go on from, one change is drawn. What has to be refused (REFUSED) is launched with that change first: it must end
-with status 2, and leave the run folder's checkpoints as they were. What goes on is kept: logging, saving and
-evaluation at other steps, or another world size, ZeRO stage or number of pipelines (MOVES). In the end the weights are
-compared with those of a run that nobody killed: bit for bit, or after a move as far apart as sums in another order
-come (TO_ROUNDING). Writes docs/results/faults_changed.jsonl, a row for each kill, change and chain, and the page.
+to go on from, one change is drawn: of the data file or of a flag that has to be refused (REFUSED), of one that is
+applied (APPLIED) or changes nothing (GOES_ON), or of the layout (MOVES): another world size, ZeRO stage or number of
+pipelines. What has to be refused is launched as it is, must end with one error that names it, and must leave the
+checkpoints as they were; then it is taken back. In the end the weights are compared, bit for bit, with those of runs
+that nobody killed and that took over from one another at the same steps, under the same layouts and applied flags.
+Writes docs/results/faults_changed.jsonl, a row for each kill, change and chain, and the page.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
+import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from durability_runs import PIPE, REPO, RUNS, SEQ, farthest, rows_of
-from faults import Chain, flags_of, newest_durable, uncut_run
+from durability_runs import PIPE, REPO, RUNS, SEQ, different_weights, own_rows, rows_of
+from faults import FLAGS, Chain, newest_durable
 from killing import Launch
-from releases import in_words
+from releases import in_words, versions
 
+from finetune.data.builtin import manual_topics
+from finetune.data.digests import of_text
 from finetune.training.checkpoints.manifest import checkpoints_in
 
 OUT = REPO / "docs" / "results" / "faults_changed.jsonl"
-TO_ROUNDING = 2e-3  # of a weight: what sums in another order differ by, Adam magnifies over 60 steps
 MOVES = {"zero2": ("ddp", "plain", "zero3"), "zero3": ("zero2", "plain"), "pipeline": ("pipeline_2x2",)}
-EVERYWHERE = {"seed": 9, "optim": "sgd", "average_tokens_across_devices": False}
+EVERYWHERE = {"seed": 9, "optim": "sgd"}
 REFUSED: dict[str, dict[str, Any]] = {
     SEQ: {**EVERYWHERE, "max_train_samples": 64, "max_seq_length": 16, "dropout": 0.2, "group_by_length": False},
-    PIPE: {"seed": 9, "max_train_samples": 2, "block_size": 16, "config_overrides": "num_hidden_layers=4"},
+    PIPE: {**EVERYWHERE, "max_train_samples": 2, "block_size": 16, "tokenizer": "byte"},
 }
+APPLIED = {"learning_rate": 5e-4, "weight_decay": 0.1, "adam_beta1": 0.8, "max_grad_norm": 0.5}
 GOES_ON: dict[str, dict[str, Any]] = {
     "logging and saving": {"logging_steps": 3, "save_steps": 4, "save_total_limit": 3},
     "evaluation": {"eval_strategy": "no", "early_stopping_patience": None},
+    "another path to the data": {},
 }
+# A measured cut of a pipeline may be another in another run.
+MORE_FLAGS = {PIPE: {"partition_method": "parameters"}}
+MADE_HOW = """Eight of the chains drew a change of layout less often than the others. One of the pipeline was run again:
+it had refused other text by words that did not name `--resume`, and does since."""
+Rows = list[list[str]]
+
+
+def other_words(rows: Rows) -> Rows:
+    return [[row[0] + " indeed", *row[1:]] for row in rows]
+
+
+def other_order(rows: Rows) -> Rows:
+    return rows[::-1]
+
+
+def more_rows(rows: Rows) -> Rows:
+    return rows + [[f"{row[0]} again", *row[1:]] for row in rows[:8]]
+
+
+DATA: dict[str, Callable[[Rows], Rows]] = {
+    "a word more in each row": other_words,
+    "rows in another order": other_order,
+    "more rows": more_rows,
+}
+
+
+@dataclass(frozen=True)
+class Life:
+    """What ran after `step`, until the next."""
+
+    layout: str
+    applied: tuple[tuple[str, Any], ...]
+    step: int
+
+    def command(self, folder: Path, data: Path, **more: Any) -> list[str]:
+        run = RUNS[self.layout]
+        words = {**FLAGS, **MORE_FLAGS.get(run.recipe, {}), **dict(self.applied), "train_file": data, **more}
+        return run.command(folder, **words)
+
+
+def written(path: Path, rows: Rows, header: list[str]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    return path
+
+
+def data_of(recipe: str, home: Path) -> tuple[list[str], Rows]:
+    """Names of the columns, and rows."""
+    if recipe == PIPE:
+        return ["text"], [[topic] for topic in manual_topics()[:12]]
+    header, *rows = csv.reader(own_rows(home).read_text().splitlines())
+    return header, rows
+
+
+def nobody_killed(lives: tuple[Life, ...], data: Path, home: Path, saves: int | None = None) -> Path:
+    """The folder of a run that went through the `lives` to its end, made once; with a checkpoint of step `saves`."""
+    folder = home / "uncut" / of_text([str(data), saves, *map(str, lives)])
+    if not (folder / "README.md").is_file():
+        *before, life = lives
+        more: dict[str, Any] = {"save_total_limit": FLAGS["max_steps"], "save_steps": saves or FLAGS["max_steps"]}
+        if before:
+            earlier = nobody_killed(tuple(before), data, home, life.step)
+            more["resume"] = earlier / f"checkpoint-{life.step}"
+        launch = Launch(life.command(folder, data, **more), folder, home / "cache", RUNS[life.layout].ranks)
+        if launch.wait() != 0:
+            raise SystemExit(f"{lives}: {launch.output[-3000:]}")
+    return folder
 
 
 class ChangedChain(Chain):
     def __init__(self, name: str, number: int, seed: int, home: Path) -> None:
         super().__init__(name, number, seed, home)
-        self.layouts, self.kept, self.changes = [name], dict[str, Any](), list[dict[str, Any]]()
+        self.home.joinpath("uncut").mkdir(exist_ok=True)
+        self.header, self.texts = data_of(self.run.recipe, home)
+        self.whole = written(home / f"{self.run.recipe}.csv", self.texts, self.header)
+        self.data = written(home / "data" / f"{name}-{number}.csv", self.texts, self.header)
+        self.layout, self.applied, self.kept = name, dict[str, Any](), dict[str, Any]()
+        self.lives: list[Life] = []
+        self.changes: list[dict[str, Any]] = []
 
     def launch(self) -> Launch:
         if newest_durable(self.folder) is not None:
@@ -54,33 +136,50 @@ class ChangedChain(Chain):
 
     def begin(self, more: dict[str, Any]) -> Launch:
         self.durable = newest_durable(self.folder)
-        words = {**flags_of(self.name), **self.kept, **more, "resume": "allow" if self.durable is None else "auto"}
-        command = self.run.command(self.folder, **words)
+        words = {**self.kept, **more, "resume": "allow" if self.durable is None else "auto"}
+        command = Life(self.layout, tuple(self.applied.items()), 0).command(self.folder, self.data, **words)
         return Launch(command, self.folder, self.home / "cache", self.run.ranks)
 
     def change(self) -> None:
-        """Before a launch that goes on: what must be refused half of the time."""
+        """Before a launch that goes on."""
         row: dict[str, Any] = {"run": self.name, "chain": self.number, "at": newest_durable(self.folder)}
-        if self.generator.random() < 0.5:
+        kinds = ("data refused", "flag refused", "applied", "goes on", "layout", "layout")
+        row["kind"] = self.generator.choice(kinds)
+        if row["kind"] == "data refused":
+            row["change"] = self.generator.choice(sorted(DATA))
+            written(self.data, DATA[row["change"]](self.texts), self.header)
+            row |= self.tried({}, "rows|tokenizer|model")
+            written(self.data, self.texts, self.header)
+        elif row["kind"] == "flag refused":
             refused = REFUSED[self.run.recipe]
             flag = self.generator.choice(sorted(refused))
-            row |= {"change": f"--{flag} {refused[flag]}", **self.tried({flag: refused[flag]})}
-        elif (kind := self.generator.choice([*GOES_ON, "layout"])) == "layout":
-            others = [other for other in (self.name, *MOVES[self.name]) if other != self.layouts[-1]]
-            self.layouts.append(self.generator.choice(others))
-            self.run = RUNS[self.layouts[-1]]
-            row["change"] = f"{self.layouts[-2]} to {self.layouts[-1]}"
+            row |= {
+                "change": f"--{flag} {refused[flag]}",
+                **self.tried({flag: refused[flag]}, f"--{flag}|rows|tokenizer|model"),
+            }
+        elif row["kind"] == "applied":
+            flag = self.generator.choice(sorted(APPLIED))
+            self.applied[flag] = APPLIED[flag]
+            row["change"] = f"--{flag} {APPLIED[flag]}"
+        elif row["kind"] == "goes on":
+            row["change"] = self.generator.choice(sorted(GOES_ON))
+            self.kept = GOES_ON[row["change"]]
+            if not self.kept:
+                self.data = self.data.rename(self.data.with_name(f"moved-{self.data.name}"))
         else:
-            self.kept, row["change"] = GOES_ON[kind], kind
+            others = [other for other in (self.name, *MOVES[self.name]) if other != self.layout]
+            row["change"] = f"{self.layout} to {(other := self.generator.choice(others))}"
+            self.layout, self.run = other, RUNS[other]
         self.changes.append(row)
 
-    def tried(self, change: dict[str, Any]) -> dict[str, Any]:
+    def tried(self, change: dict[str, Any], names: str) -> dict[str, Any]:
+        """A launch that must end with one error that names what was changed."""
         before = self.listing()
         launch = self.begin(change)
         status = launch.wait()
         errors = re.findall(r"^(?:\[rank \d+\] )?error: (.*)", launch.output, re.MULTILINE)
         # torchrun ends with 1 whatever its ranks end with; a second error would be a second rank that speaks.
-        refused = status in (1, 2) and len(errors) == 1 and errors[0].startswith("--resume: ")
+        refused = status in (1, 2) and len(errors) == 1 and bool(re.match(f"--resume: .*({names})", errors[0]))
         kept = before == self.listing()
         row = {"refused": refused, "status": status, "words": errors[:2], "checkpoints_kept": kept}
         return row if refused and kept else {**row, "output": launch.output[-1500:]}
@@ -89,45 +188,70 @@ class ChangedChain(Chain):
         files = [path for folder in checkpoints_in(self.folder) for path in sorted(folder.rglob("*"))]
         return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
+    def hear(self, launch: Launch) -> None:
+        super().hear(launch)
+        step = 0 if self.durable is None else launch.went_on_from()
+        if step is not None:  # what ran after this step before is of an abandoned branch
+            earlier = [life for life in self.lives if life.step < step]
+            now = Life(self.layout, tuple(sorted(self.applied.items())), step)
+            is_new = not earlier or (earlier[-1].layout, earlier[-1].applied) != (now.layout, now.applied)
+            self.lives = [*earlier, now] if is_new else earlier
+
+    def told(self) -> list[dict[str, Any]]:
+        """Not every step is logged here, so that the first one which is does not tell where a launch went on."""
+        for row in self.struck:
+            row["resumed"] = row.get("from") == (row["durable"] or 0)
+            if row["resumed"]:
+                row.pop("output", None)
+        return super().told()
+
     def closing(self, launch: Launch, status: int | None) -> dict[str, Any]:
-        row = super().closing(launch, status)
-        apart = farthest(self.folder, uncut_run(self.name, self.home)) if row["ended"] else float("inf")
-        row |= {"layouts": self.layouts, "apart": apart}
-        row["same"] = apart <= TO_ROUNDING if len(self.layouts) > 1 else not row["weights_apart"]
+        ended = status == 0 or "nothing is left to do" in launch.output
+        row: dict[str, Any] = {"run": self.name, "chain": self.number, "kills": len(self.struck), "ended": ended}
+        row |= {"lives": [[life.layout, dict(life.applied), life.step] for life in self.lives], "versions": versions()}
+        if not ended:
+            return {**row, "weights_apart": ["it did not end"], "output": launch.output[-1500:]}
+        row["weights_apart"] = different_weights(self.folder, nobody_killed(tuple(self.lives), self.whole, self.home))
         return row
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    stack = in_words(rows[-1]["versions"])
+    stack = in_words(next(row["versions"] for row in reversed(rows) if "versions" in row))
     lines = [
         "# Killed, changed, and launched again",
         "",
-        f"`python benchmarks/faults_changed.py`, {stack}, two cores. A run of 60 steps is killed by",
-        "SIGKILL at random moments, half of them in saves, and something is changed before it is launched again. What",
-        "decides the run's course must be refused, with its checkpoints left as they were. All else goes on, and ends",
-        "with the weights of a run that nobody touched: bit for bit, or after a change of layout within",
-        f"{TO_ROUNDING:g} of each weight.",
+        f"`python benchmarks/faults_changed.py`, {stack}, two cores.",
+        "A run of 60 steps is killed by SIGKILL at random moments, half of them in saves, and something is changed",
+        "before it is launched again. Another data file, seed or shape must be refused by name, with the checkpoints",
+        "left as they were. All else goes on. In the end the weights are compared bit for bit with those of runs that",
+        "nobody killed and that took over from one another at the same steps, with the same layouts and rates: at",
+        "another world size dropout draws other numbers, so that a run that never moved would be no measure.",
         "",
-        "| run | kills | resumed | changes refused | not refused | layouts changed | chains the same in the end |",
-        "|---|---|---|---|---|---|---|",
+        "| run | kills | resumed | refused: data | refused: flags | not refused | applied | goes on | layouts changed "
+        "| chains bit-equal |",
+        f"|---{'|---' * 9}|",
     ]
     for name in dict.fromkeys(row["run"] for row in rows):
         mine = [row for row in rows if row["run"] == name]
         kills, chains = [row for row in mine if "kill" in row], [row for row in mine if "kills" in row]
-        tried = [row for row in mine if "refused" in row]
-        good = sum(row["refused"] and row["checkpoints_kept"] for row in tried)
-        moved = sum(" to " in row.get("change", "") for row in mine)
-        resumed = sum(row.get("resumed", False) for row in kills)
-        ends = f"{sum(row['same'] for row in chains)} of {len(chains)}"
-        lines.append(f"| {name} | {len(kills)} | {resumed} | {good} | {len(tried) - good} | {moved} | {ends} |")
+        good = [row["kind"] for row in mine if row.get("refused") and row["checkpoints_kept"]]
+        kinds = Counter(row["kind"] for row in mine if "kind" in row)
+        figures = [len(kills), sum(row.get("resumed", False) for row in kills)]
+        figures += [good.count("data refused"), good.count("flag refused")]
+        figures += [sum("refused" in row for row in mine) - len(good)]
+        figures += [kinds["applied"], kinds["goes on"], kinds["layout"]]
+        equal = sum(not row["weights_apart"] for row in chains)
+        lines.append(f"| {name} | {' | '.join(map(str, figures))} | {equal} of {len(chains)} |")
+    odd = [row for row in rows if ("refused" in row and not (row["refused"] and row["checkpoints_kept"]))]
+    odd += [row for row in rows if row.get("weights_apart") or ("kill" in row and not row.get("resumed"))]
+    lines += ["", "Not as it should be:", ""] if odd else ["", "Nothing was otherwise."]
+    for row in odd:
+        what = row.get("change") or row.get("moment") or f"lives {row['lives']}, apart: {row['weights_apart'][:3]}"
+        lines.append(f"- {row['run']} chain {row['chain']}: {what}")
     counts = Counter(row["change"] for row in rows if "change" in row)
-    moved_apart = [row["apart"] for row in rows if "kills" in row and len(row["layouts"]) > 1]
-    lines += ["", "Changes: " + ", ".join(f"{change} ({number})" for change, number in sorted(counts.items())) + "."]
-    if moved_apart:
-        lines += ["", f"Farthest weight after a change of layout: {max(moved_apart):.1e}."]
-    return "\n".join(
-        [*lines, "", "What it does not show: GPUs, several nodes, and data that change under one name.", ""]
-    )
+    lines += ["", "Changes: " + ", ".join(f"`{change}` ({number})" for change, number in sorted(counts.items())) + "."]
+    lines += ["", MADE_HOW]
+    return "\n".join([*lines, "", "What it does not show: GPUs, several nodes, and data of a hub.", ""])
 
 
 def main() -> None:
@@ -147,10 +271,11 @@ def main() -> None:
             *kills, last = chain.rows(options.kills)
             with options.out.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in (*chain.changes, *kills, last))
+            shutil.rmtree(chain.folder, ignore_errors=True)
             odd = [row["change"] for row in chain.changes if "refused" in row and not row["refused"]]
-            print(
-                f"{name} {number}: {len(kills)} kills, {chain.layouts}, same: {last['same']}, taken: {odd}", flush=True
-            )
+            lost = sum(not row.get("resumed") for row in kills)
+            ends = last["weights_apart"] or "bit-equal"
+            print(f"{name} {number}: {len(kills)} kills, {lost} lost; not refused: {odd}; {ends}", flush=True)
     options.out.with_suffix(".md").write_text(page(list(rows_of(options.out))))
 
 

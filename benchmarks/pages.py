@@ -22,6 +22,8 @@ import check_truth
 import comm_hooks_page
 import defaults
 import durability_page
+import faults_changed
+import identity_cost
 import images
 import mutants
 import pipeline
@@ -53,6 +55,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "comm_hooks": _of("comm_hooks", comm_hooks_page.page),
     "defaults": lambda: defaults.page(_lines("defaults.jsonl")),
     "durability": durability_page.page,
+    "faults_changed": lambda: faults_changed.page(_lines("faults_changed.jsonl")),
+    "identity_cost": _of("identity_cost", identity_cost.page),
     "images": _of("images", images.page),
     "mutants": lambda: mutants.page(mutants.read_rows()),
     "pipeline": _of("pipeline", pipeline.render),

@@ -1,6 +1,6 @@
 """Every flag of a recipe changed on resume, one at a time: whatever then differs was said, or was refused.
 
-    python benchmarks/resume_flags.py                        # every run below, about an hour on two cores
+    python benchmarks/resume_flags.py                        # every run below, about two hours on two cores
     python benchmarks/resume_flags.py plain pipeline         # some of them
     python benchmarks/resume_flags.py plain --flags seed     # and some flags
 
@@ -20,10 +20,11 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from durability_runs import LANGUAGE, LM, RUNS, Run, environment, farthest, rows_of
+from durability_runs import EVERY, LANGUAGE, LM, RUNS, Run, environment, farthest, rows_of
 from releases import in_words, versions
 
 from finetune.run.choose import recipes
@@ -40,11 +41,14 @@ STEPS, CUT = 4, 2
 BASE = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": CUT, "logging_steps": 1}
 SECONDS = 180.0
 TO_ROUNDING = 1e-4  # of a weight: another batch a device sums in another order, and Adam's first steps magnify that
-OWN = {name: RUNS[name] for name in ("plain", "zero2", "pipeline", "causal_lm", "causal_lm_streaming", "image_cls")}
+BASE_MODEL = "base"  # of an adapter, trained before
+OF_BASE = {"model_name_or_path": BASE_MODEL, "config_overrides": None}
+OWN = {name: RUNS[name] for name in ("plain", "pipeline", "zero2", "zero3", "image_cls", "causal_lm", "ddp_powersgd")}
 OWN |= {
     "token_cls": Run("token_cls", 1, {"max_train_samples": 80, "max_seq_length": 24, "dropout": 0.1}),
-    "ddp_powersgd": RUNS["ddp_powersgd"],
+    "causal_lm_lora": Run(LM, 1, {**LANGUAGE, **OF_BASE, "use_peft": True, "lora_r": 4, "lora_dropout": 0.1}),
     "causal_lm_packed": Run(LM, 1, {**LANGUAGE, "packing": "bfd", "document_mask": True}),
+    "causal_lm_streaming": RUNS["causal_lm_streaming"],
 }
 # What a changed flag cannot be tried with here: it names this run, its cut, or something that this machine lacks.
 LEFT_OUT = {
@@ -65,10 +69,10 @@ VALUES: dict[str, list[Any]] = {
     "optim": ["adamw_torch", "sgd", "adafactor"],
     "lr_scheduler_kwargs": ['{"num_cycles": 2}'],
     "deepspeed_config": ["ds_configs/zero1.json"],
-    "deepspeed": ["zero1", "zero3"],
+    "deepspeed": ["zero1", "zero2", "zero3"],
     "fsdp": [True],
     "train_sampling_strategy": ["sequential", "group_by_length"],
-    "lora_target_modules": ["q_lin"],
+    "lora_target_modules": ["q_lin", "proj"],
     "disable_check": ["DS301"],
     "report_to": ["tensorboard"],
     "log_level": ["info"],
@@ -83,7 +87,7 @@ VALUES: dict[str, list[Any]] = {
 def values_of(flag: Flag, now: Any) -> list[Any]:
     """Other values than `now` that a user could give."""
     if flag.name in VALUES:
-        return VALUES[flag.name]
+        return [value for value in VALUES[flag.name] if value != now]
     if flag.choices:
         return [choice for choice in flag.choices if choice != now][:3]
     if flag.kind == "bool":
@@ -109,6 +113,11 @@ class Campaign:
     def __init__(self, name: str, home: Path, ranks: WarmRanks) -> None:
         self.name, self.run, self.home, self.ranks = name, OWN[name], home / name, ranks
         self.env = environment(home / "cache")
+        if self.run.flags.get("model_name_or_path") == BASE_MODEL:
+            self.run, base = OWN["causal_lm"], self.home / BASE_MODEL
+            status, output = self.launch(base, {})
+            assert status == 0, output[-3000:]
+            self.run = replace(OWN[name], flags=OWN[name].flags | {"model_name_or_path": base})
         self.cut = self.home / "cut"
         status, output = self.launch(self.cut, {})
         assert status == 0, output[-3000:]
@@ -130,7 +139,7 @@ class Campaign:
         row = {"run": self.name, "flag": flag, "value": value, "versions": versions()}
         try:
             status, output = self.launch(folder, {"resume": "auto", flag: value})
-            return row | self.judged(folder, flag, status, output)
+            return row | self.judged(folder, flag, status, output.replace(str(self.home), "HOME"))
         except subprocess.TimeoutExpired as error:
             return row | {"verdict": "hangs", "words": f"after {error.timeout:.0f} s"}
         finally:
@@ -195,7 +204,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home, options.out.open("a") as out:
         for name in options.runs or OWN:
             campaign = Campaign(name, Path(home), ranks)
-            for flag, value in cases(campaign.run, campaign.run.flags | BASE, only):
+            for flag, value in cases(campaign.run, EVERY | campaign.run.flags | BASE, only):
                 if (name, flag, str(value)) in done:
                     continue
                 row = campaign.case(flag, value)

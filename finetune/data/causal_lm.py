@@ -17,7 +17,7 @@ from finetune.data.changes import UnchangedFiles
 from finetune.data.chat import DEFAULT_TEMPLATE
 from finetune.data.columns import CHAT, TEXT
 from finetune.data.documents import ENDS, Corpus, open_corpus
-from finetune.data.encoding import Encoder, write_tokens
+from finetune.data.encoding import Encoder, UnknownCharacterError, write_tokens
 from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_fit_decreasing, one_each, wrapped
 from finetune.data.token_stream import TokenStream
 from finetune.data.tokenizer import identity, made_by, train_text_tokenizer
@@ -121,7 +121,12 @@ def prepare_corpus(
         job = replace(job, tokenizer=kept)
         folder = cache_home() / "causal_lm" / job.key()
     timeout = arguments.data_timeout_seconds
-    prepare_once(folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
+    try:
+        prepare_once(folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
+    except UnknownCharacterError as error:
+        if tokenizer is None and kept is not None:
+            raise RequestError(f"--resume: by the checkpoint's tokenizer, {error}") from error
+        raise
     return job.load(folder)
 
 

@@ -4,7 +4,7 @@ the cache, by the files' sizes and times."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from finetune.data.packing import PackedDataset
 
 BLOCK_BYTES = 4 * 2**20
 BATCH_ROWS = 100_000
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # in a model folder
 
 
 def of_text(value: Any) -> str:
@@ -38,6 +39,23 @@ def of_files(place: Path, whole: bool = True) -> str | None:
     files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
     root = None if place.is_file() else place
     return kept(files, lambda: _of_content(files, root)) if whole else _of_content(files, root, whole=False)
+
+
+def of_base(model: str | None, revision: str | None, whole: bool) -> dict[str, str]:
+    """The weights that a run begins from, of a folder without what else lies there, reports and checkpoints; nothing
+    from scratch. Unless `whole`, as of a stream's files."""
+    if not model:
+        return {}
+    folder = Path(model).expanduser()
+    files = sorted(path for kind in WEIGHTS for path in folder.glob(kind) if path.is_file())
+    if not files:
+        return {"hub": f"{model}@{revision}"}
+    return {"whole" if whole else "ends": kept(files, lambda: _of_content(files, folder, whole), str(whole))}
+
+
+def same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """A name of the hub and a folder cannot be compared."""
+    return bool(one) == bool(other) and all(one[kind] == other[kind] for kind in one.keys() & other.keys())
 
 
 def hub_revision(name: str) -> str | None:

@@ -144,14 +144,18 @@ def _is_large(table: Any) -> bool:
     return len(table) > MANY_ROWS or (table.data.nbytes or 0) > MANY_BYTES
 
 
+class UnknownCharacterError(RequestError):
+    """Of a text, which a character tokenizer has not."""
+
+
 def refuse_unknown_characters(letters: frozenset[str] | None, text: str, where: str) -> None:
-    """Raises RequestError at a character that is none of a character tokenizer's `letters` (None for a tokenizer of
-    another kind): it would be left out without a word."""
+    """Raises UnknownCharacterError at what is none of a character tokenizer's `letters` (None for one of another
+    kind): it would be left out without a word."""
     if letters is None or letters.issuperset(text):
         return
     place = next(i for i, character in enumerate(text) if character not in letters)
     near = text[max(0, place - 20) : place + 20]
-    raise RequestError(
+    raise UnknownCharacterError(
         f"{where} has {text[place]!r} (U+{ord(text[place]):04X}) in {near!r}, for which the character tokenizer has no "
         "token: the text that it was made from lacks it. Mend the text, or from scratch use --tokenizer byte or bpe."
     )

@@ -158,8 +158,8 @@ def _of_evaluations(run: Run) -> Iterator[str]:
     """As transformers 5.23 refuses them (training_args.py, _validate_args), and what would never be saved."""
     value, said = run.value, run.said
     for name, usual in WHOLE_EVALUATION.items():
-        if "metrics" in run.recipe.flags and value(name) not in (None, usual):
-            yield f"{said(name)}: figures and pictures here are made of a whole evaluation's predictions. Drop it."
+        if value(name) not in (None, usual):
+            yield f"{said(name)}: figures here are made of a whole evaluation's predictions. Drop it."
     saves, evaluates = value("save_strategy"), value("eval_strategy")
     if not value("do_eval") or not value("do_train"):
         return

@@ -52,11 +52,13 @@ VALUES = frozenset(
     lora_alpha lora_dropout sync_batch_norm freeze_batch_norm accelerator_config
     """.split()
 )
-# Refused whatever is said: the states of the checkpoint are of something else.
+# Refused whatever is said: the states of the checkpoint are of something else. The kind of a tokenizer from scratch is
+# compared by value, for a resumed run takes its checkpoint's and would never look.
 NEVER = frozenset(
     """
     optim optim_args optim_target_modules use_peft lora_r lora_target_modules load_in_4bit
     ddp_comm_hook comm_hook_start_steps powersgd_rank metric_for_best_model greater_is_better
+    tokenizer bpe_vocab_size
     """.split()
 )
 # By what they come to, not by their words: another path to the same rows is no difference, nor is a default said.
@@ -69,11 +71,11 @@ ROWS = frozenset(
     validation_split_percentage clean_line_breaks skip_bad_rows max_seq_length block_size packing document_mask
     """.split()
 )
-# And the model, with its labels and its tokenizer, whatever is said.
+# And the model, with the weights that it begins from, its labels and its tokenizer, whatever is said.
 MODEL = frozenset(
     """
     model_name_or_path model_revision model_type model_size config_overrides norm dropout resize_embeddings
-    tokenizer_name tokenizer bpe_vocab_size
+    tokenizer_name
     """.split()
 )
 REFUSED = VALUES | NEVER | ROWS | MODEL
@@ -89,7 +91,7 @@ def table() -> str:
         ("applied, and said", "as this run's flags say, from the checkpoint's step on", APPLIED),
         ("refused", "`--resume_changed allow` takes it", VALUES),
         ("refused", "by the prepared rows; `--resume_changed allow` takes others", ROWS),
-        ("refused", "by the model's config, its labels and tokenizer", MODEL),
+        ("refused", "by the model's config and first weights, its labels and tokenizer", MODEL),
         ("refused", "the checkpoint's states are of something else", NEVER),
     )
     lines = ["| another value is | how | flags |", "|---|---|---|"]

@@ -174,12 +174,9 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     elif hasattr(processor, "to_dict"):
         tokens = digests.of_text(processor.to_dict())
     model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
-    if run.value("use_peft"):
-        base = str(run.value("model_name_or_path"))
-        of_hub = f"{base}@{run.value('model_revision')}"
-        files["model_name_or_path"] = digests.of_files(Path(base).expanduser()) or of_hub
-    engine = _of_engine(session.ds_config or {})
-    return {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model, "engine": engine}
+    base = (run.value("model_name_or_path"), run.value("model_revision"), bool(run.value("use_peft")))
+    found: dict[str, dict[str, Any]] = {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model}
+    return {**found, "base": digests.of_base(*base), "engine": _of_engine(session.ds_config or {})}
 
 
 def _of_engine(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,9 +224,12 @@ def _compare(
             f"here {shown(engine.get(section))} (None is that of the flags). Give the config of before, or another "
             "--output_dir."
         )
-    was, base = before.facts.get("files", {}), "model_name_or_path"
-    if base in was and was[base] != facts["files"].get(base):
-        raise RequestError(f"--resume: {name} is an adapter of other weights than --{base} {run.value(base)} has.")
+    if not digests.same_base(before.facts.get("base", facts["base"]), facts["base"]):
+        raise RequestError(
+            f"--resume: {name} began from other weights than those of --model_name_or_path "
+            f"{run.value('model_name_or_path')}. Give the model of before, or another --output_dir."
+        )
+    was = before.facts.get("files", {})
     there, now = before.facts.get("rows", {}), facts["rows"]
     other = {f"{split} rows": (there.get(split), now[split]) for split in now if there.get(split) != now[split]}
     if not other:

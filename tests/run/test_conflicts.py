@@ -12,6 +12,7 @@ from finetune.run.conflicts import ATTENTIONS
 from finetune.run.launch import Launch
 from finetune.run.recipe import Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 from finetune.run.recipes.image_cls import IMAGE_CLS
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.recipes.token_cls import TOKEN_CLS
@@ -33,6 +34,8 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (SEQ_CLS, "--prediction_loss_only True", "--prediction_loss_only is True .*Drop it"),
         (TOKEN_CLS, "--eval_do_concat_batches False", "--eval_do_concat_batches is False .*Drop it"),
         (IMAGE_CLS, "--batch_eval_metrics True", "--batch_eval_metrics is True .*Drop it"),
+        (CAUSAL_LM, "--eval_use_gather_object True", "--eval_use_gather_object is True .*Drop it"),
+        (CAUSAL_LM_PIPELINE, "--batch_eval_metrics True", "--batch_eval_metrics is True .*Drop it"),
         (SEQ_CLS, "--torch_compile_mode fast", "--torch_compile_mode is 'fast' .*one of default"),
         (SEQ_CLS, "--torch_compile_backend nvfuser", "one of eager, aot_eager, inductor"),
         (CAUSAL_LM, "--attn_implementation flash", "--attn_implementation is 'flash' .*one of eager, sdpa"),

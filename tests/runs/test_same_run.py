@@ -347,6 +347,53 @@ def test_a_pipeline_goes_on_in_another_precision(tmp_path: Path) -> None:
         assert all(map(math.isfinite, run.column("loss")))
 
 
+def test_another_kind_of_tokenizer_is_refused_though_the_checkpoints_would_be_taken(tmp_path: Path) -> None:
+    flags = {**PIPE, "tokenizer": "bpe", "bpe_vocab_size": 300}
+    launch("python", tmp_path / "run", flags, recipe="recipes/causal_lm.py")
+    for change in ({"bpe_vocab_size": 400}, {"tokenizer": "byte", "bpe_vocab_size": None}):
+        folder = as_after(tmp_path / "run", 2, tmp_path / "run")
+        given = {name: value for name, value in {**flags, **change, "resume": "auto"}.items() if value is not None}
+        run = launch("python", folder, given, recipe="recipes/causal_lm.py", check=False)
+        assert run.status == 2, run.output[-2000:]
+        assert f"--{next(iter(change))} was " in run.errors[0]
+
+
+def test_a_text_that_the_checkpoints_tokenizer_cannot_read_is_refused_as_another_text(tmp_path: Path) -> None:
+    text = tmp_path / "text.csv"
+    text.write_text("text\n" + "the cat sat on the mat and thought of it\n" * 60)
+    flags = {name: value for name, value in PIPE.items() if name != "max_train_samples"} | {"train_file": text}
+    launch("python", tmp_path / "run", flags, recipe="recipes/causal_lm.py")
+    text.write_text("text\n" + "the cat sat on the mat! and thought of it\n" * 60)
+    folder = as_after(tmp_path / "run", 2, tmp_path / "run")
+    run = launch("python", folder, {**flags, "resume": "auto"}, recipe="recipes/causal_lm.py", check=False)
+    assert run.status == 2, run.output[-2000:]
+    assert run.errors[0].startswith("--resume: by the checkpoint's tokenizer, the text has '!'")
+
+
+def adapter_flags(base: Path) -> dict[str, Any]:
+    return {"use_peft": True, "lora_r": 2, "model_name_or_path": base}
+
+
+@pytest.mark.parametrize("flags_of", [lambda base: {"model_name_or_path": base}, adapter_flags], ids=["full", "lora"])
+def test_weights_of_another_model_of_the_same_shape_are_refused_wherever_the_same_lie(
+    flags_of: Callable[[Path], dict[str, Any]], tmp_path: Path
+) -> None:
+    recipe = "recipes/causal_lm.py"
+    for seed, name in enumerate(("base", "other")):
+        launch("python", tmp_path / name, {**PIPE, "seed": seed, "tokenizer": "byte"}, recipe=recipe)
+    flags = {name: value for name, value in PIPE.items() if name != "config_overrides"}
+    first = launch("python", tmp_path / "run", flags | flags_of(tmp_path / "base"), recipe=recipe)
+    moved = shutil.copytree(tmp_path / "base", tmp_path / "moved")
+    (moved / "report.html").write_text("of no weight")
+    for base, status in ((tmp_path / "other", 2), (moved, 0)):
+        folder = as_after(first.folder, 2, tmp_path / f"again-{base.name}")
+        given = flags | flags_of(base) | {"resume": "auto"}
+        run = launch("python", folder, given, recipe=recipe, check=False)
+        assert run.status == status, run.output[-2000:]
+        assert (f"began from other weights than those of --model_name_or_path {base}" in run.output) == bool(status)
+    assert different_weights(run.folder, first.folder) == []
+
+
 def test_a_stream_is_known_by_its_flags_its_files_and_the_rows_held_out_of_it(tmp_path: Path) -> None:
     flags = {name: value for name, value in SAVES.items() if name != "max_train_samples"}
     flags |= {"streaming": True, "group_by_length": False, "validation_fraction": 0.2}

@@ -139,9 +139,7 @@ class AtomicFolder:
             about = self.about
             saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             if about.identity is not None:
-                record = about.identity.at(about.step, self.records).as_json()
-                write_durably(self.folder / IDENTITY, json.dumps(record, indent=1) + "\n")
-                self.records[IDENTITY] = record_of(self.folder / IDENTITY)
+                self.records[IDENTITY] = write_identity(self.folder, about.identity.at(about.step, self.records))
             files = dict(sorted(self.records.items()))
             found = (about.step, about.epoch, saved, about.global_batch_size, about.layout, versions(), files)
             write_manifest(self.folder, Manifest(*found))
@@ -151,6 +149,12 @@ class AtomicFolder:
         shutil.rmtree(self.outer, ignore_errors=True)
         if self.about is not None:
             point_to(self.place)
+
+
+def write_identity(folder: Path, identity: Identity) -> FileRecord:
+    """Into a checkpoint, durably."""
+    write_durably(folder / IDENTITY, json.dumps(identity.as_json(), indent=1) + "\n")
+    return record_of(folder / IDENTITY)
 
 
 def outer_of(place: Path) -> Path:
