@@ -193,6 +193,9 @@ def _of_images(run: Run) -> Iterator[str]:
     for name, only, usual in (("norm", "resnet", "batch"), ("dropout", "alexnet", None)):
         if run.value(name) != usual and kind != only and not is_named:
             yield f"{run.said(name)}, which is for {only}s, but {run.said('model_type')}. Drop it."
+    for name in ("bf16_full_eval", "fp16_full_eval"):  # the Trainer casts the weights alone
+        if run.value(name):
+            yield f"{run.said(name)}: pictures come in fp32, which such weights do not take. Drop it."
     if run.given.get("group_by_length"):
         yield f"{run.said('group_by_length')}, which does nothing: pictures have one size. Drop it."
     if run.given.get("label_column_name") and not run.value("dataset_name"):

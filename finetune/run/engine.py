@@ -171,4 +171,8 @@ def context_of(
 
 def load_deepspeed(run: Run, asked: str, context: Context) -> Loaded:
     """Read and check the config for this run. Raises RequestError with all that is wrong with it."""
-    return load(asked, context, run.value("disable_check") or ())
+    found = load(asked, context, run.value("disable_check") or ())
+    if run.value("auto_find_batch_size") and (found.config.get("zero_optimization") or {}).get("stage") == 3:
+        # transformers 5.23, trainer.py, create_accelerator_and_postprocess
+        raise RequestError(f"{run.said('auto_find_batch_size')}, which ZeRO-3 ({found.name}) cannot do. Drop it.")
+    return found

@@ -38,7 +38,7 @@ VOID = (
     Void(("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"), "do_eval", (False,), "Add --do_eval True."),
     Void(("early_stopping_patience", "load_best_model_at_end"), "do_eval", (False,), "Add --do_eval True."),
     Void(("eval_steps",), "eval_strategy", ("no", "epoch"), "Give --eval_strategy steps.", "steps"),
-    Void(("eval_delay",), "eval_strategy", ("no",), "Give --eval_strategy steps or epoch."),
+    Void(("eval_delay", "early_stopping_patience"), "eval_strategy", ("no",), "Give --eval_strategy steps or epoch."),
     Void(("logging_steps",), "logging_strategy", ("no", "epoch"), "Give --logging_strategy steps.", "steps"),
     Void(("num_train_epochs",), "max_steps", GIVEN),
     Void(("save_total_limit", "save_only_model"), "save_strategy", ("no",)),

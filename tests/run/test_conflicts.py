@@ -33,7 +33,13 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (SEQ_CLS, "--bf16 True --fp16 True", "Keep one"),
         (SEQ_CLS, "--prediction_loss_only True", "--prediction_loss_only is True .*Drop it"),
         (TOKEN_CLS, "--eval_do_concat_batches False", "--eval_do_concat_batches is False .*Drop it"),
+        (IMAGE_CLS, "--fp16_full_eval True", "--fp16_full_eval is True .*Drop it"),
         (IMAGE_CLS, "--batch_eval_metrics True", "--batch_eval_metrics is True .*Drop it"),
+        (
+            SEQ_CLS,
+            "--early_stopping_patience 2 --eval_strategy no --load_best_model_at_end False",
+            "Give --eval_strategy",
+        ),
         (CAUSAL_LM, "--eval_use_gather_object True", "--eval_use_gather_object is True .*Drop it"),
         (CAUSAL_LM_PIPELINE, "--batch_eval_metrics True", "--batch_eval_metrics is True .*Drop it"),
         (SEQ_CLS, "--torch_compile_mode fast", "--torch_compile_mode is 'fast' .*one of default"),
