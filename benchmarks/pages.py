@@ -17,6 +17,7 @@ from typing import Any
 import basics
 import causal_lm
 import causal_lm_parts
+import chat_templates
 import check
 import check_truth
 import comm_hooks_page
@@ -50,6 +51,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "basics": _of("basics", basics.page),
     "causal_lm": _of("causal_lm", causal_lm.render),
     "causal_lm_parts": _of("causal_lm_parts", causal_lm_parts.render),
+    "chat_templates": _of("chat_templates", chat_templates.render),
     "check": _of("check", check.render),
     "check_truth": lambda: check_truth.render(_lines("check_truth.json")),
     "comm_hooks": _of("comm_hooks", comm_hooks_page.page),

@@ -43,7 +43,7 @@ def main(run):
     model = language_model(session, source, data)
 
     # Train, evaluate the whole held-out text, each token once, whatever the number of ranks; then report.
-    samples = Samples(session[SampleArguments], session.folder, session.training.seed)
+    samples = Samples(session[SampleArguments], session.folder, session.training.seed, data.is_chat)
     trainer = trainer_of(
         session,
         model,

@@ -54,7 +54,7 @@ def main(run):
     )
 
     # Train and evaluate, each token once, through the pipeline; no rank has the whole model, so a sample comes last.
-    samples = Samples(session[SampleArguments], session.folder, session.training.seed)
+    samples = Samples(session[SampleArguments], session.folder, session.training.seed, data.is_chat)
 
     def report(done):
         samples.write_from_folder(trainer.state.global_step)

@@ -10,12 +10,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoTokenizer
 
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.changes import UnchangedFiles
-from finetune.data.chat import DEFAULT_TEMPLATE
-from finetune.data.columns import CHAT, TEXT
+from finetune.data.chat.conversation import Learning
+from finetune.data.chat.ends import note_of_ends, turn_ends
+from finetune.data.chat.remarks import notes_of
+from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, read_template
+from finetune.data.columns import CHAT, COMPLETION, TEXT
 from finetune.data.documents import ENDS, Corpus, open_corpus
 from finetune.data.encoding import Encoder, UnknownCharacterError, write_tokens
 from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_fit_decreasing, one_each, wrapped
@@ -25,7 +29,7 @@ from finetune.errors import RequestError
 from finetune.run.flags.language import BlockArguments, CorpusArguments
 from finetune.run.launch import Launch
 
-FORMAT = 3  # raise it when what is cached changes
+FORMAT = 4  # raise it when what is cached changes
 TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary on
 
 
@@ -42,6 +46,7 @@ class CorpusAccount:
     characters: dict[str, int]
     bytes: dict[str, int]
     learnt: dict[str, int]  # tokens: all, or of conversations those of the assistant
+    turn_ends: list[int]  # tokens that end the assistant's turns; none where it has none
     blocks: dict[str, int]
     left_over: int  # tokens at the end of the training text that fill no block
     padding_share: float | None  # of the training blocks; None where it depends on which rows meet in a batch
@@ -76,6 +81,11 @@ class CorpusData:
     splits: dict[str, PackedDataset | TokenStream]
     account: CorpusAccount
     tokenizer: Any
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it has turns of conversations."""
+        return self.account.kind == CHAT
 
     @property
     def processor(self) -> Any:
@@ -115,6 +125,8 @@ def prepare_corpus(
     that its checkpoint has `kept`. Raises RequestError for bad data and RunError when the rank that prepares takes
     longer than --data_timeout_seconds.
     """
+    if arguments.chat_template and tokenizer is not None:
+        tokenizer.chat_template = read_template(arguments.chat_template)  # and so it is saved
     job = _Job(arguments, blocks, tokenizer, block_size, seed)
     folder = cache_home() / "causal_lm" / job.key()
     if tokenizer is None and kept is not None and not made_by(folder, kept):
@@ -145,7 +157,7 @@ class _Job:
         return cache_key(
             FORMAT,
             platform.python_version(),  # the built-in text is Python's own
-            {name: value for name, value in asdict(arguments).items() if name not in OF_NO_EFFECT},
+            {name: value for name, value in asdict(arguments).items() if name not in (*OF_NO_EFFECT, "chat_template")},
             # Blocks are cut when they are loaded; a tokenizer from scratch is made for their size.
             None if self.tokenizer else [self.blocks.tokenizer, self.blocks.bpe_vocab_size, self.block_size],
             file_states(arguments.dataset_name, arguments.train_file, arguments.validation_file),
@@ -156,21 +168,50 @@ class _Job:
     def make(self, folder: Path) -> None:
         """Read, tokenize, and write tokens and what was counted. A stream's training text is left where it is."""
         corpus = open_corpus(self.arguments, self.seed)
+        self._check_turns(corpus.kind)
         tokenizer = self.tokenizer or self._train_tokenizer(corpus)
-        account: dict[str, Any] = {name: getattr(corpus, name) for name in ("source", "kind", "columns", "notes")}
+        account: dict[str, Any] = {"turn_ends": []} | {
+            name: getattr(corpus, name) for name in ("source", "kind", "columns", "notes")
+        }
         workers = self.arguments.preprocessing_num_workers or os.cpu_count() or 1
         tables = {"validation": corpus.validation}
         if not self.arguments.streaming:
             tables = {"train": corpus.train, **tables}
+        remarks: Any = 0
         for split, table in tables.items():
             (folder / split).mkdir()
-            counts = write_tokens(folder / split, table, corpus.kind, tokenizer, workers)
+            counts, found = write_tokens(folder / split, table, corpus.kind, tokenizer, workers, self._learning)
+            remarks = np.add(remarks, found)
             if not counts["learnt"]:
                 raise RequestError(_nothing_learnt(corpus, split))
             for name, count in counts.items():
                 account.setdefault(name, {})[split] = count
+        if corpus.kind == CHAT:
+            account |= self._account_of_turns(Tokens.open(folder / "validation"), tokenizer, account, remarks)
         tokenizer.save_pretrained(str(folder / "tokenizer"))
         (folder / "account.json").write_text(json.dumps(account, indent=1))
+
+    @property
+    def _learning(self) -> Learning:
+        return Learning(self.arguments.train_on, self.arguments.reasoning)
+
+    def _check_turns(self, kind: str) -> None:
+        """Raises RequestError for a flag that does nothing for documents of this kind."""
+        given = {name: getattr(self.arguments, name) for name in ("chat_template", "train_on", "reasoning")}
+        void = {name: value for name, value in given.items() if value != getattr(CorpusArguments(), name)}
+        if kind == COMPLETION:
+            void.pop("train_on", None)
+        for name, value in {} if kind == CHAT else void.items():
+            raise RequestError(f"--{name} {value} is for conversations, but the data has {kind}. Drop it.")
+
+    def _account_of_turns(self, tokens: Tokens, tokenizer: Any, account: Any, remarks: Any) -> dict[str, Any]:
+        notes = notes_of(remarks, sum(account["documents"].values()))
+        if not tokenizer.chat_template:
+            notes.insert(0, INVENTED.format(end=tokenizer.eos_token or "nothing"))
+        ends = turn_ends(tokens, tokenizer) if self.arguments.train_on != "all" else []
+        if not ends and not remarks[0] and self.arguments.train_on != "all":
+            notes.append(note_of_ends(tokens, tokenizer))
+        return {"notes": [*account["notes"], *notes], "turn_ends": ends}
 
     def _train_tokenizer(self, corpus: Corpus) -> Any:
         if corpus.kind != TEXT:
@@ -239,7 +280,9 @@ class _Job:
         documents = open_corpus(self.arguments, self.seed).train
         carries, mask = self.blocks.packing == "wrapped", self.blocks.document_mask
         files = UnchangedFiles([self.arguments.train_file])
-        return TokenStream(documents, Encoder(tokenizer, kind), self._cut, carries, mask, self.seed, files)
+        return TokenStream(
+            documents, Encoder(tokenizer, kind, self._learning), self._cut, carries, mask, self.seed, files
+        )
 
 
 def _nothing_learnt(corpus: Corpus, split: str) -> str:

@@ -1,35 +1,20 @@
-"""Which columns hold the text and the label, found where that is unambiguous, and what kind of labels they are."""
+"""The columns that are read, and what kind of labels they hold."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from finetune.errors import RequestError, plain
-from finetune.run.flags.text import TokenDataArguments
 
-LABEL_NAMES = ("label", "labels", "sentiment", "class", "category", "target", "y", "score", "stars", "rating")
-SURE_LABEL_NAMES = ("label", "labels")  # whatever else is there
-TEXT_NAMES = ("text", "sentence", "review", "content", "document", "body", "comment", "tweet", "message", "question")
-# The layouts of the GLUE tasks (transformers, examples/pytorch/text-classification/run_glue.py) and their like.
-PAIR_NAMES = (
-    ("sentence1", "sentence2"),
-    ("premise", "hypothesis"),
-    ("question1", "question2"),
-    ("question", "sentence"),
-    ("text1", "text2"),
-    ("text_a", "text_b"),
-    ("query", "passage"),
-)
-TOKEN_NAMES, TAG_NAMES = ("tokens", "words"), ("tags", "ner_tags", "labels", "label")
 LINE = "__line__"  # a column of our own: the line of a file in which a sentence begins
 TEXT, CHAT, COMPLETION = "text", "messages", "completion"  # kinds of documents
-HEAD_ROWS = 200  # of a table: by these its columns are found
+TOOLS = "tools"  # a column beside `messages`: the functions that a conversation offers
 MAX_SHOWN = 5
 FEW = 20  # labels that are whole numbers: more of them may be amounts
 WHOLE = re.compile(r"([+-]?\d+)\.0*")  # as pandas writes integers of a column that has held a NaN
@@ -100,127 +85,6 @@ def names_of_ids(ids: Sequence[int | None] | None, names: Sequence[str], where: 
             f"{where}: has the id {wrong[0]}, but the {len(names)} names have ids from 0 to {len(names) - 1}. Mend it."
         )
     return ["" if i is None else names[i] for i in ids]
-
-
-def find_columns(
-    head: Sequence[dict[str, Any]], text: Sequence[str] | None, label: str | None, where: str, needs_label: bool = True
-) -> Columns:
-    """Text and label columns of a table, from its first rows `head`. What is given by flag is only checked.
-
-    Raises RequestError, listing the columns with a value each, where the choice is not clear.
-    """
-    names = list(head[0])
-    for wanted, flag in [(name, "text_column_names") for name in text or ()] + [(label, "label_column_name")]:
-        if wanted is not None and wanted not in names:
-            raise RequestError(f"{where} has no column {wanted!r} (--{flag}). {_describe(head)}")
-    if text and len(text) > 2:
-        raise RequestError(f"--text_column_names takes one column, or two for pairs, but {len(text)} were given.")
-    if label is not None and label in (text or ()):
-        raise RequestError(
-            f"--text_column_names and --label_column_name are both {label!r}. One column cannot be text and label. "
-            f"{_describe(head)}"
-        )
-    label = label or _find_label(head, set(text or ()))
-    if label is None and needs_label and len(names) == 1:
-        raise RequestError(
-            f"{where}: has one column, {names[0][:30]!r}, and no label beside it. Give a csv, tsv, json or parquet "
-            "file with a column of texts and one of labels. (The columns of a txt lie between tabs.)"
-        )
-    if label is None and needs_label:
-        raise RequestError(f"{where}: cannot tell which column is the label. {_describe(head)} {_how_to_say_it(head)}")
-    found = tuple(text) if text else _find_text(head, label, where)
-    return Columns(found, label, tuple(name for name in names if name not in (*found, label)))
-
-
-def _how_to_say_it(head: Sequence[dict[str, Any]]) -> str:
-    hot = [name for name in head[0] if {str(row[name]) for row in head} == {"0", "1"}]
-    if len(hot) > 1:
-        return f"Say it by --label_column_name, or, if each is a label, --label_column_names {' '.join(hot)}."
-    if {"tokens", "words"} & {name.lower() for name in head[0]}:
-        return "Say it by --label_column_name; words with a tag each are for recipes/token_cls.py."
-    return "Say it by --label_column_name."
-
-
-def _find_label(head: Sequence[dict[str, Any]], taken: set[str]) -> str | None:
-    lower = {name.lower(): name for name in head[0] if name not in taken}
-    named = [name for name in LABEL_NAMES if name in lower]
-    if named and (len(named) == 1 or named[0] in SURE_LABEL_NAMES):
-        return lower[named[0]]
-    if named:
-        return None
-    if any(name in lower for name in TEXT_NAMES):
-        return None
-    # No telling name: the one column whose values recur, in a table that has others.
-    recurring = [name for name in lower.values() if len({str(row[name]) for row in head}) <= max(2, len(head) // 3)]
-    return recurring[0] if len(recurring) == 1 and len(lower) > 1 else None
-
-
-def _find_text(head: Sequence[dict[str, Any]], label: str | None, where: str) -> tuple[str, ...]:
-    names = [name for name in head[0] if name != label]
-    lower = {name.lower(): name for name in names}
-    for first, second in PAIR_NAMES:
-        if first in lower and second in lower:
-            return lower[first], lower[second]
-    by_name = [lower[name] for name in TEXT_NAMES if name in lower]
-    strings = [name for name in names if any(isinstance(row[name], str) for row in head)]
-    wordy = [name for name in strings if any(" " in str(row[name] or "").strip() for row in head)]
-    for found in (by_name, wordy, strings):
-        if len(found) == 1:
-            return (found[0],)
-    raise RequestError(
-        f"{where}: cannot tell which column is the text. {_describe(head)} Say it by --text_column_names."
-    )
-
-
-def _describe(head: Sequence[dict[str, Any]]) -> str:
-    shown = "; ".join(f"{name} (such as {str(value)[:30]!r})" for name, value in head[0].items())
-    return f"It has the columns: {shown}."
-
-
-def find_document_columns(
-    names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str | None, where: str
-) -> tuple[str, tuple[str, ...]]:
-    """What kind of documents the rows of a table or stream hold, and the columns that matter. Raises RequestError."""
-    if column is None and "messages" in names:
-        return CHAT, ("messages",)
-    if column is None and {"prompt", "completion"} <= set(names):
-        return COMPLETION, ("prompt", "completion")
-    lower = {name.lower(): name for name in names}
-    found = column or next((lower[name] for name in TEXT_NAMES if name in lower), None)
-    if found is None and len(names) == 1:
-        found = names[0]
-    if found is None or found not in names:
-        given = f" (--text_column_name {column})" if column else ""
-        raise RequestError(
-            f"{where}: no column with text found{given}; it has {', '.join(names)}. Name one by --text_column_name, or "
-            "give `messages`, or `prompt` and `completion`."
-        )
-    if column is None and found == "prompt":
-        raise RequestError(f"{where}: has `prompt` without `completion`. Add it, or say --text_column_name prompt.")
-    if not isinstance(value := next(iter(rows))[found], str | None):
-        raise RequestError(
-            f"{where}: column {found} holds {type(value).__name__} ({str(value)[:80]}), not text. Name another by "
-            "--text_column_name, or give conversations as `messages` with `role` and `content`."
-        )
-    return TEXT, (found,)
-
-
-def find_token_columns(names: Sequence[str], arguments: TokenDataArguments, said: str, is_labelled: bool) -> Columns:
-    """Columns of words and of their tags. Raises RequestError."""
-    there = [name for name in names if name != LINE]
-
-    def find(flag: str, given: str | None, names: Sequence[str], needed: bool) -> str | None:
-        found = given or next((name for name in names if name in there), None)
-        if (found is None and needed) or (found is not None and found not in there):
-            raise RequestError(
-                f"{said}: has no column {found or ' or '.join(names)!r}; it has {', '.join(there)}. Say which "
-                f"it is by --{flag}."
-            )
-        return found
-
-    tokens = find("tokens_column_name", arguments.tokens_column_name, TOKEN_NAMES, True)
-    tags = find("tags_column_name", arguments.tags_column_name, TAG_NAMES, is_labelled)
-    return Columns((str(tokens),), tags, tuple(name for name in there if name not in (tokens, tags)))
 
 
 def is_empty(value: Any) -> bool:

@@ -14,8 +14,9 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from finetune.data.builtin import manual_topics
 from finetune.data.charset import UTF8, as_utf8, encoding_notes
-from finetune.data.columns import TEXT, find_document_columns, said_columns
+from finetune.data.columns import TEXT, said_columns
 from finetune.data.files import TEXT_FILES, open_file, open_hub
+from finetune.data.find_columns import find_document_columns
 from finetune.data.streaming import is_drawn
 from finetune.errors import RequestError
 from finetune.safe_read.files import open_plain

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from datasets import Features, List, Value
 
-from finetune.data.chat import DEFAULT_TEMPLATE, completion, conversation
-from finetune.data.columns import CHAT, TEXT
+from finetune.data.chat.conversation import Learning, completion, conversation
+from finetune.data.chat.remarks import REMARKS
+from finetune.data.chat.templates import is_ours
+from finetune.data.columns import CHAT, TEXT, TOOLS
 from finetune.data.documents import ENDS
 from finetune.data.packing import TokenWriter, dtype_of
 from finetune.data.tokenizer import letters_of
@@ -27,13 +29,14 @@ CHAT_ROWS = 1024  # a process is forked for each batch of conversations
 
 class Encoder:
     """Rows of text, conversations, or prompts with completions, to columns `ids`, `learnt` (a truth value for each id;
-    not for plain text, of which all is learnt), `ends`, and `characters` and `bytes` of what is learnt.
+    not for plain text, of which all is learnt), `ends`, `characters` and `bytes` of what is learnt, and `remarks` on
+    conversations (chat/remarks.py).
 
     A class, for the processes that tokenize must be handed it.
     """
 
-    def __init__(self, tokenizer: Any, kind: str) -> None:
-        self.tokenizer, self.kind = tokenizer, kind
+    def __init__(self, tokenizer: Any, kind: str, learning: Learning | None = None) -> None:
+        self.tokenizer, self.kind, self.learning = tokenizer, kind, learning
         self.letters = letters_of(tokenizer)
         self.dtype = dtype_of(len(tokenizer))
 
@@ -69,24 +72,29 @@ class Encoder:
 
     def _turns(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         if self.kind == CHAT:
-            made = self._conversations(rows["messages"])
+            messages = rows["messages"]
+            made = self._conversations(list(zip(messages, rows.get(TOOLS) or [None] * len(messages), strict=True)))
         else:
-            made = [completion(self.tokenizer, p, c) for p, c in zip(rows["prompt"], rows["completion"], strict=True)]
+            pairs = zip(rows["prompt"], rows["completion"], strict=True)
+            made = [completion(self.tokenizer, prompt, answer, self.learning) for prompt, answer in pairs]
         texts = [
             self.tokenizer.decode([i for i, used in zip(ids, learnt, strict=True) if used], skip_special_tokens=True)
-            for ids, learnt in made
+            for ids, learnt, _ in made
         ]
         return {
-            "ids": [ids for ids, _ in made],
-            "learnt": [learnt for _, learnt in made],
+            "ids": [ids for ids, _, _ in made],
+            "learnt": [learnt for _, learnt, _ in made],
             "ends": [True] * len(made),
             "characters": [len(text) for text in texts],
             "bytes": [len(text.encode()) for text in texts],
+            "remarks": [remarks for _, _, remarks in made],
         }
 
-    def _conversations(self, every: list[Any]) -> list[tuple[list[int], list[bool]]]:
-        encode = partial(conversation, self.tokenizer)
-        if self.tokenizer.chat_template in (None, DEFAULT_TEMPLATE):
+    def _conversations(self, every: list[tuple[Any, Any]]) -> list[Any]:
+        def encode(row: tuple[Any, Any]) -> Any:
+            return conversation(self.tokenizer, *row, self.learning)
+
+        if is_ours(self.tokenizer.chat_template):
             return list(map(encode, every))
         return each_bounded(encode, every, "the tokenizer's chat template")
 
@@ -105,16 +113,19 @@ def _by_size(texts: list[str]) -> Iterator[list[str]]:
         yield some
 
 
-def write_tokens(folder: Path, table: Any, kind: str, tokenizer: Any, workers: int) -> dict[str, int]:
-    """Tokenize a table into `folder`, by `workers` processes and never whole in memory; what it counted, by name."""
+def write_tokens(
+    folder: Path, table: Any, kind: str, tokenizer: Any, workers: int, learning: Learning | None = None
+) -> tuple[dict[str, int], list[int]]:
+    """Tokenize a table into `folder`, by `workers` processes and never whole in memory; what it counted by name, and
+    how many conversations each of the REMARKS is of."""
     dtype = dtype_of(len(tokenizer))
     features = {"ids": List(Value(dtype)), "ends": Value("bool"), "characters": Value("int64"), "bytes": Value("int64")}
     if kind != TEXT:
-        features["learnt"] = List(Value("bool"))
+        features |= {"learnt": List(Value("bool")), "remarks": List(Value("int64"))}
     scratch = folder / "encoded"
     scratch.mkdir()
     encoded = table.map(
-        Encoder(tokenizer, kind),
+        Encoder(tokenizer, kind, learning),
         batched=True,
         batch_size=CHAT_ROWS if kind == CHAT else BATCH_ROWS,
         writer_batch_size=BATCH_ROWS,
@@ -126,17 +137,20 @@ def write_tokens(folder: Path, table: Any, kind: str, tokenizer: Any, workers: i
     )
     writer = TokenWriter(folder, dtype)
     counts = {"characters": 0, "bytes": 0, "learnt": 0}
+    remarks: npt.NDArray[np.int64] = np.zeros(len(REMARKS), dtype=np.int64)
     for rows in encoded.with_format("arrow").iter(BATCH_ROWS):
         ids = rows["ids"].combine_chunks()
         learnt = rows["learnt"].combine_chunks().flatten().to_numpy(zero_copy_only=False) if kind != TEXT else None
         flat = ids.flatten().to_numpy()
         writer.add(flat, ids.value_lengths().to_numpy(), rows["ends"].to_numpy(), learnt)
         counts["learnt"] += len(flat) if learnt is None else int(np.count_nonzero(learnt))
+        if kind == CHAT:
+            remarks += rows["remarks"].combine_chunks().flatten().to_numpy().reshape(-1, len(REMARKS)).sum(0)
         for name in ("characters", "bytes"):
             counts[name] += int(rows[name].to_numpy().sum())
     writer.close()
     shutil.rmtree(scratch)
-    return {**counts, "documents": len(writer.starts) - 1, "tokens": writer.written}
+    return {**counts, "documents": len(writer.starts) - 1, "tokens": writer.written}, remarks.tolist()
 
 
 def _is_large(table: Any) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.charset import UTF8, as_utf8
-from finetune.data.columns import HEAD_ROWS, find_columns, find_document_columns, find_token_columns
 from finetune.data.files import KINDS, TEXT_FILES, csv_options
+from finetune.data.find_columns import HEAD_ROWS, find_columns, find_document_columns, find_token_columns
 from finetune.errors import RequestError
 from finetune.run.flags.language import CorpusArguments
 from finetune.run.flags.text import DataArguments, TokenDataArguments

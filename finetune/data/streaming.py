@@ -17,17 +17,16 @@ from transformers import DataCollatorWithPadding
 
 from finetune.data.changes import UnchangedFiles, unchanged_rows
 from finetune.data.columns import (
-    HEAD_ROWS,
     MULTI_LABEL,
     Columns,
     Labels,
-    find_columns,
     find_labels,
     is_empty,
     label_text,
     note_of_numbers,
 )
 from finetune.data.files import open_file, open_hub, readable
+from finetune.data.find_columns import HEAD_ROWS, find_columns
 from finetune.data.line_breaks import without_html_breaks
 from finetune.data.list_text import are_lists
 from finetune.data.tables import ROW

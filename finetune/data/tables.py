@@ -14,11 +14,9 @@ from sklearn.model_selection import train_test_split
 
 from finetune.data.builtin import docstring_rows
 from finetune.data.columns import (
-    HEAD_ROWS,
     MULTI_LABEL,
     Columns,
     Labels,
-    find_columns,
     find_labels,
     is_empty,
     label_text,
@@ -26,6 +24,7 @@ from finetune.data.columns import (
     note_of_numbers,
 )
 from finetune.data.files import open_file, open_hub
+from finetune.data.find_columns import HEAD_ROWS, find_columns
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
 from finetune.data.line_breaks import without_html_breaks
 from finetune.errors import RequestError

@@ -16,8 +16,9 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.classification import Kind
-from finetune.data.columns import IGNORED, LINE, TOKENS, Columns, Labels, find_token_columns, names_of_ids
+from finetune.data.columns import IGNORED, LINE, TOKENS, Columns, Labels, names_of_ids
 from finetune.data.files import open_file, open_hub
+from finetune.data.find_columns import find_token_columns
 from finetune.data.list_text import lists_of_text
 from finetune.data.python_names import name_rows
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most

@@ -18,6 +18,7 @@ from finetune.run.range import Range
 FILE, FOLDER = "file", "folder"
 NAME_OR_PATH = "name or path"  # a hub id, a shipped name, or a path
 METRIC = "metric"  # one of ours by name, or a Python file
+TEMPLATE = "template"  # a shipped chat template by name, or a jinja file
 OUTPUT = "output"  # is made where it is missing
 MOST = 2**63  # a larger number is a slip of a finger
 TRUE, FALSE = ("true", "yes", "y", "t", "1", "on"), ("false", "no", "n", "f", "0", "off")

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.run.flag import FILE, FOLDER, METRIC, NAME_OR_PATH
+from finetune.run.flag import FILE, FOLDER, METRIC, NAME_OR_PATH, TEMPLATE
 from finetune.run.meanings import nearest
 
 TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
 METRICS = tuple(sorted(path.stem for path in Path(__file__).parents[1].glob("metrics/[!_]*.py")))
+TEMPLATES = tuple(sorted(path.stem for path in Path(__file__).parents[1].glob("data/chat/templates/*.jinja")))
 SHOWN = 8
 
 
@@ -62,7 +63,16 @@ def _metric(name: str) -> str | None:
     )
 
 
-KINDS = {FILE: _file, FOLDER: _folder, NAME_OR_PATH: _name_or_path, METRIC: _metric}
+def _template(name: str) -> str | None:
+    if name in TEMPLATES or Path(name).expanduser().is_file():
+        return None
+    near = nearest(name, TEMPLATES)
+    return f"{name} is no jinja file and none of the shipped templates, {', '.join(TEMPLATES)}." + (
+        f" Did you mean {near}?" if near else " Give one."
+    )
+
+
+KINDS = {FILE: _file, FOLDER: _folder, NAME_OR_PATH: _name_or_path, METRIC: _metric, TEMPLATE: _template}
 
 
 def _there(folder: Path) -> str:

@@ -16,7 +16,7 @@ from finetune.data.tokenizer import identity as tokenizer_identity
 from finetune.errors import RequestError
 from finetune.run.conflicts import BY_METRIC
 from finetune.run.files import IDENTITY, STATE_FILE
-from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH
+from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH, TEMPLATE
 from finetune.run.on_resume import EVALUATED, ROWS
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
@@ -159,7 +159,7 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     streams = data.splits.get("train") is not None and rows["train"] is None
     for name, flag in run.recipe.flags.items():
         given = run.value(name)
-        if name in ROWS | EVALUATED and given and flag.path in (FILE, FOLDER, NAME_OR_PATH):
+        if name in ROWS | EVALUATED and given and flag.path in (FILE, FOLDER, NAME_OR_PATH, TEMPLATE):
             digest = digests.of_files(Path(given).expanduser(), whole=not (streams and name in ROWS))
             files[name] = digest or digests.hub_revision(given) or str(given)
     if streams:

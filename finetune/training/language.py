@@ -46,6 +46,7 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
     training = session.training
     _check(session, source, data)
     model = build_causal_lm(arguments, source, data.tokenizer, training.seed, adapter.load_in_4bit)
+    stop_at(model, data.account.turn_ends)
     chunk = choose_chunk_tokens(arguments.loss_chunk_tokens, model, training.device.type)
     if chunk:
         model.accepts_loss_kwargs = True  # see use_chunked_loss
@@ -60,6 +61,15 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
     return model
 
 
+def stop_at(model: Any, ends: list[int]) -> None:
+    """Generation stops as well at the tokens by which the model learns to end its turns, here and where it is saved: a
+    base model's config knows the end of a text alone."""
+    config = model.generation_config
+    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if set(ends) - set(known):
+        config.eos_token_id = [one for one in dict.fromkeys([*known, *ends]) if one is not None]
+
+
 def language_pipeline(session: Session, source: CausalSource, data: Any) -> PipelineModel:
     """A GPT-lite as a list of layers, of which each rank builds those of its stage."""
     _check(session, source, data)
@@ -68,5 +78,5 @@ def language_pipeline(session: Session, source: CausalSource, data: Any) -> Pipe
 
 
 def _check(session: Session, source: CausalSource, data: Any) -> None:
-    check_sample(data.tokenizer, session[SampleArguments], positions_of(source.config))
+    check_sample(data.tokenizer, session[SampleArguments], positions_of(source.config), data.is_chat)
     session.introduce(data.account.describe(), source.description)

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from finetune.data.chat.conversation import rendered
 from finetune.data.encoding import refuse_unknown_characters
 from finetune.data.tokenizer import letters_of
 from finetune.errors import RequestError
 from finetune.models.source import positions_of
 from finetune.report.text import fenced
 from finetune.run.flags.language import SampleArguments
+from finetune.safe_read.bounded import each_bounded
 from finetune.training.resuming import kept_random_states
 
 SAMPLES_FILE = "samples.md"
+QUESTION = "Please tell me about yourself."  # of a model of conversations, where --sample_prompt does not say
 
 
-def check_sample(tokenizer: Any, arguments: SampleArguments, positions: int) -> None:
+def check_sample(tokenizer: Any, arguments: SampleArguments, positions: int, is_chat: bool = False) -> None:
     """Raises RequestError for a --sample_prompt that the tokenizer would leave out in part, or that leaves no room in
     the model's `positions`."""
     for name in ("sample_tokens", "sample_temperature"):
@@ -27,19 +30,41 @@ def check_sample(tokenizer: Any, arguments: SampleArguments, positions: int) -> 
             raise RequestError(f"--{name} is {getattr(arguments, name)}, but it must be 0 or more.")
     if arguments.sample_prompt != SampleArguments().sample_prompt:  # a tokenizer need not know what nobody asked for
         refuse_unknown_characters(letters_of(tokenizer), arguments.sample_prompt, "--sample_prompt")
-    length = len(tokenizer(arguments.sample_prompt, add_special_tokens=False)["input_ids"])
+    if is_chat and not arguments.sample_tokens:
+        return
+    length = len(_tokens(tokenizer, arguments, is_chat))
     if length >= positions:
         raise RequestError(
             f"--sample_prompt has {length} tokens, but the model has {positions} positions. Give a shorter one."
         )
 
 
-class Samples(TrainerCallback):
-    """Appends to samples.md. Every rank generates, as ZeRO-3 needs, and rank 0 writes."""
+def asked(arguments: SampleArguments, is_chat: bool) -> str:
+    """What a sample begins with, or what a model of conversations is asked."""
+    is_default = arguments.sample_prompt == SampleArguments().sample_prompt
+    return QUESTION if is_chat and is_default else arguments.sample_prompt
 
-    def __init__(self, arguments: SampleArguments, folder: Path, seed: int) -> None:
-        self.arguments, self.folder, self.seed = arguments, folder, seed
+
+def _tokens(tokenizer: Any, arguments: SampleArguments, is_chat: bool) -> list[int]:
+    """Of what is asked; of a conversation with all that its template writes before the answer."""
+    text = asked(arguments, is_chat)
+    if is_chat:
+        turns = [{"role": "user", "content": text}]
+        try:
+            (text,) = each_bounded(lambda one: rendered(tokenizer, one, None, True), [turns], "the chat template")
+        except RequestError as error:
+            raise RequestError(f"no sample can be asked for: {error} --sample_tokens 0 leaves samples out.") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class Samples(TrainerCallback):
+    """Appends to samples.md. Every rank generates, as ZeRO-3 needs, and rank 0 writes. A model of conversations answers
+    a turn of a user, until it ends its own."""
+
+    def __init__(self, arguments: SampleArguments, folder: Path, seed: int, is_chat: bool = False) -> None:
+        self.arguments, self.folder, self.seed, self.is_chat = arguments, folder, seed, is_chat
         self.last, self.step = "", -1
+        self.prompt: list[int] | None = None
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.arguments.sample_tokens < 1 or state.global_step == self.step:
@@ -65,8 +90,9 @@ class Samples(TrainerCallback):
 
     def sample(self, model: Any, tokenizer: Any, device: torch.device) -> str:
         """What `model` writes; torch's random state stays as it is."""
-        ids = tokenizer(self.arguments.sample_prompt, add_special_tokens=False)["input_ids"]
-        ids = ids or [tokenizer.eos_token_id or 0]  # the default prompt may be of no known character
+        if self.prompt is None:
+            self.prompt = _tokens(tokenizer, self.arguments, self.is_chat)
+        ids = self.prompt or [tokenizer.eos_token_id or 0]  # the default prompt may be of no known character
         given = {
             "input_ids": torch.tensor([ids], device=device),
             "attention_mask": torch.ones(1, len(ids), device=device),
@@ -79,10 +105,13 @@ class Samples(TrainerCallback):
             made = model.generate(
                 **given,
                 max_new_tokens=length,
-                min_new_tokens=length,
+                min_new_tokens=0 if self.is_chat else length,
                 do_sample=self.arguments.sample_temperature > 0,
                 temperature=self.arguments.sample_temperature or None,
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             )
         model.train(was_training)
+        if self.is_chat:
+            answer = str(tokenizer.decode(made[0][len(ids) :], skip_special_tokens=True))
+            return f"user: {asked(self.arguments, True)}\nassistant: {answer.strip()}"
         return str(tokenizer.decode(made[0], skip_special_tokens=True))

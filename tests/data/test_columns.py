@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from finetune.data.columns import Columns, Labels, find_columns, find_labels, is_empty, label_text, note_of_numbers
+from finetune.data.columns import Columns, Labels, find_labels, is_empty, label_text, note_of_numbers
+from finetune.data.find_columns import find_columns
 from finetune.errors import RequestError
 
 FOUND = [

@@ -92,10 +92,10 @@ def test_conversations_are_learnt_in_part(tmp_path: Path) -> None:
     tokenizer = train_text_tokenizer("byte", [], 0, 64, with_end=True)
     data = prepared(tokenizer, block_size=64, blocks={"packing": "none"}, train_file=str(path))
     labels = data.splits["train"][0]["labels"]
-    assert tokenizer.decode(labels[labels != IGNORED].tolist()) == f"Yes.{tokenizer.eos_token}\n", "it learns to stop"
-    assert data.account.learnt["train"] == 3 * len("Yes.!\n")
-    assert data.account.characters["train"] == 3 * len("Yes.\n")
-    assert data.account.tokens_per_byte == data.account.tokens_per_character == len("Yes.!\n") / len("Yes.\n")
+    assert tokenizer.decode(labels[labels != IGNORED].tolist()) == f"Yes.{tokenizer.eos_token}", "it learns to stop"
+    assert data.account.learnt["train"] == 3 * len("Yes.!")
+    assert data.account.characters["train"] == 3 * len("Yes.")
+    assert data.account.tokens_per_byte == data.account.tokens_per_character == len("Yes.!") / len("Yes.")
     assert data.tokenizer.chat_template, "and the template that it has learnt by is saved with it"
 
 
@@ -370,3 +370,50 @@ def test_columns_are_said_with_those_that_nothing_reads(
     path.write_text("".join(json.dumps({k: f"{v} {i}" for k, v in row.items()} | {"n": i}) + "\n" for i in range(90)))
     corpus = documents.open_corpus(CorpusArguments(train_file=str(path), streaming=streaming, **flags), seed=1)
     assert corpus.columns == (f"{said} + n" if "not" in said else f"{said}, not n")
+
+
+def test_a_pad_token_that_ends_turns_as_well_is_learnt_where_it_ends_one(tmp_path: Path) -> None:
+    tokenizer = train_text_tokenizer("byte", [], 0, 64, with_end=True)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    data = prepared(tokenizer, 64, {"packing": "none"}, train_file=chats(tmp_path, "assistant", ["a", "b" * 20] * 4))
+    batch = data.collator([data.splits["train"][i] for i in range(4)])
+    assert (batch["input_ids"][:, -1] == tokenizer.pad_token_id).any(), "some are padded"
+    assert ((batch["labels"] == tokenizer.eos_token_id).sum(-1) == 1).all()
+
+
+def test_what_chats_teach_is_chosen_said_and_part_of_what_is_cached(tmp_path: Path) -> None:
+    def learnt(**flags: Any) -> tuple[Any, str]:
+        tokenizer = train_text_tokenizer("byte", [], 0, 512, with_end=True)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        made = prepared(tokenizer, 512, {"packing": "none"}, train_file=str(path), **flags)
+        labels = made.splits["train"][0]["labels"]
+        return made, tokenizer.decode(labels[labels != IGNORED].tolist())
+
+    turns = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "<think>Hm.</think>Yes."}] * 2
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"messages": turns, "tools": None}) + "\n") * 4)
+    data, text = learnt()
+    end = data.tokenizer.eos_token
+    assert text == f"<think>Hm.</think>Yes.{end}" * 2
+    assert "; the tokenizer brings no chat template" in data.account.describe()
+    assert data.account.turn_ends == [data.tokenizer.eos_token_id]
+    assert learnt(train_on="last", reasoning="strip")[1] == f"Yes.{end}"
+    data, text = learnt(chat_template="chatml", reasoning="strip")
+    assert text == "Yes.<|im_end|>" * 2
+    assert data.account.turn_ends == [data.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    data.tokenizer.save_pretrained(tmp_path / "saved")
+    assert "<|im_start|>" in (tmp_path / "saved" / "chat_template.jinja").read_text(), "it goes with the model"
+    mine = tmp_path / "mine.jinja"
+    for mark in ("<|a|>", "<|b|>"):
+        mine.write_text("{% for m in messages %}{{ m.role }}:{{ m.content }}" + mark + "{% endfor %}")
+        data, text = learnt(chat_template=str(mine), train_on="last", reasoning="strip")
+        assert text == f"Yes.{mark}", "what the file says counts, not its name"
+        assert f"Yes.{mark}', for which the tokenizer has no token of its own" in data.account.describe()
+
+
+@pytest.mark.parametrize("flags", [{"train_on": "last"}, {"reasoning": "strip"}, {"chat_template": "chatml"}])
+def test_flags_of_chats_are_refused_for_text(flags: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a few words"}\n' * 30)
+    with pytest.raises(RequestError, match=r"is for conversations, but the data has text"):
+        prepared(train_text_tokenizer("byte", [], 0, 64, with_end=True), train_file=str(path), **flags)

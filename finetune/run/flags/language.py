@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from finetune.run.flag import FILE, NAME_OR_PATH
+from finetune.run.flag import FILE, NAME_OR_PATH, TEMPLATE
 from finetune.run.flags.text import ENCODING
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, RATE, TIMEOUT, Range
 from finetune.run.sizes import GPTLITE_SIZES
 
 PACKINGS = ("wrapped", "bfd", "none")
+TURNS_LEARNT = ("assistant", "last", "all")
 LEAST_BLOCK = 2  # tokens: one to read, and one to predict
 LEAST_BPE_VOCABULARY = 257  # the bytes and the end of text
 
@@ -76,6 +77,21 @@ class CorpusArguments:
     )
     encoding: str | None = field(default=None, metadata={"help": ENCODING})
     text_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
+    chat_template: str | None = field(
+        default=None,
+        metadata={"help": "a jinja file, or chatml, llama3, ...; default: the tokenizer's", "path": TEMPLATE},
+    )
+    train_on: str = field(
+        default="assistant",
+        metadata={"help": "of a chat the assistant's turns, its last, or all tokens", "choices": TURNS_LEARNT},
+    )
+    reasoning: str = field(
+        default="keep",
+        metadata={
+            "help": "thoughts of a chat, as its template writes them: keep or strip",
+            "choices": ("keep", "strip"),
+        },
+    )
     validation_split_percentage: float = field(
         default=10.0, metadata={"help": "of train, held out", "range": Range(above=0, below=100)}
     )
@@ -120,7 +136,7 @@ class BlockArguments:
 class SampleArguments:
     """What to have the model write at each evaluation."""
 
-    sample_prompt: str = field(default="The ", metadata={"help": "how the sample begins"})
+    sample_prompt: str = field(default="The ", metadata={"help": "how the sample begins, or what a chat is asked"})
     sample_tokens: int = field(default=200, metadata={"help": "its length; 0 for none", "range": NOT_NEGATIVE})
     sample_temperature: float = field(
         default=0.8, metadata={"help": "0 for the likeliest token each time", "range": NOT_NEGATIVE}

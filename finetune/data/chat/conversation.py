@@ -1,0 +1,172 @@
+"""Conversations as tokens, and which of them are learnt: the assistant's turns, or the completion, alone."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jinja2.exceptions import TemplateError
+
+from finetune.data.chat.remarks import remarks_on
+from finetune.data.chat.sentinels import sentinels
+from finetune.data.chat.spans import Layout, Span, marks_of
+from finetune.data.chat.templates import DEFAULT_TEMPLATE
+from finetune.data.chat.turns import ASSISTANT, QUOTED_CHARACTERS, Turn, quoted, tools_of, turns_of
+from finetune.errors import RequestError
+
+GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
+END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
+Schemas = list[dict[str, Any]] | None
+
+
+class Encoded(NamedTuple):
+    """Token ids, for each whether it is learnt, and how often each of `remarks.REMARKS` is to be said."""
+
+    ids: list[int]
+    learnt: list[bool]
+    remarks: list[int]
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Of which turns the tokens are learnt (--train_on), and whether thoughts are among them (--reasoning)."""
+
+    train_on: str = "assistant"
+    reasoning: str = "keep"
+
+
+def conversation(tokenizer: Any, messages: Any, tools: Any = None, learning: Learning | None = None) -> Encoded:
+    """A conversation with the `tools` that it offers. Raises RequestError, quoting it.
+
+    A template that marks the assistant's words ({% generation %}) is asked; with any other they are found in the
+    rendering, each with the mark that ends the turn and without the header before it (spans.py).
+    """
+    learning = learning or Learning()
+    turns, schemas = turns_of(messages, learning.reasoning), tools_of(tools)
+    try:
+        return _encoded(tokenizer, _takeable(tokenizer, turns, schemas), schemas, learning)
+    except (TemplateError, TypeError) as error:
+        raise RequestError(
+            f"the tokenizer's chat template takes no such conversation ({error}): {quoted(messages)}. Mend the row, or "
+            "give another template by --chat_template."
+        ) from error
+
+
+def rendered(
+    tokenizer: Any, turns: list[Turn], tools: Schemas, prompt: bool = False, template: str | None = None
+) -> str:
+    """The text of `turns`, with the `prompt` for an answer after it; by another `template` than the tokenizer's own."""
+    template = template or template_of(tokenizer, tools)
+    return str(
+        tokenizer.apply_chat_template(
+            turns, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
+        )
+    )
+
+
+def template_of(tokenizer: Any, tools: Schemas) -> str:
+    """A tokenizer may have several, one of them for tools."""
+    return str(tokenizer.get_chat_template(None, tools)) if tokenizer.chat_template else DEFAULT_TEMPLATE
+
+
+def _takeable(tokenizer: Any, turns: list[Turn], tools: Schemas) -> list[Turn]:
+    """With an empty text for a call's missing words, where the template cannot do without."""
+    if all("content" in turn or "tool_calls" not in turn for turn in turns):
+        return turns
+    try:
+        rendered(tokenizer, turns, tools)
+    except (TemplateError, TypeError):
+        return [{"content": "", **turn} if "tool_calls" in turn else turn for turn in turns]
+    return turns
+
+
+def _encoded(tokenizer: Any, turns: list[Turn], tools: Schemas, learning: Learning) -> Encoded:
+    def render(some: list[Turn], prompt: bool) -> str:
+        return rendered(tokenizer, some, tools, prompt)
+
+    if not tokenizer.is_fast:
+        raise RequestError(
+            f"{type(tokenizer).__name__} does not say which characters its tokens are of, and so not which are the "
+            "assistant's. Give a folder with a tokenizer.json by --tokenizer_name."
+        )
+    layout = Layout(render, turns, marks_of(tokenizer))
+    learns_all = learning.train_on == "all"
+    spans = [] if learns_all else _spans(tokenizer, layout, tools)
+    last = max((i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT), default=-1)
+    if learning.train_on == "last":
+        spans = [span for span in spans if span.turn == last]
+    encoded = tokenizer(layout.whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = list(encoded["input_ids"])
+    learnt = [True] * len(ids) if learns_all else _learnt(encoded["offset_mapping"], spans)
+    ignores_tools = bool(tools) and layout.whole == _without_tools(tokenizer, turns)
+    twice = ids[:2] == [tokenizer.bos_token_id] * 2
+    remarks = remarks_on(turns, spans, layout.left_out, layout.whole, ignores_tools, twice)
+    return Encoded(ids, learnt, remarks)
+
+
+def _without_tools(tokenizer: Any, turns: list[Turn]) -> str | None:
+    try:
+        return rendered(tokenizer, turns, None)
+    except (TemplateError, TypeError):
+        return None
+
+
+def _spans(tokenizer: Any, layout: Layout, tools: Schemas) -> list[Span]:
+    """By the template's own marks, if it has any. Where jinja has them, by transformers 5.23, is wrong within a macro
+    (utils/chat_template_utils.py, _generation_support): sentinels are put in their places."""
+    template = template_of(tokenizer, tools)
+    if not GENERATION.search(template):
+        return layout.spans()
+    begins, ends = sentinels(layout.whole + template)
+    template = GENERATION.sub(rf"{{%\1 if true %}}{begins}{{% if true \2%}}", template)
+    template = END_GENERATION.sub(rf"{{%\1 endif %}}{ends}{{% endif \2%}}", template)
+    marked = rendered(tokenizer, layout.turns, tools, template=template)
+    if re.sub(f"{begins}|{ends}", "", marked) != layout.whole:
+        return layout.spans()
+    places, begin, taken = [], 0, 0
+    for match in re.finditer(f"{begins}|{ends}", marked):
+        if match[0] == begins:
+            begin = match.start() - taken
+        elif begin < match.start() - taken:
+            places.append((begin, match.start() - taken))
+        taken += len(match[0])
+    return [span for i, place in enumerate(places) if (span := _marked(layout, i, place, len(places)))]
+
+
+def _marked(layout: Layout, number: int, place: tuple[int, int], places: int) -> Span | None:
+    """What one of so many `places` is that a template marks; None for an empty turn."""
+    own = [i for i, turn in enumerate(layout.turns) if turn["role"] == ASSISTANT]
+    start, end = place
+    within = [i for i in own if any(part.start < end and part.end > start for part in layout.there.get(i, ()))]
+    if layout.located.is_exact and not within:
+        return None
+    turn = within[0] if within else own[number] if len(own) == places else own[-1]
+    said = layout.whole[start:end].rstrip()
+    return Span(turn, start, end, any(match.end() == len(said) for match in layout.marks.finditer(said)))
+
+
+def _learnt(offsets: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
+    """For each token whether some of its characters are in a span; the spans are in order, and apart."""
+    ends = [span.end for span in spans]
+    found = []
+    for start, end in offsets:
+        i = bisect_right(ends, start)
+        found.append(i < len(spans) and spans[i].start < end and start < end)
+    return found
+
+
+def completion(tokenizer: Any, prompt: str, answer: str, learning: Learning | None = None) -> Encoded:
+    """A prompt and its completion, of which the completion and the end of text are learnt. Raises RequestError."""
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        shown = repr([prompt, answer])[:QUOTED_CHARACTERS]
+        raise RequestError(
+            f"`prompt` and `completion` must be texts, but one row is {shown}. Turns go into one column `messages`."
+        )
+    first = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    second = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    learns_all = learning is not None and learning.train_on == "all"
+    learnt = [learns_all] * len(first) + [True] * (len(second) + len(end))
+    return Encoded([*first, *second, *end], learnt, [])

@@ -1,0 +1,54 @@
+"""What is to be said of conversations that would teach something else than meant, counted row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from finetune.data.chat.sentinels import THOUGHT, WORDS
+from finetune.data.chat.spans import Span
+from finetune.data.chat.turns import ASSISTANT, ROLES, Turn, has_words
+
+REMARKS = {
+    "endless": "in {n} the chat template writes no mark after the assistant's words, so that the model will not learn "
+    "to stop: write {{{{ eos_token }}}} there, or give --chat_template",
+    "twice": "{n} begin with two tokens for the beginning of a text: leave one out, of the chat template or the rows",
+    "repeated": "in {n} a role speaks twice in a row, or the assistant first: join such turns, or leave the rows out",
+    "empty": "{n} have an empty turn of the assistant, which is not learnt: fill it, or leave the row out",
+    "unknown": "{n} have turns of unknown roles, which are not learnt (known are "
+    + ", ".join(ROLES)
+    + "): rename them",
+    "unthought": "of {n} the chat template leaves out the last thoughts: they are not learnt (--chat_template takes "
+    "another, --reasoning strip means it)",
+    "beside": "in {n} the chat template leaves out the words beside a tool call: they are not learnt",
+    "unruled": "in {n} the chat template leaves out what the system says: --chat_template takes one that does not",
+    "untooled": "in {n} the chat template does not write `tools`: --chat_template takes one that does",
+}
+
+
+def remarks_on(
+    turns: Sequence[Turn], spans: Sequence[Span], left_out: set[str], whole: str, ignores_tools: bool, twice: bool
+) -> list[int]:
+    """For each of REMARKS whether it is to be said of these turns, rendered as `whole`."""
+    roles = [turn["role"] for turn in turns]
+    spoken = [role for role in roles if role not in ("system", "developer")]
+    rules = [str(turn.get("content", "")).strip() for turn in turns if turn["role"] in ("system", "developer")]
+    found = {
+        "endless": not all(span.stops for span in spans),
+        "twice": twice,
+        "repeated": spoken[:1] == [ASSISTANT] or any(a == b and a in ("user", ASSISTANT) for a, b in pairwise(roles)),
+        "empty": any(turn["role"] == ASSISTANT and not has_words(turn) for turn in turns),
+        "unknown": not set(roles) <= set(ROLES),
+        "unthought": THOUGHT in left_out,
+        "beside": WORDS in left_out,
+        "unruled": any(rule not in whole for rule in rules),
+        "untooled": ignores_tools,
+    }
+    return [int(found[name]) for name in REMARKS]
+
+
+def notes_of(counts: Sequence[int], conversations: int) -> list[str]:
+    """The remarks in words, with how many of the `conversations` each is of."""
+    every = f"all {conversations:,} conversations"
+    shown = [every if n >= conversations else f"{n:,} of {conversations:,} conversations" for n in counts]
+    return [text.format(n=n) for text, n, count in zip(REMARKS.values(), shown, counts, strict=True) if count]
