@@ -8,7 +8,7 @@ Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag 
 taken, too; `--help` lists all. The run folder (--output_dir) then opens with `pipeline("text-classification", folder)`.
 """
 
-from finetune.run.flags.text import DataArguments, ModelArguments, PreparationArguments
+from finetune.run.flags.text import DataArguments, PreparationArguments
 from finetune.run.main import run_recipe
 from finetune.run.recipes.seq_cls import SEQ_CLS
 
@@ -16,9 +16,8 @@ from finetune.run.recipes.seq_cls import SEQ_CLS
 def main(run):
     # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
     from finetune.data.classification import prepare
-    from finetune.models.classifier import find_source
     from finetune.training.chapters import finish, trainer_of
-    from finetune.training.classifiers import text_classifier
+    from finetune.training.classifiers import text_classifier, text_source
     from finetune.training.metrics import metrics_of_run, settle_thresholds
     from finetune.training.results import write_report
     from finetune.training.start import start
@@ -28,7 +27,7 @@ def main(run):
     training = session.training
 
     # Data: the model's tokenizer, or one trained on the text. One rank prepares, the others wait.
-    source = find_source(session[ModelArguments], session[DataArguments].max_seq_length)
+    source = text_source(session, session[DataArguments].max_seq_length)
     data = prepare(
         session[DataArguments],
         session[PreparationArguments],

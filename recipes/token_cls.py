@@ -9,7 +9,7 @@ taken, too; `--help` lists all. The run folder (--output_dir) then opens with `p
 aggregation_strategy="simple")`. docs/token_cls.md says which files are read.
 """
 
-from finetune.run.flags.text import ModelArguments, PreparationArguments, TokenDataArguments
+from finetune.run.flags.text import PreparationArguments, TokenDataArguments
 from finetune.run.main import run_recipe
 from finetune.run.recipes.token_cls import TOKEN_CLS
 
@@ -18,9 +18,8 @@ def main(run):
     # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
     from finetune.data.classification import prepare
     from finetune.data.token_labels import SENTENCES
-    from finetune.models.classifier import find_source
     from finetune.training.chapters import finish, trainer_of
-    from finetune.training.classifiers import text_classifier
+    from finetune.training.classifiers import text_classifier, text_source
     from finetune.training.entities import kept_of_tokens, write_entity_report
     from finetune.training.metrics import metrics_of_run
     from finetune.training.start import start
@@ -30,7 +29,7 @@ def main(run):
     training = session.training
 
     # Data: the model's tokenizer, or one trained on the words. One rank prepares, the others wait.
-    source = find_source(session[ModelArguments], session[TokenDataArguments].max_seq_length)
+    source = text_source(session, session[TokenDataArguments].max_seq_length)
     data = prepare(
         session[TokenDataArguments],
         session[PreparationArguments],

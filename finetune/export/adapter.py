@@ -11,6 +11,7 @@ import torch
 
 from finetune.errors import RequestError, first_line
 from finetune.export.source import ADAPTER_CONFIG
+from finetune.run.files import LABELS
 from finetune.safe_read import read_json_object
 from finetune.safe_read.folders import check_model_folder
 from finetune.safe_read.pickles import refuse_unsafe
@@ -18,6 +19,7 @@ from finetune.safe_read.pickles import refuse_unsafe
 CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
     "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
 }
 OWN_MODELS = ("gptlite", "alexnet", "resnet_group_norm")  # which transformers knows once their module is imported
 
@@ -40,7 +42,7 @@ def write_merged(adapter: Path, out: Path, base: str | None, dtype: torch.dtype,
         )
     if kind is None:
         raise RequestError(f"--merge_adapter: the adapter is for {config.get('task_type')!r}; known are {[*CLASSES]}.")
-    model = _base(named, kind)
+    model = _base(named, kind, adapter)
     try:
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except Exception as error:  # as below
@@ -51,8 +53,11 @@ def write_merged(adapter: Path, out: Path, base: str | None, dtype: torch.dtype,
     return Path(named).name
 
 
-def _base(named: str, kind: str) -> Any:
+def _base(named: str, kind: str, adapter: Path) -> Any:
+    """With the labels that a classifier's adapter has beside it."""
     import transformers
+
+    from finetune.models.source import with_labels
 
     folder = Path(named).expanduser()
     if folder.is_dir():
@@ -60,8 +65,12 @@ def _base(named: str, kind: str) -> Any:
         model_type = read_json_object(folder / "config.json").get("model_type")
         if model_type in OWN_MODELS:
             importlib.import_module(f"finetune.models.{model_type}")
+    chosen: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True}
     try:
-        return getattr(transformers, kind).from_pretrained(named, dtype=torch.float32, use_safetensors=True)
+        if (adapter / LABELS).is_file():
+            config = with_labels(transformers.AutoConfig.from_pretrained(named), adapter)
+            chosen |= {"config": config, "ignore_mismatched_sizes": True}
+        return getattr(transformers, kind).from_pretrained(named, **chosen)
     except Exception as error:  # whatever a folder made to break it can raise
         raise RequestError(
             f"--merge_adapter: the base model {named} cannot be opened ({first_line(error)}). Give --base_model FOLDER."

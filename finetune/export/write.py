@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from finetune.errors import RequestError, RunError
 from finetune.export.weights import Weight, cast_of
-from finetune.run.files import UNFINISHED
+from finetune.run.files import LABELS, UNFINISHED
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST
 from finetune.training.checkpoints.writing import flush
@@ -29,6 +29,7 @@ CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")  # re
 COMPANIONS = (
     "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.spm", "sentencepiece*.model", "chat_template.*", "preprocessor_config.json", "processor_config.json",
+    LABELS,
 )  # fmt: skip
 READ_AND_WRITE = 0o666
 PATH_KEYS = ("_name_or_path", "base_model_name_or_path")

@@ -1,38 +1,93 @@
-"""LoRA: a few trained weights beside frozen ones (Hu et al., arXiv 2106.09685), by peft."""
+"""LoRA: a few trained weights beside frozen ones (Hu et al., arXiv 2106.09685), by peft; for every recipe of text."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from finetune.errors import RequestError
-from finetune.models.causal import build_causal_lm
-from finetune.run.flags.language import AdapterArguments
+from finetune.errors import RequestError, first_line, plain
+from finetune.models.source import OF_LABELS, Kept
+from finetune.run.facts import base_dtype, check_sharded
+from finetune.run.flags.adapter import OF_NEW_ADAPTERS, AdapterArguments
+from finetune.run.run import Run
 
 MERGED_FOLDER = "merged"  # in the run folder
 MAX_SHOWN = 20
+TASKS = {
+    "text-generation": "CAUSAL_LM",
+    "text-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+}
+ALL_LINEAR = "all-linear"  # peft's word
+POOLER = "pooler"  # of BERT's kind, which a masked language model is trained without
 
 
-def check_adapter(arguments: AdapterArguments, shards: bool) -> None:
-    """Raises RequestError for packed weights that ZeRO-3 or FSDP would have to shard. What flags alone show,
-    finetune.run.conflicts has said."""
-    if arguments.use_peft and arguments.load_in_4bit and shards:
+def check_adapter(run: Run, adapter: Path | None, shards: bool) -> None:
+    """Raises RequestError for what cannot be with the model at hand, of which `adapter` is the folder of an adapter
+    that is named as a model, None for another. What flags alone show, finetune.run.conflicts has said."""
+    if shards:
+        check_sharded(run)
+    if adapter is None:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise RequestError(f"{run.said('model_name_or_path')}, an adapter: needs peft. pip install peft.")
+    if run.value("do_train") and not run.value("use_peft"):
         raise RequestError(
-            "--load_in_4bit: packed 4-bit weights are not sharded here. Use zero2, zero1 or no DeepSpeed, or leave it "
-            "out for plain LoRA under ZeRO-3 or FSDP."
+            f"{run.said('model_name_or_path')}, which is an adapter. Add --use_peft True to train it further; to train "
+            f"all weights, merge them first: finetune export {adapter} OUT --merge_adapter."
         )
+    if shape := next((name for name in OF_NEW_ADAPTERS if name in run.given), None):
+        raise RequestError(f"{run.said(shape)}, but the adapter of --model_name_or_path has its own. Drop it.")
 
 
-def add_adapter(model: Any, arguments: AdapterArguments) -> Any:
-    """`model` with LoRA on its linear layers, which alone are trained. Raises RequestError where no layer matches."""
+def kept_as(run: Run, adapter: Path | None, bf16: bool) -> Kept:
+    """How the weights of the model that is named are kept, in a run that computes in bf16 or not."""
+    return Kept(base_dtype(run, bf16, adapter is not None), bool(run.value("use_peft") and run.value("load_in_4bit")))
+
+
+def with_adapter(model: Any, arguments: AdapterArguments, adapter: Path | None, task: str) -> Any:
+    """`model` with the adapter of a folder, or with a new one where it is to be trained; else as it is. `task` is the
+    recipe's. Raises RequestError."""
+    if adapter is not None:
+        model = _opened(model, adapter, arguments.use_peft)
+    elif arguments.use_peft:
+        model = _new(model, arguments, TASKS[task])
+    else:
+        return model
+    for weight in model.parameters():  # peft leaves a copied module as its base is
+        if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16) and not hasattr(weight, "ds_id"):
+            weight.data = weight.data.float()
+    return model
+
+
+def _opened(model: Any, adapter: Path, is_trainable: bool) -> Any:
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, str(adapter), is_trainable=is_trainable)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a folder made to break it can raise
+        raise RequestError(
+            f"--model_name_or_path {adapter}: does not fit its base model ({plain(first_line(error, 300))})."
+        ) from error
+
+
+def _new(model: Any, arguments: AdapterArguments, task: str) -> Any:
+    """LoRA on linear layers, which alone are trained, with the head of a classifier. Raises RequestError where no layer
+    matches."""
     from peft import LoraConfig, get_peft_model
 
     linear = Counter(name.rsplit(".", 1)[-1] for name, module in model.named_modules() if _is_linear(module))
     wanted = arguments.lora_target_modules
     layers = [name for name, module in model.named_modules() if _is_linear(module) or isinstance(module, nn.Embedding)]
+    wanted = None if wanted == [ALL_LINEAR] else wanted
     missing = [name for name in wanted or () if not any(_matches(layer, name) for layer in layers)]
     if missing:
         there = ", ".join(f"{name} ({count})" for name, count in linear.most_common(MAX_SHOWN))
@@ -43,15 +98,55 @@ def add_adapter(model: Any, arguments: AdapterArguments) -> Any:
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,
         lora_dropout=arguments.lora_dropout,
-        target_modules=wanted or "all-linear",
-        task_type="CAUSAL_LM",
+        target_modules=wanted or ALL_LINEAR,
+        modules_to_save=saved_modules(model, arguments, task) or None,
+        use_dora=arguments.lora_use_dora,
+        use_rslora=arguments.lora_use_rslora,
+        task_type=task,
     )
     return get_peft_model(model, config)
 
 
-def write_merged(folder: Path, arguments: Any, source: Any, tokenizer: Any) -> Path:
-    """The full model with the adapter of `folder` in its weights, from disk, so that no ZeRO stage matters. In fp32.
-    `arguments` say which model `source` is.
+def saved_modules(model: Any, arguments: AdapterArguments, task: str) -> list[str]:
+    """Those that are trained whole. Raises RequestError for a name that no module has, and for tied weights."""
+    asked = arguments.lora_modules_to_save or []
+    both = (model.get_input_embeddings(), model.get_output_embeddings()) if asked else ()
+    ends = [part for part in both if part is not None]
+    is_tied = len(ends) > 1 and ends[0].weight is ends[1].weight
+    for name in asked:
+        found = [module for full, module in model.named_modules() if _matches(full, name)]
+        if not found:
+            names = [name for name, _ in model.named_modules() if name and name.count(".") < 2]
+            there = ", ".join(names[:MAX_SHOWN])
+            raise RequestError(f"--lora_modules_to_save {name}: no module has this name. The model has: {there}.")
+        if is_tied and any(module is end for module in found for end in ends):
+            raise RequestError(
+                f"--lora_modules_to_save {name}: embeddings and head of this model are one tensor, of which a copy "
+                "would be trained for one of them alone. Leave it out."
+            )
+    return [*asked, *(() if task == TASKS["text-generation"] else heads_of(model))]
+
+
+def heads_of(model: Any) -> list[str]:
+    """The modules of a classifier that the model which it was made of may not have had."""
+    own = [name for name, part in model.named_children() if next(part.parameters(), None) is not None]
+    base = getattr(model, model.base_model_prefix, model)
+    poolers = [] if getattr(base, POOLER, None) is None else [POOLER]
+    return [name for name in own if name != model.base_model_prefix] + poolers
+
+
+def labels_of(model: Any) -> dict[str, Any] | None:
+    """What a classifier's adapter has beside it, None of another model: the config of its base does not know it, and
+    transformers takes an adapter with a config.json for a whole model (models/auto/auto_factory.py)."""
+    if not hasattr(model, "peft_config") or model.active_peft_config.task_type == TASKS["text-generation"]:
+        return None
+    known = {name: value for name, value in model.config.to_dict().items() if name in OF_LABELS}
+    return {**known, "architectures": [type(model.get_base_model()).__name__]}
+
+
+def write_merged(folder: Path, build: Callable[[], Any], tokenizer: Any) -> Path:
+    """The full model with the adapter of `folder` in its weights, from disk, so that no ZeRO stage matters. `build`
+    gives its base, in fp32.
 
     One rank alone calls it, at the end: from here on models are no longer sharded as they are built.
     """
@@ -59,8 +154,7 @@ def write_merged(folder: Path, arguments: Any, source: Any, tokenizer: Any) -> P
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
-    base = build_causal_lm(arguments, source, tokenizer, seed=0)  # loaded, not drawn
-    merged = PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+    merged = PeftModel.from_pretrained(build(), str(folder)).merge_and_unload()
     merged.save_pretrained(str(folder / MERGED_FOLDER))
     tokenizer.save_pretrained(str(folder / MERGED_FOLDER))
     return folder / MERGED_FOLDER

@@ -6,14 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.activations import ACT2FN
 
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
-from finetune.models.source import from_pretrained, load_weights, positions_of, refuse_without_weights
+from finetune.models.source import (
+    IN_FP32,
+    Kept,
+    from_pretrained,
+    load_weights,
+    named,
+    positions_of,
+    refuse_without_weights,
+)
 from finetune.run.facts import tokens_of
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.sizes import gptlite_shape
@@ -29,27 +36,31 @@ class CausalSource:
     pretrained: str | None
     description: str
     hub_id: str | None  # for the model card; None for a folder or a model from scratch
+    adapter: Path | None = None  # a folder that `pretrained` is the base of
 
 
 def find_causal_source(arguments: CausalModelArguments, block_size: int | None) -> CausalSource:
     """Look at the model's config and tokenizer, not its weights. Raises RequestError where one cannot be had."""
     name = arguments.model_name_or_path
+    model = named(name, arguments.trust_remote_code) if name else None
     tokenizer = None
-    if name:
-        config = from_pretrained(AutoConfig, "model_name_or_path", name, arguments)
-        refuse_without_weights(name)
+    if model:
+        config = from_pretrained(AutoConfig, model.flag, model.base, arguments)
+        refuse_without_weights(model.base)
     else:
         config = scratch_config(arguments)
-    if arguments.tokenizer_name or name:
-        flag = "tokenizer_name" if arguments.tokenizer_name else "model_name_or_path"
-        tokenizer = from_pretrained(AutoTokenizer, flag, getattr(arguments, flag), arguments)
+    if arguments.tokenizer_name:
+        tokenizer = from_pretrained(AutoTokenizer, "tokenizer_name", arguments.tokenizer_name, arguments)
+    elif model:
+        tokenizer = from_pretrained(AutoTokenizer, "model_name_or_path", model.tokenizer, arguments)
     most = positions_of(config)
     otherwise = "." if name else f", or more by --config_overrides max_position_embeddings={block_size}."
     length = tokens_of("block_size", block_size, most, otherwise=otherwise)
-    what = name or f"GPT-lite from scratch, size {arguments.model_size}"
-    hub_id = name if name and not Path(name).expanduser().exists() else None
-    place = str(Path(name).expanduser()) if name and not hub_id else name
-    return CausalSource(config, tokenizer, length, place, what, hub_id)
+    if model is None:
+        what = f"GPT-lite from scratch, size {arguments.model_size}"
+        return CausalSource(config, tokenizer, length, None, what, None)
+    place = model.hub_id or str(Path(model.base).expanduser())
+    return CausalSource(config, tokenizer, length, place, model.words, model.hub_id, model.adapter)
 
 
 def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig:
@@ -63,11 +74,15 @@ def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig:
 
 
 def build_causal_lm(
-    arguments: CausalModelArguments, source: CausalSource, tokenizer: Any, seed: int, load_in_4bit: bool = False
+    arguments: CausalModelArguments,
+    source: CausalSource,
+    tokenizer: Any,
+    seed: int,
+    kept: Kept = IN_FP32,
 ) -> Any:
-    """The model; from scratch, its weights are drawn by `seed`. Build it after `TrainingArguments`: ZeRO-3 shards then.
-    Raises RequestError where the tokenizer has more tokens than a pretrained model embeds, unless
-    --resize_embeddings."""
+    """The model, a pretrained one's weights `kept` so; from scratch, its weights are drawn by `seed`. Build it after
+    `TrainingArguments`: ZeRO-3 shards then. Raises RequestError where the tokenizer has more tokens than a pretrained
+    model embeds, unless --resize_embeddings."""
     config = settled_config(arguments, source, tokenizer)
     if source.pretrained is None:
         model = GPTLiteForCausalLM(config)
@@ -77,16 +92,10 @@ def build_causal_lm(
     chosen: dict[str, Any] = {}
     if arguments.attn_implementation:
         chosen["attn_implementation"] = arguments.attn_implementation
-    if load_in_4bit:
-        chosen["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-        )
     is_local = source.hub_id is None
-    model = load_weights(AutoModelForCausalLM, source.pretrained, source.config, is_local, arguments, **chosen)
+    model = load_weights(AutoModelForCausalLM, source.pretrained, source.config, is_local, arguments, kept, **chosen)
     if len(tokenizer) > embedded:
         model.resize_token_embeddings(len(tokenizer))
-    if load_in_4bit:
-        _keep_trainable_after_evaluation(model)
     return model
 
 
@@ -108,11 +117,3 @@ def settled_config(arguments: CausalModelArguments, source: CausalSource, tokeni
     config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
     return config
-
-
-def _keep_trainable_after_evaluation(model: Any) -> None:
-    """On a CPU an evaluation packs 4-bit weights for a kernel without a backward, and they stay so: the next step fails
-    at a bias, or gets no gradient past the layer (bitsandbytes 0.50, autograd/_functions.py, matmul_4bit)."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -18,7 +19,17 @@ from transformers import (
 
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
-from finetune.models.source import from_pretrained, load_weights, positions_of, refuse_without_weights
+from finetune.models.adapters import heads_of
+from finetune.models.source import (
+    IN_FP32,
+    Kept,
+    from_pretrained,
+    load_weights,
+    named,
+    positions_of,
+    refuse_without_weights,
+    with_labels,
+)
 from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.flags.text import ModelArguments
 from finetune.run.sizes import DISTILBERT_POSITIONS, DISTILBERT_SIZES, distilbert_shape
@@ -34,6 +45,8 @@ class Source:
     vocab_size: int
     description: str
     hub_id: str | None  # for the model card; None for a folder or a model from scratch
+    pretrained: str | None = None  # whose weights are loaded
+    adapter: Path | None = None  # a folder that `pretrained` is the base of
 
     @property
     def labels(self) -> Labels | None:
@@ -60,26 +73,36 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
     if size is None:
         raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(DISTILBERT_SIZES)}.")
     config = tokenizer = None
-    if arguments.model_name_or_path:
-        config = from_pretrained(AutoConfig, "model_name_or_path", arguments.model_name_or_path, arguments)
-        refuse_without_weights(arguments.model_name_or_path)
-    if arguments.tokenizer_name or arguments.model_name_or_path:
+    name = arguments.model_name_or_path
+    model = named(name, arguments.trust_remote_code) if name else None
+    if model:
+        config = with_labels(from_pretrained(AutoConfig, model.flag, model.base, arguments), model.adapter)
+        refuse_without_weights(model.base)
+    if arguments.tokenizer_name or model:
         flag = "tokenizer_name" if arguments.tokenizer_name else "model_name_or_path"
-        tokenizer = from_pretrained(AutoTokenizer, flag, getattr(arguments, flag), arguments)
+        place = arguments.tokenizer_name or (model.tokenizer if model else "")
+        tokenizer = from_pretrained(AutoTokenizer, flag, place, arguments)
         if not getattr(tokenizer, "is_fast", False):
-            raise RequestError(f"--{flag} {getattr(arguments, flag)}: has no tokenizer.json. Convert it to a fast one.")
+            raise RequestError(f"--{flag} {place}: has no tokenizer.json. Convert it to a fast one.")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # GPT-2's and Llama's have none; the attention mask hides it
     positions = max(DISTILBERT_POSITIONS, max_seq_length or 0) if config is None else positions_of(config)
     most = getattr(tokenizer, "model_max_length", NO_LIMIT)
     length = tokens_of("max_seq_length", max_seq_length, positions, most)
-    what = arguments.model_name_or_path or f"DistilBERT from scratch, size {arguments.model_size}"
-    hub_id = None if Path(what).expanduser().exists() else arguments.model_name_or_path
-    return Source(config, tokenizer, length, size.vocab_size, what, hub_id)
+    if model is None:
+        what = f"DistilBERT from scratch, size {arguments.model_size}"
+        return Source(config, tokenizer, length, size.vocab_size, what, None)
+    found = (model.words, model.hub_id, model.base, model.adapter)
+    return Source(config, tokenizer, length, size.vocab_size, *found)
 
 
 def build_classifier(
-    arguments: ModelArguments, source: Source, labels: Labels, tokenizer: Any, will_train: bool = True
+    arguments: ModelArguments,
+    source: Source,
+    labels: Labels,
+    tokenizer: Any,
+    will_train: bool = True,
+    kept: Kept = IN_FP32,
 ) -> Any:
     """The model, with the names of the labels in its config. Build it after `TrainingArguments`: ZeRO-3 shards then.
 
@@ -112,9 +135,12 @@ def build_classifier(
             "Use the model's own tokenizer."
         )
     kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
-    name, is_local = str(arguments.model_name_or_path), source.hub_id is None
+    name, is_local = str(source.pretrained), source.hub_id is None
+    if kept.in_4bit:
+        with torch.device("meta"):
+            kept = replace(kept, whole=tuple(heads_of(kind.from_config(config))))
     # A head with another number of labels is made anew.
-    return load_weights(kind, name, config, is_local, arguments, ignore_mismatched_sizes=True)
+    return load_weights(kind, name, config, is_local, arguments, kept, ignore_mismatched_sizes=True)
 
 
 def _check_knows(source: Source, labels: Labels) -> None:

@@ -2,22 +2,84 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line, plain
 from finetune.run import facts
+from finetune.run.files import LABELS
+from finetune.safe_read import read_json_object
 from finetune.safe_read.folders import check_model_folder, has_weights, refuse_code
+
+PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")  # of transformers
+OF_LABELS = ("architectures", "id2label", "label2id", "problem_type", "thresholds")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def positions_of(config: Any) -> int:
     """How many tokens the model can read."""
     return facts.positions_of(lambda name: getattr(config, name, None))
+
+
+@dataclass(frozen=True)
+class Named:
+    """What --model_name_or_path names: `base` is the model that has weights, `adapter` the folder of an adapter for it,
+    None where there is none; `flag` is how an error begins that is about the base."""
+
+    base: str
+    adapter: Path | None = None
+    flag: str = "model_name_or_path"
+
+    @property
+    def hub_id(self) -> str | None:
+        """Of the base; None for a folder."""
+        return None if Path(self.base).expanduser().exists() else self.base
+
+    @property
+    def words(self) -> str:
+        return f"{self.adapter}, an adapter of {self.base}" if self.adapter else self.base
+
+    @property
+    def tokenizer(self) -> str:
+        own = self.adapter is not None and (self.adapter / "tokenizer_config.json").is_file()
+        return str(self.adapter) if own else self.base
+
+
+def with_labels(config: Any, adapter: Path | None) -> Any:
+    """`config` of the base, with what the adapter's folder says that it tells apart."""
+    if adapter is None or not (adapter / LABELS).is_file():
+        return config
+    known = read_json_object(adapter / LABELS, inside=adapter)
+    names, kind, made = known.get("id2label"), known.get("problem_type"), known.get("architectures")
+    numbered = isinstance(names, dict) and bool(names) and all(str(key).isdecimal() for key in names)
+    if not numbered or kind not in PROBLEMS or not (isinstance(made, list) and all(isinstance(n, str) for n in made)):
+        raise RequestError(f"--model_name_or_path {adapter}: its {LABELS} is not as a run writes it.")
+    config.id2label = {int(key): str(name) for key, name in dict(names or {}).items()}
+    config.label2id = {name: key for key, name in config.id2label.items()}
+    config.problem_type, config.architectures = kind, made
+    if "thresholds" in known:
+        config.thresholds = known["thresholds"]
+    return config
+
+
+def named(name: str, trusts_code: bool) -> Named:
+    """Raises RequestError for an adapter's folder that cannot be opened."""
+    folder = Path(name).expanduser()
+    if not (folder / ADAPTER_CONFIG).is_file() or has_weights(folder):
+        return Named(name)
+    check_model_folder(folder, f"--model_name_or_path {name}", trusts_code)
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise RequestError(f"--model_name_or_path {name}: the folder has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}.")
+    base = read_json_object(folder / ADAPTER_CONFIG, inside=folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise RequestError(f"--model_name_or_path {name}: its {ADAPTER_CONFIG} names no base model.")
+    return Named(base, folder, f"model_name_or_path {name}, an adapter of")
 
 
 def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
@@ -54,18 +116,43 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
         ) from error
 
 
-def load_weights(auto: Any, name: str, config: Any, is_local: bool, arguments: Any, **chosen: Any) -> Any:
+@dataclass(frozen=True)
+class Kept:
+    """How weights are kept: as `dtype`, and those of linear layers, but not of the modules `whole`, in 4 bits if
+    `in_4bit`."""
+
+    dtype: str = "float32"  # where transformers 5 takes the file's own
+    in_4bit: bool = False
+    whole: tuple[str, ...] | None = None  # None: the head of a language model
+
+    def chosen(self) -> dict[str, Any]:
+        """For `from_pretrained`."""
+        packed = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            llm_int8_skip_modules=None if self.whole is None else list(self.whole),
+        )
+        return {"dtype": getattr(torch, self.dtype), **({"quantization_config": packed} if self.in_4bit else {})}
+
+
+IN_FP32 = Kept()
+
+
+def load_weights(
+    auto: Any, name: str, config: Any, is_local: bool, arguments: Any, kept: Kept = IN_FP32, **chosen: Any
+) -> Any:
     """The model that `auto` (AutoModelForCausalLM) makes of a folder or hub id, from safetensors alone. Raises
     RequestError where they are not whole or do not fit."""
     try:
-        return auto.from_pretrained(
+        model = auto.from_pretrained(
             name,
             config=config,
             revision=arguments.model_revision,
             trust_remote_code=arguments.trust_remote_code,
             use_safetensors=True,
             local_files_only=not is_local and not hub_is_reachable(),
-            dtype=torch.float32,  # transformers 5 takes the file's own, and AdamW on bf16 weights rounds its steps away
+            **kept.chosen(),
             **chosen,
         )
     except torch.OutOfMemoryError:
@@ -75,6 +162,17 @@ def load_weights(auto: Any, name: str, config: Any, is_local: bool, arguments: A
             f"--model_name_or_path {name}: its weights cannot be loaded ({plain(first_line(error, 300))}). Get them "
             "from their source again."
         ) from error
+    if kept.in_4bit:
+        _keep_trainable_after_evaluation(model)
+    return model
+
+
+def _keep_trainable_after_evaluation(model: Any) -> None:
+    """On a CPU an evaluation packs 4-bit weights for a kernel without a backward, and they stay so: the next step fails
+    at a bias, or gets no gradient past the layer (bitsandbytes 0.50, autograd/_functions.py, matmul_4bit)."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def refuse_without_weights(name: str) -> None:

@@ -14,7 +14,7 @@ from finetune.plan.families.parts import CAUSAL, MOST
 from finetune.plan.forward.listed import LISTED
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine
-from finetune.plan.model import Model, read_config, with_lora
+from finetune.plan.model import Model, in_4bit, read_config, with_lora
 from finetune.plan.optimizers import optimizer_of
 from finetune.plan.run_model import lora_of, model_of_run
 from finetune.plan.zero import read_zero
@@ -30,6 +30,8 @@ from finetune.run.facts import (
     LEAST_SIDE,
     MOST_SIDE,
     NO_LIMIT,
+    base_dtype,
+    check_sharded,
     checkpoint_interval,
     eval_batch_of,
     loss_chunk_tokens,
@@ -79,13 +81,13 @@ def job_of(
             f"{model.family}. Drop it; ZeRO-3 shards any model."
         )
     lora, asked = lora_of(run, model), deepspeed_config_of(run)
-    flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes))
+    flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
     precision = next((name for name in ("bf16", "fp16") if flags[name]), "fp32")
     if precision not in machine.peak_flops:
         said = run.said(precision) if precision in run.given else f"{precision} is asked for by {asked}"
         raise RequestError(f"{said}, but {machine.name} has no {precision}. Give another precision.")
     job = Job(
-        model=with_lora(model, lora) if lora else model,
+        model=with_lora(in_4bit(model) if run.value("load_in_4bit") else model, lora) if lora else model,
         engine=TRAINER,
         world_size=run.launch.world_size,
         ranks_per_node=run.launch.local_world_size,
@@ -101,11 +103,14 @@ def job_of(
         attention=_one_of(run, "attn_implementation", ATTENTIONS, "sdpa"),
         loss_chunk_tokens=subject.loss_chunk_tokens,
         device=_device(machine),
+        dtype=base_dtype(run, flags["bf16"]),
     )
     if not asked:
         return replace(job, optimizer=optimizer_of(run.value("optim"), None)), None, notes
     loaded = load_deepspeed(run, asked, context_of(run, flags, has_cuda=job.device == "cuda", is_here=False))
     zero = read_zero(Config(loaded.config), model.hidden_size, run.value("max_grad_norm"), precision)
+    if zero.stage == 3:
+        check_sharded(run)
     engine = DEEPSPEED if run.stages is None else PIPELINE
     job = replace(job, engine=engine, zero=zero, optimizer=optimizer_of(run.value("optim"), loaded.config))
     return job, loaded.config, [*notes, *loaded.notes]
@@ -120,7 +125,9 @@ def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: li
 
 def _chunk(run: Run, model: Model, machine: Machine) -> int:
     asked = run.value("loss_chunk_tokens")
-    if run.stages is not None or model.head != CAUSAL or (not asked and model.family in WHOLE_LOSS):
+    adapted = [*(run.value("lora_modules_to_save") or ()), *(run.value("lora_target_modules") or ())]
+    is_whole = "lm_head" in adapted or (not asked and model.family in WHOLE_LOSS)
+    if run.stages is not None or model.head != CAUSAL or is_whole:
         return 0
     return loss_chunk_tokens(asked, model.vocab_size, _device(machine))
 

@@ -42,6 +42,7 @@ class Job:
     attention: str = "sdpa"
     loss_chunk_tokens: int = 0
     device: str = "cuda"
+    dtype: str = "float32"  # of frozen weights under the Trainer alone; DeepSpeed has them as it computes
 
     @property
     def data_parallel_size(self) -> int:
@@ -66,9 +67,14 @@ class Job:
         return FP32_BYTES if self.precision == "fp32" or self.uses_autocast else HALF_BYTES
 
     @property
+    def frozen_bytes(self) -> int:
+        is_half = self.model.lora is not None and self.uses_autocast and self.dtype != "float32"
+        return HALF_BYTES if is_half else self.weight_bytes
+
+    @property
     def numbers(self) -> Numbers:
         device = "cpu" if self.device == "cpu" else "cuda"
-        return Numbers(self.weight_bytes, device, self.attention, autocast=self.uses_autocast)
+        return Numbers(self.frozen_bytes, device, self.attention, autocast=self.uses_autocast)
 
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:

@@ -127,7 +127,7 @@ def _save(job: Job, layout: Resident, device: Ledger) -> int:
     """Bytes on the host of the rank that writes the weights. ZeRO-3 gathers them module by module on all ranks
     (deepspeed 0.19.8, runtime/engine.py, _zero3_consolidated_16bit_state_dict); the others write what they have."""
     device.phase = "saving"
-    weights = layout.weights.elements * layout.weights.bytes_each
+    weights = layout.weights.bytes
     if isinstance(layout, Zero3):
         largest = max(sum(layout.elements[name] for name in names) for names in layout.modules.values())
         device.passing(GATHERED, 2 * largest * layout.weights.bytes_each, "the largest module")
@@ -173,7 +173,8 @@ def _pipe_bytes(job: Job, stage: int) -> int:
 
 def _layout(job: Job, tensors: tuple[Tensor, ...], rank: int, host: Ledger) -> Resident:
     zero = job.zero
-    given = (Weights(tensors, job.weight_bytes), zero, job.optimizer, job.data_parallel_size, rank, host)
+    weights = Weights(tensors, job.weight_bytes, job.frozen_bytes)
+    given = (weights, zero, job.optimizer, job.data_parallel_size, rank, host)
     if job.engine == TRAINER:
         return Plain(*given, buckets=job.world_size > 1, is_engine=False)
     if zero.stage == 0 and job.engine != PIPELINE:

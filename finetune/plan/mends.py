@@ -33,6 +33,11 @@ def _gentlest(found: Plan, does: Callable[[Plan], bool]) -> Iterator[Candidate]:
 
 def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:
     """By kind, and in each from the gentlest on."""
+    for kind in _of_any(job):
+        yield [one for one in kind if job.model.shards or one[1].zero.stage < 3]
+
+
+def _of_any(job: Job) -> Iterator[list[tuple[str, Job]]]:
     again = replace(job, checkpoint_interval=1)
     if not job.checkpoint_interval:
         yield [("activation checkpointing every layer", again)]

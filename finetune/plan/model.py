@@ -15,10 +15,12 @@ from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, TAGS, Family, Shape, Sizes
 from finetune.plan.families.possible import refuse_impossible
-from finetune.plan.values import Lora
+from finetune.plan.values import FP32_BYTES, Lora
 from finetune.safe_read import read_json_object
 
 MOST_LAYERS = 20_000
+PACKED_BLOCK = 64  # weights that have a scale together in 4 bits
+NOT_LINEAR = {"gate", "relative_attention_bias"}  # matrices of blocks that are no linear layers
 HEADS = {  # by the ends of class names
     "ForCausalLM": CAUSAL,
     "LMHeadModel": CAUSAL,
@@ -39,10 +41,17 @@ class Tensor:
     shape: Shape
     layer: int | None = None
     trains: bool = True
+    is_packed: bool = False  # in 4 bits
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    def bytes(self, each: int) -> int:
+        """bitsandbytes packs two weights in a byte, and keeps the largest of each 64 in fp32
+        (bitsandbytes 0.50, functional.py, quantize_4bit)."""
+        packed = math.ceil(self.elements / 2) + math.ceil(self.elements / PACKED_BLOCK) * FP32_BYTES
+        return packed if self.is_packed else self.elements * each
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,11 @@ class Model:
     sizes: Sizes
     buffers: tuple[Buffer, ...] = ()
     lora: Lora | None = None
+
+    @property
+    def shards(self) -> bool:
+        """Whether ZeRO-3 can have it in pieces (finetune.run.facts.check_sharded)."""
+        return not (self.lora and self.lora.is_dora) and not any(tensor.is_packed for tensor in self.tensors)
 
     @property
     def parameters(self) -> int:
@@ -112,20 +126,38 @@ def model_of(config: dict[str, Any], where: str = "the config", head: str | None
     return Model(kind, head, tensors, layers, family.hidden(sizes), family.vocabulary(sizes), sizes, buffers)
 
 
+def in_4bit(model: Model) -> Model:
+    """With the linear layers of its blocks packed (transformers, quantizers/base.py, get_modules_to_not_convert)."""
+    packed = [replace(tensor, is_packed=is_block_linear(tensor)) for tensor in model.tensors]
+    return replace(model, tensors=tuple(packed))
+
+
+def is_block_linear(tensor: Tensor) -> bool:
+    """The weight of a linear layer of a block, which adapters are for by default."""
+    return tensor.layer is not None and len(tensor.shape) == 2 and tensor.name.split(".")[-2] not in NOT_LINEAR
+
+
 def with_lora(model: Model, lora: Lora) -> Model:
     """With an adapter's tensors beside each linear layer that it adapts, and all others frozen. Names are the model's
-    own, without what peft puts around them (`base_model.model.`, `.base_layer`)."""
+    own, without what peft puts around them (`base_model.model.`, `.base_layer`, `.modules_to_save.default`); what a
+    trained copy stands in for is its module's `original_module`."""
     tensors = []
     for tensor in model.tensors:
-        tensors.append(replace(tensor, trains=False))
         module, _, part = tensor.name.rpartition(".")
+        if lora.saves(module):
+            tensors.append(replace(tensor, name=f"{module}.original_module.{part}", trains=False))
+            tensors.append(replace(tensor, is_packed=False))
+            continue
+        tensors.append(replace(tensor, trains=False))
         if part == "weight" and len(tensor.shape) == 2 and lora.adapts(module):
             # GPT-2's Conv1D has its weight the other way round.
             is_turned = model.family == "gpt2"
             fan_out, fan_in = reversed(tensor.shape) if is_turned else tensor.shape
             for side, shape in (("A", (lora.rank, fan_in)), ("B", (fan_out, lora.rank))):
                 tensors.append(Tensor(f"{module}.lora_{side}.default.weight", shape, tensor.layer))
-    if all(tensor.trains is False for tensor in tensors):
+            if lora.is_dora:
+                tensors.append(Tensor(f"{module}.lora_magnitude_vector.default.weight", (fan_out,), tensor.layer))
+    if not any(".lora_A." in tensor.name for tensor in tensors):
         raise RequestError(f"LoRA on {', '.join(lora.targets)}: no linear layer has such a name.")
     return replace(model, tensors=tuple(tensors), lora=lora)
 

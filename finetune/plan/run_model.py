@@ -10,7 +10,7 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, TAGS, Sizes
-from finetune.plan.model import Model, model_of, read_config
+from finetune.plan.model import Model, is_block_linear, model_of, read_config
 from finetune.plan.named import CHARACTERS, find_model_config, gptlite_config
 from finetune.plan.values import Lora
 from finetune.run.choose import candidates, is_told
@@ -23,6 +23,7 @@ from finetune.run.launch import Launch
 from finetune.run.resolve import resolve
 from finetune.run.run import Run
 from finetune.run.sizes import DISTILBERT_SIZES, distilbert_shape, gptlite_shape, resnet_shape
+from finetune.safe_read import read_json_object
 
 HEADS = {
     "text-generation": CAUSAL,
@@ -31,8 +32,8 @@ HEADS = {
     "image-classification": IMAGES,
 }
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
-NOT_LINEAR = {"gate", "relative_attention_bias"}  # matrices of blocks that are no linear layers
 BYTES = 256 + 1  # and one that ends a text
+ADAPTER_CONFIG = "adapter_config.json"
 PICTURE_CLASSES = 10  # of the built-in digits and of CIFAR-10
 
 
@@ -115,8 +116,19 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Mo
 
 
 def _config_of(given: str) -> dict[str, Any]:
+    """Of a model, or of the base of an adapter."""
     path = Path(given).expanduser()
+    base = _adapter_of(given).get("base_model_name_or_path")
+    if isinstance(base, str) and Path(base).expanduser() != path:
+        return _config_of(base)
     return read_config(path) if path.exists() else find_model_config(given)
+
+
+def _adapter_of(given: str) -> dict[str, Any]:
+    """The config of an adapter's folder; empty of another model."""
+    path = Path(given).expanduser()
+    is_adapter = (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+    return read_json_object(path / ADAPTER_CONFIG, inside=path) if is_adapter else {}
 
 
 def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
@@ -162,10 +174,21 @@ def lora_of(run: Run, model: Model) -> Lora | None:
         raise RequestError(
             f"{run.said('use_peft')}: it adapts a trained model, and none is named. Add --model_name_or_path."
         )
-    inside = [tensor.name.split(".") for tensor in model.tensors if tensor.layer is not None and len(tensor.shape) == 2]
-    every = sorted({parts[-2] for parts in inside} - NOT_LINEAR)
-    targets = tuple(run.value("lora_target_modules") or every)
-    return Lora(run.value("lora_r"), targets, run.value("lora_dropout"))
+    every = sorted({tensor.name.split(".")[-2] for tensor in model.tensors if is_block_linear(tensor)})
+    asked = run.value("lora_target_modules")
+    targets = tuple(every if asked in (None, ["all-linear"]) else asked)
+    heads = FAMILIES[model.family].heads[model.head](model.sizes) if model.head in (CLASSES, TAGS) else ()
+    own = dict.fromkeys(name.rpartition(".")[0] for name, _ in heads)
+    saved = (*own, *(run.value("lora_modules_to_save") or ()))
+    lora = Lora(run.value("lora_r"), targets, run.value("lora_dropout"), saved, run.value("lora_use_dora"))
+    there = _adapter_of(str(run.value("model_name_or_path")))
+    if not there:
+        return lora
+    rank, names = there.get("r"), there.get("target_modules")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(names, list):
+        raise RequestError(f"{run.value('model_name_or_path')}: its {ADAPTER_CONFIG} is of no LoRA that is known.")
+    copied = map(str, there.get("modules_to_save") or ())
+    return Lora(rank, tuple(map(str, names)), lora.dropout, (*saved, *copied), bool(there.get("use_dora")))
 
 
 def _alike(config: Mapping[str, Any], where: str, params_per_layer: int | None, notes: list[str]) -> dict[str, Any]:

@@ -161,6 +161,8 @@ def _bases(job: Job, machine: Machine, limits: Limits) -> Iterator[tuple[str, Jo
     for layout in limits.layouts:
         if layout == "zeropp" and (machine.device == "cpu" or job.world_size <= job.ranks_per_node):
             continue  # on one node it does what zero3 does
+        if not job.model.shards and laid_out(job, layout).zero.stage == 3:
+            continue
         for interval in CHECKPOINT_INTERVALS:
             for stages in _stages(job) if layout == "pipeline" else (1,):
                 yield layout, replace(laid_out(job, layout), checkpoint_interval=interval, stages=stages)

@@ -14,15 +14,13 @@ CHUNKED_LOSS = "linear_cross_entropy"  # an operator that moves bytes beside its
 @dataclass(frozen=True)
 class Numbers:
     """What floats are computed with. `bytes_each` of weights and activations: 4, or 2 in bf16 and fp16. With `autocast`
-    weights stay in fp32, and torch.autocast makes matrix products half precise."""
+    trained weights stay in fp32, and torch.autocast makes matrix products half precise; `bytes_each` is then of
+    frozen weights, 2 where --dtype keeps them so."""
 
     bytes_each: int = FP32_BYTES
     device: str = "cpu"  # or "cuda"
     attention: str = "sdpa"  # or "eager", "flash_attention_2"
     autocast: bool = False
-
-    def __post_init__(self) -> None:
-        assert not (self.autocast and self.is_half), "under autocast weights have 4 bytes"
 
     @property
     def is_half(self) -> bool:
@@ -36,14 +34,21 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of `rank` on linear layers whose names end in a target; all else is frozen (arXiv 2106.09685, peft)."""
+    """Adapters of `rank` on linear layers whose names end in a target; all else is frozen (arXiv 2106.09685, peft), but
+    copies of the modules that are `saved`."""
 
     rank: int
     targets: tuple[str, ...]
     dropout: float = 0.0
+    saved: tuple[str, ...] = ()
+    is_dora: bool = False  # arXiv 2402.09353
 
     def adapts(self, module: str) -> bool:
-        return any(module == target or module.endswith(f".{target}") for target in self.targets)
+        is_target = any(module == target or module.endswith(f".{target}") for target in self.targets)
+        return is_target and not self.saves(module)
+
+    def saves(self, module: str) -> bool:
+        return any(f".{one}." in f".{module}." for one in self.saved)
 
 
 @dataclass(frozen=True)

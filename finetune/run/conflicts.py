@@ -64,6 +64,11 @@ def conflicts(run: Run) -> Iterator[str]:
             f"{run.said('ddp_find_unused_parameters')}, and {run.said('ddp_comm_hook')}: PowerSGD keeps its errors by "
             "bucket, and DDP keeps its buckets only where that is True. Drop one of them."
         )
+    if run.value("dtype") in ("bfloat16", "float16") and run.value("do_train") and not run.value("use_peft"):
+        yield (
+            f"{run.said('dtype')}: weights that are trained stay in fp32, for most of an optimizer's steps would round "
+            "away on 16 bits. --bf16 True computes in 16 bits; or add --use_peft True, which leaves them as they are."
+        )
     if run.value("use_peft") and run.value("resize_embeddings"):
         yield (
             f"{run.said('resize_embeddings')}, and {run.said('use_peft')}: an adapter leaves the embeddings as they "

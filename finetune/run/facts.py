@@ -22,6 +22,7 @@ TOKENS = {
 }
 # RoBERTa's family keeps two positions for itself (padding_idx + 1).
 RESERVED = dict.fromkeys(("roberta", "xlm-roberta", "camembert", "longformer"), 2)
+OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # of --dtype, the precision
 LEAST_SIDE, MOST_SIDE = 32, 224  # pixels of pictures for a model from scratch, unless --image_size says otherwise
 # Rows of logits at a time. On two CPU cores 512 rows were fastest at a vocabulary of 50,304 (3.3 s against 16 s with
 # torch's own choice); on a GPU a chunk should hold enough rows to fill it.
@@ -78,14 +79,49 @@ def loss_chunk_tokens(asked: int | None, vocab_size: int, device: str) -> int:
     return asked or 0
 
 
-def precision_flags(run: Run, stated: Mapping[str, bool], fastest: Callable[[], str]) -> dict[str, bool]:
-    """The Trainer's `bf16` and `fp16`: as asked for by flag, or `stated` in the DeepSpeed config, or the `fastest` that
-    trains well, "bf16", "fp16" or "fp32"."""
+def precision_flags(
+    run: Run, stated: Mapping[str, bool], fastest: Callable[[], str], by_deepspeed: bool
+) -> dict[str, bool]:
+    """The Trainer's `bf16` and `fp16`: as asked for by flag, or `stated` in the DeepSpeed config, or as --dtype has it,
+    or the `fastest` that trains well, "bf16", "fp16" or "fp32". Raises RequestError where --dtype is of another
+    precision than the run computes in."""
     asked = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given} or stated
-    if asked:
-        return {"bf16": False, "fp16": False} | {name: bool(value) for name, value in asked.items()}
-    best = fastest()
-    return {"bf16": best == "bf16", "fp16": best == "fp16"}
+    implied = OF_DTYPE.get(str(run.value("dtype")))
+    if implied == "fp32" and not (by_deepspeed and run.value("use_peft")):
+        implied = None  # weights in fp32 are computed with in any precision
+    best = implied or ("" if asked else fastest())
+    found = {"bf16": best == "bf16", "fp16": best == "fp16"}
+    if not asked:
+        return found
+    flags = {"bf16": False, "fp16": False} | {name: bool(value) for name, value in asked.items()}
+    if implied and flags != found:
+        here = next((name for name, value in flags.items() if value), "fp32")
+        why = "DeepSpeed keeps weights as it computes with them" if by_deepspeed else "such weights are for such a run"
+        raise RequestError(f"{run.said('dtype')}, but the run computes in {here}: {why}. Drop one of them.")
+    return flags
+
+
+def check_sharded(run: Run) -> None:
+    """Of a run under ZeRO-3 or FSDP. Raises RequestError for an adapter that needs its base's weights whole."""
+    whole = {
+        "load_in_4bit": "packed weights would be cut into pieces without the scales that belong to them",
+        "lora_use_dora": "it reads each frozen weight when its layer has handed it back",
+    }
+    for name, why in whole.items():
+        if run.value("use_peft") and run.value(name):
+            raise RequestError(
+                f"{run.said(name)}, but ZeRO-3 and FSDP shard weights: {why}. Use zero2, zero1 or no DeepSpeed, or "
+                "leave it out."
+            )
+
+
+def base_dtype(run: Run, bf16: bool, has_adapter: bool = False) -> str:
+    """What the weights of a named model are loaded as: "bfloat16", "float16" or "float32". Those that are trained are
+    in fp32; AdamW's steps round away on 16 bits. `has_adapter`: what is named is one."""
+    asked = str(run.value("dtype") or "auto")
+    if asked != "auto":
+        return asked
+    return "bfloat16" if bf16 and (run.value("use_peft") or has_adapter) else "float32"
 
 
 def checkpointing_kwargs(run: Run) -> dict[str, Any] | None:

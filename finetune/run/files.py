@@ -3,6 +3,7 @@
 from finetune.dsconfig.context import NVME_FOLDER
 
 LOCK = "_lock"  # the Trainer pushes no name that begins with "_" to the hub (transformers 5.23, push_to_hub)
+LABELS = "labels.json"  # what the adapter of a classifier tells apart
 RUN_RECORD = "recipe.yaml"  # its presence says: this folder was written by a recipe
 STATE_FILE = "trainer_state.json"  # in a checkpoint: its step, its epoch, what it has logged
 IDENTITY = "run.json"  # in a run folder and in each checkpoint: of which run it is, and what decides its course

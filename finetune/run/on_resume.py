@@ -40,7 +40,7 @@ EVALUATED = frozenset("validation_file validation_dir max_eval_samples".split())
 APPLIED = frozenset(
     """
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon
-    max_grad_norm max_steps num_train_epochs bf16 fp16 tf32 on_nan nan_limit
+    max_grad_norm max_steps num_train_epochs bf16 fp16 tf32 dtype on_nan nan_limit
     torch_compile torch_compile_backend torch_compile_mode
     """.split()
 )
@@ -49,7 +49,7 @@ VALUES = frozenset(
     """
     seed data_seed group_by_length train_sampling_strategy dataloader_drop_last ignore_data_skip full_determinism
     crop_padding horizontal_flip class_weights label_smoothing_factor neftune_noise_alpha average_tokens_across_devices
-    lora_alpha lora_dropout sync_batch_norm freeze_batch_norm accelerator_config
+    lora_alpha lora_dropout lora_use_rslora sync_batch_norm freeze_batch_norm accelerator_config
     """.split()
 )
 # Refused whatever is said: the states of the checkpoint are of something else. The kind of a tokenizer from scratch is
@@ -57,6 +57,7 @@ VALUES = frozenset(
 NEVER = frozenset(
     """
     optim optim_args optim_target_modules use_peft lora_r lora_target_modules load_in_4bit
+    lora_modules_to_save lora_use_dora
     ddp_comm_hook comm_hook_start_steps powersgd_rank metric_for_best_model greater_is_better
     tokenizer bpe_vocab_size
     """.split()

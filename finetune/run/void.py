@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.run.conflicts import BY_METRIC
 from finetune.run.files import RUN_RECORD
+from finetune.run.flags.adapter import OF_NEW_ADAPTERS
 from finetune.run.flags.compression import HOOKS, KEEPS_ERRORS
 from finetune.run.flags.guards import POLICIES
 from finetune.run.flags.profiling import OF_DEEPSPEED
@@ -82,7 +83,7 @@ VOID = (
         "Add --push_to_hub True, or drop it.",
     ),
     Void(
-        ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "merge_adapter", "load_in_4bit"),
+        (*OF_NEW_ADAPTERS, "merge_adapter", "load_in_4bit"),
         "use_peft",
         (False,),
         "It is for adapters. Add --use_peft True, or drop it.",

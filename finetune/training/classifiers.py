@@ -6,18 +6,36 @@ from typing import Any
 
 from finetune.data.classification import ClassificationData
 from finetune.data.columns import MULTI_LABEL, TOKENS
-from finetune.models.classifier import Source, build_classifier
+from finetune.models.adapters import check_adapter, kept_as, with_adapter
+from finetune.models.classifier import Source, build_classifier, find_source
+from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ClassArguments, ModelArguments
 from finetune.training.loss import loss_for, settle_loss_scaling
 from finetune.training.start import Session
 
 
+def text_source(session: Session, max_seq_length: int | None) -> Source:
+    """Which model, before its weights. Raises RequestError for flags that do not go with it."""
+    source = find_source(session[ModelArguments], max_seq_length)
+    check_adapter(session.run, source.adapter, session.shards_weights)
+    return source
+
+
 def text_classifier(session: Session, source: Source, data: ClassificationData) -> tuple[Any, Any]:
-    """The model, and the loss in place of its own, None for its own. Raises RequestError."""
+    """The model with its adapter, and the loss in place of its own, None for its own. Raises RequestError."""
     training, labels = session.training, data.labels
-    model = build_classifier(session[ModelArguments], source, labels, data.tokenizer, will_train=training.do_train)
+    adapter = session[AdapterArguments]
+    model = build_classifier(
+        session[ModelArguments],
+        source,
+        labels,
+        data.tokenizer,
+        will_train=training.do_train,
+        kept=kept_as(session.run, source.adapter, training.bf16),
+    )
     is_float = labels.task in ("regression", MULTI_LABEL)
     settle_loss_scaling(model, label_is_float=is_float, label_per_token=labels.task == TOKENS)
+    model = with_adapter(model, adapter, source.adapter, session.run.recipe.task)
     counts = [data.account.label_counts.get(name, 0) for name in labels.names]
     weights = session[ClassArguments].class_weights if training.do_train else "none"
     rows = data.account.rows.get("train", 0)

@@ -16,6 +16,7 @@ from finetune.data.columns import TOKENS, Labels
 from finetune.data.tables import ROW
 from finetune.data.tag_schemes import OUTSIDE
 from finetune.data.token_labels import WORDS
+from finetune.training.merging import merged, use_of
 from finetune.training.metrics import TaskMetrics
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import (
@@ -34,8 +35,9 @@ from finetune.training.thresholds import named_figures
 NO_ENTITY = "no entity"
 USE = """from transformers import pipeline
 
-find = pipeline("token-classification", "path/to/this/folder", aggregation_strategy="simple")
-print(find("Some text."))  # "first" in place of "simple" keeps words whole"""
+find = pipeline("token-classification", "path/to/this/folder")
+"""
+CALL = """print(find("Some text.", aggregation_strategy="simple"))  # "first" keeps words whole"""
 
 
 def kept_of_tokens(logits: Any, labels: torch.Tensor | None) -> torch.Tensor:
@@ -128,8 +130,8 @@ def write_entity_report(
         table=rows_table("sentences", account),
         facts=[*sentences(data.columns, *account.notes), *label_counts(account.label_counts)],
         pictures=pictures,
-        use=USE,
+        use=use_of(session, "find", USE) + CALL,
         tables=tables,
     )
     write_card(folder, card)
-    return []
+    return merged(session, source, data)

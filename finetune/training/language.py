@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.models.adapters import add_adapter, check_adapter
+from finetune.models.adapters import check_adapter, kept_as, with_adapter
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
 from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
 from finetune.models.document_mask import check_document_mask
 from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
 from finetune.models.pipeline import PipelineModel
 from finetune.models.source import positions_of
+from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import (
-    AdapterArguments,
     BlockArguments,
     CausalModelArguments,
     CorpusArguments,
@@ -31,9 +31,8 @@ def language_source(session: Session) -> CausalSource:
     arguments, run = session[CausalModelArguments], session.run
     settle_language_arguments(session.training, session[CorpusArguments], run.given)
     source = find_causal_source(arguments, session[BlockArguments].block_size)
-    if run.stages is None:
-        check_adapter(session[AdapterArguments], session.shards_weights)
-    else:
+    check_adapter(run, source.adapter, session.shards_weights)
+    if run.stages is not None:
         check_gptlite(source, arguments)
         check_cut(pipeline_layers(source.config, seed=None), session[PipelineArguments].partition_method, run.stages)
     return source
@@ -45,17 +44,17 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
     arguments, adapter, blocks = session[CausalModelArguments], session[AdapterArguments], session[BlockArguments]
     training = session.training
     _check(session, source, data)
-    model = build_causal_lm(arguments, source, data.tokenizer, training.seed, adapter.load_in_4bit)
-    stop_at(model, data.account.turn_ends)
-    chunk = choose_chunk_tokens(arguments.loss_chunk_tokens, model, training.device.type)
+    kept = kept_as(session.run, source.adapter, training.bf16)
+    base = build_causal_lm(arguments, source, data.tokenizer, training.seed, kept)
+    stop_at(base, data.account.turn_ends)
+    model = with_adapter(base, adapter, source.adapter, session.run.recipe.task)
+    chunk = choose_chunk_tokens(arguments.loss_chunk_tokens, base, training.device.type)  # not of a head of peft's
     if chunk:
-        model.accepts_loss_kwargs = True  # see use_chunked_loss
+        base.accepts_loss_kwargs = True  # see use_chunked_loss
     else:
-        settle_loss_scaling(model, label_per_token=True)
+        settle_loss_scaling(base, label_per_token=True)
     if blocks.document_mask and session.launch.speaks:
-        check_document_mask(model, max(training.train_batch_size, training.eval_batch_size))
-    if adapter.use_peft:
-        model = add_adapter(model, adapter)
+        check_document_mask(base, max(training.train_batch_size, training.eval_batch_size))
     if chunk:
         use_chunked_loss(model, chunk)
     return model

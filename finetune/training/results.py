@@ -15,14 +15,13 @@ from scipy.special import expit, softmax
 
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.errors import RunError
-from finetune.models.adapters import write_merged
 from finetune.report.charts import confusion_picture
 from finetune.report.run_curves import training_curves
 from finetune.report.run_pictures import share_bars
 from finetune.report.shapes import WIDE
 from finetune.report.svg import write_png
-from finetune.run.flags.language import CausalModelArguments
 from finetune.safe_read import read_json_object
+from finetune.training.merging import merged, use_of
 from finetune.training.metrics import TaskMetrics, confusion, first_output
 from finetune.training.model_card import Card, results_of, write_card
 from finetune.training.run_folder import read_metrics, write_json
@@ -138,11 +137,11 @@ def write_report(
         table=rows_table("rows", account),
         facts=[*sentences(data.columns, *account.notes), *label_counts(account.label_counts)],
         pictures=pictures,
-        use=USE_CLASSIFIER + _call(len(account.columns.text) == 2, data.labels.task),
+        use=use_of(session, "classify", USE_CLASSIFIER) + _call(len(account.columns.text) == 2, data.labels.task),
         tables=tables,
     )
     write_card(folder, card)
-    return []
+    return merged(session, source, data)
 
 
 def write_image_report(
@@ -187,8 +186,7 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
     trained; and the merged model where --merge_adapter asks for it."""
     folder, account, sample = session.folder, data.account, samples.last
     said = ["sample:", sample] if sample else []
-    if session.run.value("merge_adapter") and session.training.do_train:
-        said.insert(0, f"merged: {write_merged(folder, session[CausalModelArguments], source, data.tokenizer)}")
+    said = [*merged(session, source, data), *said]
     blocks = f"Blocks of {account.block_size} tokens, packing {account.packing}"
     blocks += "" if account.padding_share is None else f", {account.padding_share:.1%} padding"
     blocks += f", {account.left_over} tokens at the end of the training text left over" if account.left_over else ""

@@ -13,13 +13,14 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
 from finetune.errors import RequestError
-from finetune.run.files import STATE_FILE
+from finetune.models.adapters import labels_of
+from finetune.run.files import LABELS, STATE_FILE
 from finetune.training.checkpoints.final import best_to_load, open_final, save_final
 from finetune.training.checkpoints.writing import outer_of
 from finetune.training.hub import open_repo
 from finetune.training.reshard.resuming import load_best
 from finetune.training.resuming import ended_early, restore_callbacks
-from finetune.training.run_folder import write_arguments
+from finetune.training.run_folder import write_arguments, write_json
 
 if TYPE_CHECKING:
     from transformers import Trainer as AnyTrainer
@@ -53,6 +54,10 @@ class SavingMixin(AnyTrainer):
         super().save_model(str(folder), _internal_call=True)
         if self.args.should_save and (folder / TRAINING_ARGS_NAME).is_file():
             write_arguments(folder, self.args)
+        if self.args.should_save:
+            labels = labels_of(self.accelerator.unwrap_model(self.model))
+            if labels is not None:
+                write_json(folder / LABELS, labels)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = super()._save_checkpoint

@@ -224,7 +224,11 @@ def choose_precision(run: Run, has_cuda: bool, deepspeed: str | None) -> dict[st
     by_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is what it says when nobody chose
     is_chosen = by_accelerate in ("bf16", "fp16")
     known = by_accelerate if is_chosen else None
-    found = precision_flags(run, stated_precision(deepspeed), lambda: known or runtime.choose_precision(has_cuda))
+    by_deepspeed = bool(deepspeed) or deepspeed_by_accelerate(run)
+    fastest = known or runtime.choose_precision(has_cuda)
+    found = precision_flags(run, stated_precision(deepspeed), lambda: fastest, by_deepspeed)
+    if run.value("dtype") == "float16" and not has_cuda:
+        raise RequestError(f"{run.said('dtype')}, which is for GPUs without bf16. Give bfloat16 or float32 on a CPU.")
     for half in ("bf16", "fp16"):
         if deepspeed and run.value(f"{half}_full_eval") and not found[half]:
             raise RequestError(

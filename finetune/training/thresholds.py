@@ -12,6 +12,7 @@ from scipy.special import expit
 from sklearn.metrics import precision_recall_fscore_support
 
 from finetune.data.columns import MULTI_LABEL, Labels
+from finetune.run.files import LABELS
 from finetune.safe_read import read_json_object
 from finetune.training.run_folder import write_json
 
@@ -48,10 +49,11 @@ def _best_threshold(scores: npt.NDArray[Any], is_true: npt.NDArray[np.bool_]) ->
 
 
 def save_thresholds(folder: Path, thresholds: Sequence[float]) -> None:
-    """Into the config.json that the run has saved, in the order of its labels. Only rank 0."""
-    saved = folder / "config.json"
-    if saved.is_file():
-        write_json(saved, {**read_json_object(saved), "thresholds": list(thresholds)})
+    """Into the config.json that the run has saved, or the labels.json of an adapter, in the order of its labels. Only
+    rank 0."""
+    for saved in (folder / "config.json", folder / LABELS):
+        if saved.is_file():
+            write_json(saved, {**read_json_object(saved), "thresholds": list(thresholds)})
 
 
 def label_table(

@@ -49,7 +49,7 @@ def test_a_flag_overrules_the_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     assert (job["micro_batch"], job["tokens"], job["precision"], job["zero"]["stage"]) == (2, 128, "fp32", 3)
 
 
-MODELS_GIVEN = ("instruction", "lora_zero3", "token_cls_conll")  # the last one's own is not in the table
+MODELS_GIVEN = ("instruction", "lora_24gb", "lora_zero3", "token_cls_conll")  # the last one's own is not in the table
 
 
 def test_every_shipped_recipe_config_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,3 +354,52 @@ def test_the_advice_of_a_run_out_of_memory_is_the_plan_of_its_record(
     (tmp_path / "recipe.yaml").write_text("\n".join(words))
     said = advice(tmp_path)
     assert re.search(r"^Planned: [\d.]+ GiB .*a micro-batch of 32 \(", said), said
+
+
+LORA_24GB = "recipes/configs/lora_24gb.yaml"
+ONE_CARD = ("--gpu", "RTX4090", "--nodes", "1", "--gpus_per_node", "1")
+LLAMA_3_8B = 8_030_261_248  # parameters, of which in linear layers of the blocks:
+LINEAR_8B = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+
+
+@pytest.mark.parametrize(
+    ("words", "base"),
+    [
+        ((), 2 * LLAMA_3_8B),
+        (("--dtype", "float32"), 4 * LLAMA_3_8B),
+        (("--load_in_4bit", "True"), LINEAR_8B // 2 + 4 * LINEAR_8B // 64 + 2 * (LLAMA_3_8B - LINEAR_8B)),
+    ],
+    ids=["in bf16", "in fp32", "in 4 bits"],
+)
+def test_lora_of_eight_billion_is_planned_on_weights_as_they_are_kept(
+    words: tuple[str, ...], base: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = ("--model_name_or_path", "meta-llama/Meta-Llama-3-8B")
+    found = planned(capsys, LORA_24GB, *name, *ONE_CARD, *words, "--no_search")
+    adapters = found["job"]["parameters"] - LLAMA_3_8B
+    assert found["ranks"][0]["resident"]["parameters"] == base + 4 * adapters
+    assert found["ranks"][0]["resident"]["optimizer states"] == pytest.approx(8 * adapters, rel=1e-3)  # and counts
+    assert found["fits"] == (base < 24e9)
+
+
+def test_lora_of_qwen3_fits_a_card_of_24_gb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, LORA_24GB, "--model_name_or_path", "Qwen3-8B", *ONE_CARD, "--no_search")["fits"]
+
+
+@pytest.mark.parametrize("flag", ["load_in_4bit", "lora_use_dora"])
+def test_what_cannot_be_sharded_is_neither_planned_nor_proposed(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["Llama-3.2-1B", "--recipe", "causal_lm", "--use_peft", "True", f"--{flag}", "True", "--gpu", "A100-80GB"]
+    assert main(["plan", *words, "--deepspeed", "zero3"]) == 2
+    assert "ZeRO-3 and FSDP shard weights" in capsys.readouterr().err
+    layouts = {one["layout"] for one in planned(capsys, *words)["layouts"]}
+    assert {"none", "zero1", "zero2"} <= layouts
+    assert not any("zero3" in layout for layout in layouts)
+
+
+def test_an_adapters_folder_is_planned_on_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = {"base_model_name_or_path": "Llama-3.2-1B", "r": 8, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    words = ("--recipe", "causal_lm", "--use_peft", "True", *ONE_CARD, "--no_search")
+    there = planned(capsys, str(tmp_path), *words)["job"]["parameters"]
+    named = planned(capsys, "Llama-3.2-1B", *words, "--lora_r", "8", "--lora_target_modules", "q_proj", "v_proj")
+    assert there == named["job"]["parameters"]

@@ -86,13 +86,18 @@ class Way:
     half: bool = False
     attention: str = "sdpa"
     autocast: bool = False
+    frozen_half: bool = False  # under autocast
     interval: int = 0
     chunk: int = 0
     lora: Lora | None = None
 
     @property
     def numbers(self) -> Numbers:
-        return Numbers(2 if self.half else 4, "cpu", self.attention, self.autocast)
+        return Numbers(2 if self.half or self.frozen_half else 4, "cpu", self.attention, self.autocast)
+
+    @property
+    def trained_bytes(self) -> int:
+        return 2 if self.half else 4
 
     @property
     def tolerance(self) -> float:
@@ -102,10 +107,11 @@ class Way:
         words = {
             "half": self.half,
             "autocast": self.autocast,
+            "frozen-half": self.frozen_half,
             "eager": self.attention == "eager",
             f"every-{self.interval}": self.interval,
             f"chunk-{self.chunk}": self.chunk,
-            "lora": self.lora,
+            "dora" if self.lora and self.lora.is_dora else "lora": self.lora,
         }
         return "-".join(word for word, holds in words.items() if holds) or "fp32"
 
@@ -115,6 +121,13 @@ CHECKPOINTED = ["mlp", "gptlite-tied-dropout", "llama-7-layers", "gemma2", "gemm
                 "phi", "phi3", "distilbert", "t5"]  # fmt: skip
 ATTENTION_LORA = Lora(4, ("q_proj", "v_proj"))
 WIDE_LORA = Lora(4, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), dropout=0.1)
+DORA = Lora(4, WIDE_LORA.targets, is_dora=True)
+OTHER_LORA = {
+    "gpt2": Lora(4, ("c_attn", "c_fc")),
+    "qwen3": WIDE_LORA,
+    "gemma3_text": WIDE_LORA,
+    "gptlite": Lora(4, ("qkv",)),
+}
 CASES: list[tuple[str, Way]] = [
     *((name, Way()) for name in MODELS if not name.startswith(EAGER_ALONE)),
     *((name, Way(half=True)) for name in MODELS if not name.startswith(EAGER_ALONE)),
@@ -133,6 +146,13 @@ CASES: list[tuple[str, Way]] = [
     *(("llama-7-layers", Way(lora=ATTENTION_LORA, interval=interval)) for interval in (1, 2)),
     ("llama", Way(lora=WIDE_LORA, half=True)),
     ("llama", Way(lora=WIDE_LORA, autocast=True)),
+    *(("llama", Way(lora=lora, autocast=True, frozen_half=True)) for lora in (ATTENTION_LORA, WIDE_LORA)),
+    ("llama-7-layers", Way(lora=ATTENTION_LORA, autocast=True, frozen_half=True, interval=1, chunk=64)),
+    *((name, Way(lora=lora, autocast=True, frozen_half=True)) for name, lora in OTHER_LORA.items()),
+    ("llama", Way(lora=DORA)),
+    ("llama", Way(lora=DORA, half=True)),
+    ("llama", Way(lora=DORA, autocast=True, frozen_half=True)),
+    ("gpt2", Way(lora=Lora(4, ("c_attn",), is_dora=True))),
     ("llama", Way(lora=ATTENTION_LORA, chunk=64)),
     ("gptlite", Way(lora=Lora(4, ("qkv",)))),
 ]  # fmt: skip
@@ -173,11 +193,14 @@ def real_model(name: str, way: Way) -> Any:
     else:
         model = AUTO[head].from_config(real, attn_implementation=way.attention).train()
     model.config.use_cache = False  # as the Trainer does
+    if way.frozen_half:
+        model.to(torch.bfloat16)
     if way.lora is not None:
         from peft import LoraConfig, get_peft_model
 
-        adapter = LoraConfig(r=way.lora.rank, lora_dropout=way.lora.dropout, target_modules=list(way.lora.targets),
-                             task_type="CAUSAL_LM")  # fmt: skip
+        lora = way.lora
+        adapter = LoraConfig(r=lora.rank, lora_dropout=lora.dropout, target_modules=list(lora.targets),
+                             use_dora=lora.is_dora, task_type="CAUSAL_LM")  # fmt: skip
         model = get_peft_model(model, adapter)
     if way.half:
         model.to(torch.bfloat16)
@@ -228,7 +251,7 @@ def test_peaks_above_the_weights_are_those_of_the_real_model(name: str, way: Way
         pytest.skip("this CPU has no convolutions in bf16: torch unfolds pictures in their place, as no GPU does")
     torch.manual_seed(0)
     model, tape = planned(name, way)
-    ledger, _ = played(model, tape, way.numbers.bytes_each)
+    ledger, _ = played(model, tape, way.trained_bytes)
     real = real_peaks(name, way)
     found = {phase: ledger.peaks[phase].bytes for phase in ("forward", "backward")}
     # A CPU's convolutions in bf16 make a copy in another layout.
@@ -246,7 +269,7 @@ def test_gradients_come_in_the_order_of_the_real_backward_pass(name: str) -> Non
     for called, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, called=called: came.append(called))
     model(**real_batch(name, way)).loss.backward()
-    assert played(*planned(name, way), way.numbers.bytes_each)[1] == came
+    assert played(*planned(name, way), way.trained_bytes)[1] == came
 
 
 def test_every_family_has_a_forward_pass_and_a_case() -> None:

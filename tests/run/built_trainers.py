@@ -68,8 +68,17 @@ def figures(trainer: Any) -> dict[str, Any]:
         "loss_chunk_tokens": getattr(head, "chunk_tokens", 0),
         "optimizer": optimizer(trainer, engine),
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+        "trained": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad),
+        "frozen_bytes": sum(frozen_bytes(p) for p in model.parameters() if not p.requires_grad),
         **sample(trainer, engine),
     }
+
+
+def frozen_bytes(weight: Any) -> int:
+    """With the scales of one that is packed, by absolute maximum."""
+    scales = getattr(getattr(weight, "quant_state", None), "absmax", None)
+    held = getattr(weight, "ds_numel", weight.numel()) * weight.element_size()
+    return int(held + (0 if scales is None else scales.nbytes))
 
 
 def optimizer(trainer: Any, engine: Any) -> str:

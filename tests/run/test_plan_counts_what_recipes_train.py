@@ -18,6 +18,7 @@ from PIL import Image
 from transformers import DistilBertConfig, DistilBertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from finetune.data.tokenizer import train_text_tokenizer, train_wordpiece
+from finetune.plan.engines.resident import Weights
 from finetune.plan.from_run import job_of
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.run_model import described
@@ -30,8 +31,19 @@ from finetune.training.runtime import choose_precision
 
 YAMLS = {path.stem: path for path in sorted((REPO / "recipes" / "configs").glob("*.yaml"))}
 OF_RECIPES = {name: yaml.safe_load(path.read_text()).get(RECIPE_KEY) for name, path in YAMLS.items()}
-CASES = [*recipes(), *(name for name, recipe in OF_RECIPES.items() if recipe)]
+LORA = ["--use_peft", "True"]
+ADAPTED = {
+    "LoRA": ("causal_lm", [*LORA, "--bf16", "True"]),
+    "LoRA, all in fp32": ("causal_lm", [*LORA, "--bf16", "False"]),
+    "LoRA on a base in fp32": ("causal_lm", [*LORA, "--bf16", "True", "--dtype", "float32"]),
+    "LoRA on a base in bf16": ("causal_lm", [*LORA, "--dtype", "bfloat16", "--lora_target_modules", "q_proj"]),
+    "LoRA of texts' classes": ("seq_cls", [*LORA, "--bf16", "True"]),
+    "LoRA of some layers": ("seq_cls", [*LORA, "--bf16", "False", "--lora_target_modules", "q_lin", "v_lin"]),
+    "QLoRA": ("causal_lm", [*LORA, "--bf16", "True", "--load_in_4bit", "True"]),
+}
+CASES = [*recipes(), *(name for name, recipe in OF_RECIPES.items() if recipe), *ADAPTED]
 # Whose vocabulary is that of the text, which no plan reads; or whose classes are.
+# Packed weights are half as many to torch.
 BY_THE_DATA = ("causal_lm", "causal_lm_pipeline", "seq_cls", "token_cls", "token_cls_conll", "gptlite_post",
                "gptlite_tinyshakespeare")  # fmt: skip
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
@@ -40,7 +52,7 @@ FILES = {"instruction": "chats.jsonl", "gpt2_124m": "words.txt"}  # the latter e
 
 
 def recipe_of(case: str) -> str:
-    return OF_RECIPES.get(case) or case
+    return ADAPTED[case][0] if case in ADAPTED else OF_RECIPES.get(case) or case
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +113,10 @@ def flags_of(case: str, folder: Path) -> list[str]:
         words += ["--image_size", "32"] if case == recipe else ["--test_dir", str(folder / "pictures/test")]
     elif recipe.startswith("causal_lm"):
         words += ["--train_file", str(folder / FILES.get(case, "text.txt"))]
-    if case in ("instruction", "lora_zero3"):
+    if case in ("instruction", "lora_24gb", "lora_zero3") or (case in ADAPTED and recipe == "causal_lm"):
         words += ["--model_name_or_path", str(folder / "decoder")]
-    if case.startswith(("seq_cls_", "token_cls_")):
+    words += ADAPTED[case][1] if case in ADAPTED else []
+    if case.startswith(("seq_cls_", "token_cls_")) or (case in ADAPTED and recipe != "causal_lm"):
         words += ["--model_name_or_path", str(folder / "encoder")]
     return words
 
@@ -126,17 +139,20 @@ def machine() -> Machine:
 
 def counted(run: Any) -> dict[str, Any]:
     job, _, _ = job_of(run, machine())
+    weights = Weights(job.model.tensors, job.weight_bytes, job.frozen_bytes)
     names = ("micro_batch", "accumulation", "eval_batch", "precision", "checkpoint_interval", "loss_chunk_tokens")
     return {
         **{name: getattr(job, name) for name in (*names, "tokens", "image_size")},
         "optimizer": job.optimizer.kind,
         "parameters": job.model.parameters,
+        "trained": weights.trained_elements,
+        "frozen_bytes": weights.frozen_bytes,
     }
 
 
 def differences(case: str, planned: dict[str, Any], trained: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     assert "error" not in trained, trained["error"]
-    left_out = {"parameters"} if case in BY_THE_DATA else set()
+    left_out = {"parameters", "trained"} if case in BY_THE_DATA else {"parameters"} if case == "QLoRA" else set()
     return {name: (planned[name], trained[name]) for name in {*trained} - left_out if planned[name] != trained[name]}
 
 

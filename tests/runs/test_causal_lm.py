@@ -287,6 +287,42 @@ def test_adapters_train_alike_everywhere(
     assert (run.folder / "merged" / "model.safetensors").is_file()
 
 
+@pytest.fixture(scope="module")
+def kept_half(base: Path, uneven: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A base in bf16, which has the run compute so."""
+    values = {**uneven, **HALF_BASE, "model_name_or_path": base, "per_device_train_batch_size": GLOBAL_BATCH}
+    return train("python", tmp_path_factory.mktemp("kept_half") / "run", values)
+
+
+HALF_BASE = {**LORA, "merge_adapter": False, "dtype": "bfloat16", "bf16": True}
+BF16_NOISE = 5e-3  # of a loss: sums are taken in another order, from numbers of eight bits
+
+
+def test_an_adapter_learns_beside_a_base_in_bf16_as_beside_one_in_fp32(
+    base: Path, adapted: Finished, kept_half: Finished, uneven: dict[str, Any], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    values = {**uneven, **HALF_BASE, "model_name_or_path": base, "per_device_train_batch_size": GLOBAL_BATCH}
+    mixed = train("python", tmp_path / "run", {**values, "dtype": "float32"})
+    for other in (mixed, adapted):
+        assert kept_half.column("loss") == pytest.approx(other.column("loss"), rel=2 * BF16_NOISE)
+        assert kept_half.column("loss") != other.column("loss")
+    assert "; bf16;" in kept_half.output
+    saved = load_file(kept_half.folder / "adapter_model.safetensors")
+    assert {weight.dtype for weight in saved.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("config", gate_has(["zero3"], ["none", "zero1", "zero2", "zero3", "fsdp"]))
+def test_an_adapter_beside_a_base_in_bf16_learns_alike_everywhere(
+    config: str, base: Path, kept_half: Finished, uneven: dict[str, Any], tmp_path: Path
+) -> None:
+    values = {**uneven, **HALF_BASE, "model_name_or_path": base, **engine(config)}
+    values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    run = train("torchrun", tmp_path / "run", values, ranks=2)
+    assert run.column("loss") == pytest.approx(kept_half.column("loss"), rel=BF16_NOISE)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -369,7 +405,7 @@ def shipped_yamls() -> list[Path]:
 
 
 def test_there_are_shipped_yamls() -> None:
-    assert len(shipped_yamls()) == 5
+    assert len(shipped_yamls()) == 6
 
 
 @pytest.mark.parametrize("path", shipped_yamls(), ids=lambda path: path.stem)

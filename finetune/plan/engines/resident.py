@@ -19,10 +19,12 @@ GRADIENTS, STATES, BUCKETS, PIPE = "gradients", "optimizer states", "buckets", "
 @dataclass(frozen=True)
 class Weights:
     """The parameters of one rank's model (of one stage), in the order of `named_parameters`. `bytes_each` as the model
-    computes, 2 in bf16 and fp16; under autocast and in fp32 4."""
+    computes, 2 in bf16 and fp16; under autocast and in fp32 4. `frozen_each`: of those that are not trained, where it
+    is another."""
 
     tensors: tuple[Tensor, ...]
     bytes_each: int
+    frozen_each: int | None = None
 
     @property
     def trained(self) -> list[Tensor]:
@@ -31,6 +33,15 @@ class Weights:
     @property
     def elements(self) -> int:
         return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def frozen_bytes(self) -> int:
+        each = self.bytes_each if self.frozen_each is None else self.frozen_each
+        return sum(tensor.bytes(each) for tensor in self.tensors if not tensor.trains)
+
+    @property
+    def bytes(self) -> int:
+        return self.trained_elements * self.bytes_each + self.frozen_bytes
 
     @property
     def trained_elements(self) -> int:
@@ -110,7 +121,7 @@ class Plain(Resident):
         self.has_masters = is_engine and self.size < FP32_BYTES
 
     def hold(self, ledger: Ledger) -> None:
-        ledger.take(PARAMETERS, self.weights.elements * self.size)
+        ledger.take(PARAMETERS, self.weights.bytes)
         if self.has_masters:
             ledger.take(MASTERS, self.weights.trained_elements * FP32_BYTES)
         self.hold_states(ledger, [tensor.shape for tensor in self.weights.trained])

@@ -22,7 +22,6 @@ class Zero12(Resident):
         self.owned = frozenset().union(*(part.owned(self.rank) for part in self.parts))
         self.owned_elements = sum(self.elements[name] for name in self.owned)
         self.padded = sum(part.padded for part in self.parts)
-        self.frozen = self.weights.elements - self.weights.trained_elements
         self.contiguous = self.zero.contiguous_gradients or self.offloads
         self.filled = 0  # elements in the bucket
         self.has_buckets = self.has_part = False
@@ -41,7 +40,7 @@ class Zero12(Resident):
     def hold(self, ledger: Ledger) -> None:
         """__init__: flat weights, a master part of each group, the states; offloaded also their gradient, a copy of the
         new weights, and two buffers of the largest parameter (temp_grad_buffer_for_cpu_offload, ..._gpu_offload)."""
-        ledger.take(PARAMETERS, (self.padded + self.frozen) * self.size)
+        ledger.take(PARAMETERS, self.padded * self.size + self.weights.frozen_bytes)
         home = self.host if self.offloads else ledger
         home.take(MASTERS, self.part * FP32_BYTES)
         self.hold_states(home, [(part.part,) for part in self.parts])
@@ -141,7 +140,7 @@ class Bf16Stage(Zero12):
     with gradients added up in fp32, under a pipeline and without (runtime/engine.py, _do_optimizer_sanity_check)."""
 
     def hold(self, ledger: Ledger) -> None:
-        ledger.take(PARAMETERS, (self.padded + self.frozen) * self.size)
+        ledger.take(PARAMETERS, self.padded * self.size + self.weights.frozen_bytes)
         ledger.take(MASTERS, self.part * FP32_BYTES)
         self.hold_states(ledger, [(part.part,) for part in self.parts])
         ledger.take(GRADIENTS, self.padded * FP32_BYTES)

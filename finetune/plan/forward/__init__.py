@@ -38,7 +38,8 @@ def build_tape(model: Model, batch: Batch, numbers: Numbers, checkpoint_interval
     if model.family in EAGER_ALONE and numbers.attention == "sdpa":
         numbers = replace(numbers, attention="eager")
     shapes = {tensor.name: tensor.shape for tensor in model.tensors}
-    tape = Tape(numbers, shapes, model.lora, inputs_need_grad=bool(checkpoint_interval))
+    packed = frozenset(tensor.name for tensor in model.tensors if tensor.is_packed)
+    tape = Tape(numbers, shapes, model.lora, packed, inputs_need_grad=bool(checkpoint_interval))
     setting = Setting(tape, model.sizes, batch, model.family, model.head, checkpoint_interval, loss_chunk_tokens)
     tape.result = stage(setting, part) if part else FORWARDS[model.family](setting)
     return tape

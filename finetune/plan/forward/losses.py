@@ -81,11 +81,12 @@ def chunked_loss(setting: Setting, x: Value, tied: str) -> Value:
     names = (weight, *(name for name in ("lm_head.bias",) if name in tape.shapes))
     vocabulary, hidden = tape.shapes[weight]
     taken = min(setting.loss_chunk_tokens, rows) * (vocabulary + (hidden if size == FP32_BYTES else 0)) * size
-    casts = [tape.cast_weight(weight, "lm_head")] if tape.numbers.autocast else []
+    casts = [tape.cast_weight(weight, "lm_head")] if tape.casts(weight) else []
     given, x = x, tape.cast(x, size)
     labels = shifted_labels(setting)
     logits = Gemm(rows, vocabulary, hidden)
-    gradients = logits.back if tape.trains else logits.back[:1]
+    trains = tape.trains(weight)
+    gradients = logits.back if trains else logits.back[:1]
     used, module = (() if casts else names), ("" if casts else "lm_head")
     passes = LOSS_PASSES, LOSS_PASSES + GRADIENT_PASSES
     once, with_gradients = (count * rows * vocabulary * size for count in passes)
@@ -94,7 +95,7 @@ def chunked_loss(setting: Setting, x: Value, tied: str) -> Value:
                        gemms_back=(logits, *gradients), scratch=taken, scratch_back=taken, weights=used, module=module,
                        bytes_each=FP32_BYTES, moved=once, moved_back=with_gradients)  # fmt: skip
     else:
-        made = (rows + (vocabulary if tape.trains else 0)) * hidden * size
+        made = (rows + (vocabulary if trains else 0)) * hidden * size
         loss = tape.op(CHUNKED_LOSS, (x, *casts), 1, extra_saved=made, gemms=(logits, *gradients),
                        scratch=taken, weights=used, module=module, bytes_each=FP32_BYTES, moved=with_gradients,
                        moved_back=2 * made)  # fmt: skip

@@ -42,7 +42,8 @@ def _grouped(tape: Tape, x: Value, weight: str) -> Value:
     rows = x.elements // fan_in
     each = max(rows // many, 1)
     of_input, of_weight = Gemm(each, fan_in, fan_out, many), Gemm(fan_out, fan_in, each, many)
-    back = (*([of_input] if x.needs_grad else []), *([of_weight] if tape.trains else []))
-    return tape.op("grouped_mm", (x,), rows * fan_out, saves=(x,) if tape.trains else (), weights=(weight,),
+    trains = tape.trains(weight)
+    back = (*([of_input] if x.needs_grad else []), *([of_weight] if trains else []))
+    return tape.op("grouped_mm", (x,), rows * fan_out, saves=(x,) if trains else (), weights=(weight,),
                    module=weight.rpartition(".")[0], gemms=(Gemm(each, fan_out, fan_in, many),), gemms_back=back,
                    moved=x.bytes + (rows + many * fan_in) * fan_out * x.bytes_each)  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from finetune.run.flag import FILE, NAME_OR_PATH, TEMPLATE
 from finetune.run.flags.text import ENCODING
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, RATE, TIMEOUT, Range
+from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, TIMEOUT, Range
 from finetune.run.sizes import GPTLITE_SIZES
 
 PACKINGS = ("wrapped", "bfd", "none")
@@ -44,21 +44,6 @@ class CausalModelArguments:
             "range": NOT_NEGATIVE,
         },
     )
-
-
-@dataclass
-class AdapterArguments:
-    """Train an adapter in place of the whole model."""
-
-    use_peft: bool = field(default=False, metadata={"help": "train LoRA adapters; the model's own weights stay"})
-    lora_r: int = field(default=16, metadata={"help": "rank of the adapters", "range": AT_LEAST_ONE})
-    lora_alpha: int = field(default=32, metadata={"help": "their scale is lora_alpha / lora_r", "range": AT_LEAST_ONE})
-    lora_dropout: float = field(default=0.0, metadata={"help": "on their input", "range": RATE})
-    lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "names of linear layers; default: all but the head"}
-    )
-    merge_adapter: bool = field(default=False, metadata={"help": "also write the full model, to merged/"})
-    load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: frozen weights in 4 bits (bitsandbytes)"})
 
 
 @dataclass

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.language import (
-    AdapterArguments,
     BlockArguments,
     CausalModelArguments,
     CorpusArguments,

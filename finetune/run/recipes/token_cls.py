@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
@@ -14,6 +15,7 @@ TOKEN_CLS = Recipe(
     task="token-classification",
     groups=(
         ModelArguments,
+        AdapterArguments,
         TokenDataArguments,
         PreparationArguments,
         ClassArguments,

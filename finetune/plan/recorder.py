@@ -1,0 +1,141 @@
+"""What a tape is recorded by: segments, operators, views of tensors. The operators that have names are
+`finetune.plan.tape`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from finetune.plan.values import FOREVER, Gemm, Lora, Numbers, Op, Segment, Storage, Value
+
+
+class Recorder:
+    """Records. All sizes are in elements unless they say bytes; `shapes` are those of the model's parameters by name.
+    With `lora` the model's own weights are frozen, `packed` ones in 4 bits; with `inputs_need_grad` embeddings pass
+    gradients on all the same, as checkpointing wants it (modeling_utils.py, enable_input_require_grads)."""
+
+    def __init__(self, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]], lora: Lora | None = None,
+                 packed: frozenset[str] = frozenset(), inputs_need_grad: bool = False) -> None:  # fmt: skip
+        self.numbers, self.shapes, self.lora, self.inputs_need_grad = numbers, shapes, lora, inputs_need_grad
+        self.packed = packed
+        self.segments: list[Segment] = []
+        self.result: Value | None = None  # the loss, or what a pipeline's stage hands on
+        self._count = 0
+        self._kept: list[Value] = []
+        self.outlasting: dict[Storage, int] = {}  # what a later segment lets go, and the segment that made it
+        self._casts: dict[str, Value] = {}  # autocast's cache
+
+    def trains(self, weight: str) -> bool:
+        return self.lora is None or self.lora.saves(weight.rpartition(".")[0])
+
+    def casts(self, weight: str) -> bool:
+        """For each product: under autocast what is not half precise yet."""
+        is_half = self.numbers.is_half and not self.trains(weight)
+        return self.numbers.autocast and not is_half and weight not in self.packed
+
+    @property
+    def ops(self) -> Iterable[Op]:
+        return (op for segment in self.segments for op in segment.ops)
+
+    @contextmanager
+    def segment(
+        self, name: str, *entry: Value, layer: int | None = None, recomputed: bool = False
+    ) -> Iterator[Segment]:
+        """Operators from here on are those of a new segment, and `entry` lives to its end."""
+        part = Segment(name, layer=layer, recomputed=recomputed, entry=entry, start=self._count)
+        self.segments.append(part)
+        yield part
+        self.hold(*entry, *self._kept)
+        self._kept = []
+
+    def given(self, elements: int, bytes_each: int | None = None, needs_grad: bool = False) -> Value:
+        """A tensor from outside, such as a mask."""
+        size = self.numbers.bytes_each if bytes_each is None else bytes_each
+        return Value(elements, size, Storage(elements * size), needs_grad)
+
+    def hold(self, *values: Value) -> None:
+        """The caller's variables still name these."""
+        if values:
+            self._add(Op("hold", values, (), kernels=0, kernels_back=0))
+
+    def keep(self, *values: Value) -> None:
+        """To the end of the segment a variable names these."""
+        self._kept += values
+
+    def keep_to_end(self, *values: Value) -> None:
+        """The model's output, or a cache in it, holds these until the loss has been taken from it."""
+        for value in values:
+            value.storage.last_use = FOREVER
+            self.outlasting[value.storage] = len(self.segments) - 1
+
+    def release_casts(self) -> None:
+        """Autocast ends, and its cache of weights with it."""
+        self.hold(*self._casts.values())
+
+    # The general operator
+
+    def op(
+        self,
+        name: str,
+        inputs: Sequence[Value],
+        elements: int,
+        *,
+        saves: Iterable[Value] = (),
+        saves_output: bool = False,
+        bytes_each: int | None = None,
+        extra_saved: int = 0,
+        weights: tuple[str, ...] = (),
+        module: str = "",
+        passes_on: bool = False,
+        narrows: bool = False,
+        scratch: int = 0,
+        scratch_back: int = 0,
+        gemms: tuple[Gemm, ...] = (),
+        gemms_back: tuple[Gemm, ...] = (),
+        kernels: int = 1,
+        kernels_back: int = 1,
+        moved: int | None = None,
+        moved_back: int | None = None,
+        needs_grad: bool | None = None,
+    ) -> Value:
+        """One output of `elements`, as wide as the first input unless `bytes_each` says otherwise. `extra_saved`: bytes
+        of further outputs that only the backward pass reads."""
+        if bytes_each is None:
+            bytes_each = inputs[0].bytes_each if inputs else self.numbers.bytes_each
+        if needs_grad is None:
+            needs_grad = any(value.needs_grad for value in inputs) or any(map(self.trains, weights))
+        out = Value(elements, bytes_each, Storage(elements * bytes_each), needs_grad)
+        side = [Value(extra_saved, 1, Storage(extra_saved), False)] if extra_saved else []
+        kept = [*saves, *([out] if saves_output else []), *side] if needs_grad else []
+        if moved is None:
+            moved = sum(value.bytes for value in (*inputs, out, *side))
+        if moved_back is None:
+            moved_back = 2 * moved
+        if not needs_grad:
+            moved_back = kernels_back = 0
+        saved = tuple(value.storage for value in kept)
+        self._add(Op(name, tuple(inputs), (out, *side), saved, weights, passes_on, narrows, scratch, scratch_back,
+                     gemms, gemms_back, moved, moved_back, kernels, kernels_back, module))  # fmt: skip
+        return out
+
+    def _add(self, op: Op) -> None:
+        for value in (*op.inputs, *op.outputs):
+            if value.storage.last_use < FOREVER:
+                value.storage.last_use = self._count
+        self.segments[-1].ops.append(op)
+        self._count += 1
+
+    # Views
+
+    def alias(self, x: Value, elements: int | None = None, name: str = "view") -> Value:
+        """A view whose backward pass makes a new tensor of the size of `x`: a slice, or a transposed one which its
+        gradient has another order for."""
+        part = Value(x.elements if elements is None else elements, x.bytes_each, x.storage, x.needs_grad)
+        self._add(Op(name, (x,), (part,), kernels=0, moved_back=2 * x.bytes))
+        return part
+
+    def chunk(self, x: Value, *elements: int) -> list[Value]:
+        """Views of parts; the backward pass joins their gradients in one new tensor."""
+        parts = [Value(count, x.bytes_each, x.storage, x.needs_grad) for count in elements]
+        self._add(Op("chunk", (x,), tuple(parts), kernels=0, moved_back=2 * x.bytes))
+        return parts

@@ -1,0 +1,52 @@
+"""What the end of a run does for an adapter: says how its folder opens, and merges it into its base model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.models.adapters import write_merged
+from finetune.models.causal import build_causal_lm
+from finetune.models.classifier import build_classifier
+from finetune.run.files import LABELS
+from finetune.run.flags.language import CausalModelArguments
+from finetune.run.flags.text import ModelArguments
+from finetune.safe_read import read_json_object
+from finetune.training.start import Session
+from finetune.training.thresholds import save_thresholds
+
+USE_ADAPTER = """import json
+from pathlib import Path
+from transformers import {auto}, AutoTokenizer, pipeline
+
+folder = Path("path/to/this/folder")  # of the adapter; adapter_config.json names its base model
+names = json.loads((folder / "labels.json").read_text())["id2label"]
+model = {auto}.from_pretrained(folder, id2label={{int(i): name for i, name in names.items()}})
+{name} = pipeline("{task}", model, tokenizer=AutoTokenizer.from_pretrained(folder))
+"""
+CLASSES = {
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+}
+
+
+def use_of(session: Session, name: str, whole: str) -> str:
+    """Python that opens the folder of a classifier as `name`; `whole`: that for one that is no adapter."""
+    task = session.run.recipe.task
+    adapted = session.run.value("use_peft") and session.training.do_train
+    return USE_ADAPTER.format(auto=CLASSES[task], name=name, task=task) if adapted else whole
+
+
+def merged(session: Session, source: Any, data: Any) -> list[str]:
+    """The whole model, to merged/, where --merge_adapter asks for it; and the line that says so."""
+    if not session.run.value("merge_adapter") or not session.training.do_train:
+        return []
+
+    def build() -> Any:
+        if CausalModelArguments in session.run.recipe.groups:
+            return build_causal_lm(session[CausalModelArguments], source, data.tokenizer, seed=0)  # loaded, not drawn
+        return build_classifier(session[ModelArguments], source, data.labels, data.tokenizer)
+
+    place, labels = write_merged(session.folder, build, data.tokenizer), session.folder / LABELS
+    if labels.is_file() and (thresholds := read_json_object(labels).get("thresholds")):
+        save_thresholds(place, thresholds)
+    return [f"merged: {place}"]
