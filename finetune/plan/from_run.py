@@ -65,21 +65,10 @@ def job_of(
     """The job, the config that DeepSpeed would get, and what to say about both. `subject` is of a run whose recipe
     makes its samples up; else the run says it. Raises RequestError."""
     notes: list[str] = []
-    if wrong := next((name for name in COUNTED if (run.value(name) or 0) > MOST), None):
-        raise RequestError(f"{run.said(wrong)}. Mistyped?")
-    if params_per_layer is not None and params_per_layer < 1:
-        raise RequestError(f"--params_per_layer is {params_per_layer}, but it must be 1 or more.")
+    _check_numbers(run, params_per_layer)
     subject = subject or _subject(run, machine, params_per_layer, notes)
     model, run = subject.model, settle_engine(run)
-    if run.value("fsdp") or fsdp_by_accelerate(run):
-        raise RequestError(
-            f"{run.said('fsdp')}: what it shards is not known. --deepspeed zero3 shards the same, and is."
-        )
-    if run.stages is not None and model.family not in LISTED:
-        raise RequestError(
-            f"{run.said('pipeline_parallel_size')}: pipelines of {' and '.join(LISTED)} are planned, and this is a "
-            f"{model.family}. Drop it; ZeRO-3 shards any model."
-        )
+    _check_engine(run, model)
     lora, asked = lora_of(run, model), deepspeed_config_of(run)
     flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
     precision = next((name for name in ("bf16", "fp16") if flags[name]), "fp32")
@@ -114,6 +103,26 @@ def job_of(
     engine = DEEPSPEED if run.stages is None else PIPELINE
     job = replace(job, engine=engine, zero=zero, optimizer=optimizer_of(run.value("optim"), loaded.config))
     return job, loaded.config, [*notes, *loaded.notes]
+
+
+def _check_numbers(run: Run, params_per_layer: int | None) -> None:
+    if wrong := next((name for name in COUNTED if (run.value(name) or 0) > MOST), None):
+        raise RequestError(f"{run.said(wrong)}. Mistyped?")
+    if params_per_layer is not None and params_per_layer < 1:
+        raise RequestError(f"--params_per_layer is {params_per_layer}, but it must be 1 or more.")
+
+
+def _check_engine(run: Run, model: Model) -> None:
+    """Raises RequestError for what is not planned."""
+    if run.value("fsdp") or fsdp_by_accelerate(run):
+        raise RequestError(
+            f"{run.said('fsdp')}: what it shards is not known. --deepspeed zero3 shards the same, and is."
+        )
+    if run.stages is not None and model.family not in LISTED:
+        raise RequestError(
+            f"{run.said('pipeline_parallel_size')}: pipelines of {' and '.join(LISTED)} are planned, and this is a "
+            f"{model.family}. Drop it; ZeRO-3 shards any model."
+        )
 
 
 def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: list[str]) -> Subject:

@@ -81,7 +81,7 @@ MODELS = (
         "a public name for it",
     ),
     Row(
-        "models/causal.py",
+        "models/source.py",
         "bitsandbytes.nn.modules:Linear4bit.support_avx512bf16_for_cpu",
         "write",
         "weights stay trainable after an evaluation on a CPU",
