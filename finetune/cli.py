@@ -103,6 +103,8 @@ def parser() -> argparse.ArgumentParser:
     _export_options(commands.add_parser("export", help="a checkpoint of any layout as a model that transformers opens"))
     launches = "print the command that starts a recipe on the machine or cluster"
     _launch_options(commands.add_parser("launch", help=launches))
+    _launch_options(commands.add_parser("train", help="start what `launch` prints, where that is one line"))
+    _recipe_options(commands.add_parser("recipe", help="list, show and copy the recipes and their files"))
     return whole
 
 
@@ -140,7 +142,6 @@ def _doctor_options(command: argparse.ArgumentParser) -> None:
 
 def _launch_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--print", action="store_true", help="what it does in any case: it starts nothing")
     add("--launcher", choices=("python", "deepspeed", "torchrun", "accelerate", "slurm"),
         help="default: deepspeed, or torchrun for several hosts without a --hostfile")  # fmt: skip
     add("--nodes", type=int, metavar="N", help="hosts (default 1)")
@@ -153,8 +154,18 @@ def _launch_options(command: argparse.ArgumentParser) -> None:
     add("--master_port", type=int, default=29500, metavar="PORT", help="default 29500")
     add("--interface", metavar="NAME", help="the network between the hosts, such as eth0")
     add("--image", metavar="NAME", help="in a container of this image")
-    add("recipe", metavar="RECIPE", help="such as recipes/causal_lm.py")
+    add("recipe", metavar="RECIPE", help="such as causal_lm (`finetune recipe list`), or a path")
     add("flags", nargs=argparse.REMAINDER, metavar="...", help="the recipe's own flags")
+
+
+def _recipe_options(command: argparse.ArgumentParser) -> None:
+    kinds = command.add_subparsers(dest="kind", metavar="{list,show,copy}", required=True)
+    kinds.add_parser("list", help="names, files and what each is")
+    show = kinds.add_parser("show", help="print one")
+    copy = kinds.add_parser("copy", help="write one here, to change it")
+    for one in (show, copy):
+        one.add_argument("name", metavar="NAME", help="such as seq_cls, lora_24gb or slurm.sbatch")
+    copy.add_argument("to", nargs="?", metavar="TO", help="a file that is not there yet, or a folder (default: here)")
 
 
 def _plan_options(command: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.errors import RequestError
+from finetune.shipped import launch_file
 
 ACCELERATE_CONFIGS = ("zero1", "zero2", "zero3", "zero3_offload")  # recipes/launch/accelerate_*.yaml
 CONTAINER = [
@@ -106,7 +107,6 @@ def torchrun(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -> 
 
 def accelerate(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -> list[Command]:
     script, *flags = recipe
-    _stand_at_the_root("accelerate_ddp.yaml")
     kind = "ddp"
     config, fsdp = config_of(flags), (_taken(flags, "fsdp")[0] or "false").lower()
     if config and Path(config).parent.name == "ds_configs":
@@ -125,7 +125,7 @@ def accelerate(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -
     elif fsdp != "false":
         raise RequestError(f"--fsdp {fsdp}: accelerate takes FSDP's options from a file. Copy accelerate_fsdp.yaml, or "
                            "take torchrun.")  # fmt: skip
-    words = ["accelerate", "launch", "--config_file", f"recipes/launch/accelerate_{kind}.yaml"]
+    words = ["accelerate", "launch", "--config_file", launch_file(f"accelerate_{kind}.yaml")]
     words += ["--num_processes", str(cluster.ranks)]
     if len(cluster.hosts) == 1:
         (host,) = cluster.hosts
@@ -150,19 +150,13 @@ def slurm(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -> lis
                            "Apptainer). Leave --image out, and see docs/launch.md.")  # fmt: skip
     if asked.hostfile:
         raise RequestError("--launcher slurm chooses hosts by itself. Give --nodes and --gpus_per_node instead.")
-    _stand_at_the_root("slurm.sbatch")
     nodes, gpus = str(len(cluster.hosts)), str(max(cluster.hosts.values()))
     # Whole nodes, for a task has one core unless it is told how many.
-    words = ["sbatch", "--nodes", nodes, "--gpus-per-node", gpus, "--exclusive", "recipes/launch/slurm.sbatch", *recipe]
+    words = ["sbatch", "--nodes", nodes, "--gpus-per-node", gpus, "--exclusive", launch_file("slurm.sbatch"), *recipe]
     meeting = {"MASTER_ADDR": asked.master_addr} if asked.master_addr else {}
     if asked.master_port != 29500:
         meeting["MASTER_PORT"] = str(asked.master_port)
     return [Command("", words, {**_interface(asked), **meeting})]
-
-
-def _stand_at_the_root(name: str) -> None:
-    if not Path("recipes/launch", name).is_file():
-        raise RequestError(f"recipes/launch/{name} is not here. Ask from the repository's root.")
 
 
 def check_container(asked: argparse.Namespace, recipe: str) -> None:

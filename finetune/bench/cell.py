@@ -22,8 +22,9 @@ from finetune.plan.plan import kinds_of_rank
 from finetune.plan.seconds import plan_seconds
 from finetune.run.launch import Launch
 from finetune.run.resolve import resolve
+from finetune.shipped import RECIPES
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "benchmark.py"
+RECIPE = RECIPES / "benchmark.py"
 PER_NODE = 8  # ranks of a node, of plans for more than a machine has
 
 

@@ -14,13 +14,14 @@ from typing import Any
 from finetune.dsconfig.check import Placed, check, difference, mended, read
 from finetune.dsconfig.context import GPU_CAPABILITY, Context, Weights, release
 from finetune.dsconfig.formats import written
-from finetune.dsconfig.load import SHIPPED, find_config
+from finetune.dsconfig.load import find_config
 from finetune.errors import RequestError, RunError
 from finetune.run.choose import candidates, is_told
 from finetune.run.engine import context_of
 from finetune.run.launch import Launch
 from finetune.run.resolve import resolve
 from finetune.run.run import Run
+from finetune.shipped import DS_CONFIGS
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -42,7 +43,7 @@ def run(asked: argparse.Namespace) -> int:
     for path, before in texts.items():
         text = mended(before, described, disabled) if asked.fix else before
         if text != before:
-            if SHIPPED in path.resolve().parents:
+            if DS_CONFIGS in path.resolve().parents:
                 raise RequestError(
                     f"{path} is shipped, and --fix would change it for every run. Copy it, and mend the copy."
                 )

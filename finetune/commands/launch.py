@@ -3,63 +3,66 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import ipaddress
 import re
 import shlex
 from pathlib import Path
 
+from finetune.commands.recipe import find
 from finetune.errors import RequestError
 from finetune.host.hardware import gpus_here
 from finetune.hostfile import check_port, chosen, read_hostfile
-from finetune.launchers import LAUNCHERS, Cluster, check_container, config_of, default_config, in_container
+from finetune.launchers import LAUNCHERS, Cluster, Command, check_container, config_of, default_config, in_container
+from finetune.shipped import as_typed
 
 
 def run(asked: argparse.Namespace) -> int:
     """Print, and give the exit status. Notes begin with #; where hosts have lines of their own, they say whose."""
-    recipe = _recipe(asked.recipe)
-    names = vars(asked).keys() - {"command", "print", "recipe", "flags"}  # options, none of which a recipe has
-    own = next((word for word in asked.flags if word.startswith("--") and word[2:].partition("=")[0] in names), None)
-    if own:
-        raise RequestError(
-            f"{own} is of `finetune launch`, and what follows the recipe is the recipe's. Put it before."
-        )
+    commands = commands_of(asked)
     cluster = _cluster(asked)
     several = len(cluster.hosts) > 1
-    launcher = asked.launcher or ("torchrun" if asked.image or (several and not asked.hostfile) else "deepspeed")
-    if asked.no_ssh and launcher != "deepspeed":
-        raise RequestError(f"--no_ssh is of the deepspeed launcher; {launcher} needs no ssh. Leave it out.")
-    if asked.image:
-        check_container(asked, recipe)
-    commands = LAUNCHERS[launcher](asked, cluster, [recipe, *asked.flags])
-    config = config_of(asked.flags) or default_config(recipe, launcher)
+    config = config_of(asked.flags) or default_config(asked.recipe, asked.launcher)
     if config and config != "none":
         per_node = f" --ranks_per_node {max(cluster.hosts.values())}" if several else ""
         print(f"# before: finetune check {shlex.quote(config)} --world_size {cluster.ranks}{per_node}")
-    if asked.interface and launcher == "deepspeed" and several and not asked.no_ssh:
+    if asked.interface and asked.launcher == "deepspeed" and several and not asked.no_ssh:
         print(
             f"# CPU ranks: a line GLOO_SOCKET_IFNAME={asked.interface} in .deepspeed_env, for ssh hands on NCCL's alone"
         )
-    if several and launcher != "slurm":
+    if several and asked.launcher != "slurm":
         hosts = f" --hostfile {shlex.quote(asked.hostfile)}" if asked.hostfile else ""
         print(f"# before, on every host: finetune doctor{hosts} --master_addr {cluster.master_addr} "
               f"--master_port {cluster.master_port}")  # fmt: skip
     for command in commands:
         if command.where:
             print(f"# on {command.where}")
-        print(in_container(command, asked.image, several).line() if asked.image else command.line())
+        print(command.line())
     return 0
 
 
+def commands_of(asked: argparse.Namespace) -> list[Command]:
+    """The lines that start what is asked, which then names its launcher. Raises RequestError."""
+    recipe = _recipe(asked.recipe)
+    names = vars(asked).keys() - {"command", "print", "recipe", "flags"}  # options, none of which a recipe has
+    own = next((word for word in asked.flags if word.startswith("--") and word[2:].partition("=")[0] in names), None)
+    if own:
+        raise RequestError(
+            f"{own} is of `finetune {asked.command}`, and what follows the recipe is the recipe's. Put it before."
+        )
+    cluster = _cluster(asked)
+    several = len(cluster.hosts) > 1
+    asked.launcher = asked.launcher or ("torchrun" if asked.image or (several and not asked.hostfile) else "deepspeed")
+    if asked.no_ssh and asked.launcher != "deepspeed":
+        raise RequestError(f"--no_ssh is of the deepspeed launcher; {asked.launcher} needs no ssh. Leave it out.")
+    if asked.image:
+        check_container(asked, recipe)
+    commands = LAUNCHERS[asked.launcher](asked, cluster, [recipe, *asked.flags])
+    return [in_container(command, asked.image, several) for command in commands] if asked.image else commands
+
+
 def _recipe(name: str) -> str:
-    if Path(name).is_file() and name.endswith(".py"):
-        return name
-    there = sorted(str(found) for found in Path("recipes").glob("*.py"))
-    near = difflib.get_close_matches(name, [*there, *(Path(found).stem for found in there)], 1)
-    hint = f"Did you mean {near[0] if near[0].endswith('.py') else f'recipes/{near[0]}.py'}?" if near else (
-        f"There are {', '.join(there)}." if there else "Give its path; `finetune launch` reads it from where you stand."
-    )  # fmt: skip
-    raise RequestError(f"{name}: there is no such recipe. {hint}")
+    """A file's path as it stands, or where a recipe of the toolkit lies."""
+    return name if Path(name).is_file() and name.endswith(".py") else as_typed(find(name))
 
 
 def _cluster(asked: argparse.Namespace) -> Cluster:

@@ -16,8 +16,7 @@ from finetune.dsconfig.context import NVME_FOLDER, Context
 from finetune.dsconfig.formats import line
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 from finetune.errors import RequestError
-
-SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
+from finetune.shipped import DS_CONFIGS
 
 
 @dataclass(frozen=True)
@@ -34,17 +33,17 @@ def find_config(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if os.path.isfile(path):  # False also of a name that is too long for one
         return path
-    shipped = SHIPPED / f"{name_or_path.removesuffix('.json')}.json"
+    shipped = DS_CONFIGS / f"{name_or_path.removesuffix('.json')}.json"
     if "/" not in name_or_path and os.path.isfile(shipped):
         return shipped
     if name_or_path.lstrip().startswith("{"):
         raise RequestError(
             "a DeepSpeed config is given as JSON, but it is taken from a file. Write it to one, and give its path."
         )
-    names = sorted(p.stem for p in SHIPPED.glob("*.json"))
+    names = sorted(p.stem for p in DS_CONFIGS.glob("*.json"))
     near = difflib.get_close_matches(name_or_path, names, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""
-    there = ", ".join(names) or f"none, for {SHIPPED.name}/ is missing"
+    there = ", ".join(names) or f"none, for {DS_CONFIGS.name}/ is missing"
     raise RequestError(
         f"{name_or_path}: there is no such DeepSpeed config.{meant} Give a path, or a shipped name: {there}."
     )

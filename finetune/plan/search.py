@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from finetune.dsconfig.config import Config
-from finetune.dsconfig.load import SHIPPED
 from finetune.errors import RequestError
 from finetune.plan.job import ADAM, DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine
@@ -23,6 +22,7 @@ from finetune.plan.optimizers import Optimizer
 from finetune.plan.plan import Plan, fits, kinds_of_rank, plan
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.zero import read_zero
+from finetune.shipped import DS_CONFIGS
 
 # The field's advice, as data.
 LARGEST_MICRO_BATCH = 256  # beyond, a GPU is long full
@@ -184,7 +184,7 @@ def laid_out(job: Job, layout: str) -> Job:
 
 @cache
 def _text(layout: str) -> str:
-    return (SHIPPED / f"{layout}.json").read_text(encoding="utf-8")
+    return (DS_CONFIGS / f"{layout}.json").read_text(encoding="utf-8")
 
 
 def shipped(layout: str) -> dict[str, object]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from finetune.errors import RequestError
 from finetune.safe_read import SAFE_LOADER, is_plain_file, read_bounded, read_yaml
+from finetune.shipped import config
 
 FLAGS = "flat `flag: value` lines"
 
@@ -40,7 +40,7 @@ def read_flat_yaml_lines(name: str) -> list[tuple[str, Any, int]]:
     """The file of --config as `read_flat_yaml` reads it: each line's key, its value and its number, from 1. A key may
     be there twice."""
     read_flat_yaml(name, loader=_Lines)
-    node: Any = yaml.compose(read_bounded(Path(name).expanduser()), Loader=SAFE_LOADER)
+    node: Any = yaml.compose(read_bounded(config(name)), Loader=SAFE_LOADER)
     made = yaml.constructor.SafeConstructor()
     return [
         (str(made.construct_object(key)), made.construct_object(value, deep=True), key.start_mark.line + 1)
@@ -53,7 +53,7 @@ def read_flat_yaml(
 ) -> dict[str, Any]:
     """The file's lines. Raises RequestError, with line and column, for what is no such file; `said` is how it was asked
     for, other than by --config, and `holds` what belongs into it."""
-    path, said = Path(name).expanduser(), said or f"--config is {name!r} (command line)"
+    path, said = config(name), said or f"--config is {name!r} (command line)"
     if os.path.isdir(path):
         raise RequestError(f"{said}, but that is a folder. Give a YAML in it.")
     if not is_plain_file(path):

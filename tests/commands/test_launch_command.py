@@ -178,7 +178,7 @@ def test_names_of_files_and_interfaces_are_quoted_too(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["recipes/seqcls.py"], "Did you mean recipes/seq_cls.py?"),
+        (["recipes/seqcls.py"], "Did you mean seq_cls.py?"),
         (["--nodes", "2", RECIPE], "Give --master_addr"),
         (["--nodes", "0", RECIPE], "must be 1 or more"),
         (["--nodes", "2", "--launcher", "deepspeed", "--master_addr", "a", RECIPE], "Give --hostfile"),

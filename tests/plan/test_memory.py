@@ -11,7 +11,6 @@ from conftest import REPO
 from zero_paper import LAYERS, PAPER_GB, RANKS, VOCABULARY, WIDTH, planned_gb, table
 
 from finetune.dsconfig.config import Config
-from finetune.dsconfig.load import SHIPPED
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import plan_memory
@@ -21,6 +20,7 @@ from finetune.plan.notes import notes
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.plan import plan
 from finetune.plan.zero import read_zero
+from finetune.shipped import DS_CONFIGS
 
 GIB = 2**30
 V100 = find_machine("V100-32GB")
@@ -166,7 +166,7 @@ def test_memory_never_grows_with_the_ranks(stage: int) -> None:
 @pytest.mark.parametrize(("precision", "fp32_gradients"), [("bf16", True), ("fp16", False), ("fp32", False)])
 def test_a_pipeline_holds_fp32_gradients_in_bf16_alone(precision: str, fp32_gradients: bool) -> None:
     base = job("gptlite-tiny", 1, 2, 64, world_size=2)
-    config = Config(json.loads((SHIPPED / "pipeline.json").read_text()))
+    config = Config(json.loads((DS_CONFIGS / "pipeline.json").read_text()))
     zero = read_zero(config, base.model.hidden_size, 1.0, precision)
     one = replace(base, engine=PIPELINE, stages=2, accumulation=4, precision=precision, zero=zero)
     first = plan_memory(one, V100, 0)

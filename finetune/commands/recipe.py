@@ -1,0 +1,57 @@
+"""`finetune recipe`: the recipes and the files for them that come with the toolkit, listed, shown, copied."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import shutil
+from pathlib import Path
+
+from finetune.errors import RequestError
+from finetune.shipped import KINDS, RECIPES, as_typed, files
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Print or copy, and give the exit status."""
+    if asked.kind == "list":
+        for kind, pattern in zip(("recipes", "configs, for --config NAME", "launch files"), KINDS, strict=True):
+            print(f"{kind}:")
+            for name, path in files(pattern).items():
+                print(f"  {name:<27} {_first_line(path)}".rstrip())
+        return 0
+    path = find(asked.name)
+    if asked.kind == "show":
+        print(path.read_text(encoding="utf-8"), end="")
+        return 0
+    to = Path(asked.to or path.name)
+    to = to / path.name if to.is_dir() else to
+    if to.exists():
+        raise RequestError(f"{to}: there is such a file already. Name another: `finetune recipe copy {asked.name} TO`.")
+    if not to.parent.is_dir():
+        raise RequestError(f"{to}: there is no folder {to.parent}. Make it, or name another.")
+    shutil.copyfile(path, to)
+    print(f"{as_typed(path)} -> {to}")
+    return 0
+
+
+def find(name: str) -> Path:
+    """A recipe, config or launch file of the toolkit by its name. Raises RequestError naming the nearest."""
+    known = files()
+    if name in known:
+        return known[name]
+    by_place = {str(path.relative_to(RECIPES)): path for path in known.values()}
+    if (place := name.removeprefix("recipes/")) in by_place:
+        return by_place[place]
+    near = difflib.get_close_matches(place, [*known, *by_place], 1)
+    hint = f"Did you mean {near[0]}?" if near else "`finetune recipe list` lists them."
+    raise RequestError(f"{name}: there is no such recipe. {hint}")
+
+
+def _first_line(path: Path) -> str:
+    """What a file says of itself first: a docstring's first line, or its first comment."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    comments = (line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and not line.startswith("#!"))
+    return next(comments, "")

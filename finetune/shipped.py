@@ -1,0 +1,36 @@
+"""What comes with the toolkit beside its code: the recipes, their configs and launch files, and DeepSpeed configs. In a
+checkout they lie at its top; a wheel carries them in the package (setup.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+PLACE = PACKAGE / "shipped" if (PACKAGE / "shipped").is_dir() else PACKAGE.parent
+KINDS = ("*.py", "configs/*.yaml", "launch/*")
+RECIPES, DS_CONFIGS = PLACE / "recipes", PLACE / "ds_configs"
+
+
+def as_typed(path: Path) -> str:
+    """From where one stands, as people type it; whole where it lies elsewhere."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def launch_file(name: str) -> str:
+    """One of recipes/launch/, as typed."""
+    return as_typed(RECIPES / "launch" / name)
+
+
+def config(name: str) -> Path:
+    """The YAML at this path; where there is none, the shipped one of this name."""
+    path = Path(name).expanduser()
+    shipped = RECIPES / "configs" / f"{name.removeprefix('recipes/configs/').removesuffix('.yaml')}.yaml"
+    return shipped if not path.exists() and shipped.is_file() else path
+
+
+def files(pattern: str = "") -> dict[str, Path]:
+    """Recipes, their configs and launch files by name: `seq_cls`, `lora_24gb`, `slurm.sbatch`, ...; those of a pattern
+    alone."""
+    found = [path for one in ((pattern,) if pattern else KINDS) for path in sorted(RECIPES.glob(one))]
+    return {path.name if path.parent.name == "launch" else path.stem: path for path in found}
