@@ -11,18 +11,19 @@ import pytest
 from check_cases import ARGUMENTS, run_of
 
 from finetune.dsconfig.check import check, read
-from finetune.dsconfig.load import SHIPPED, find_config, load, resolve, wants_cpu_adam
+from finetune.dsconfig.load import find_config, load, resolve, wants_cpu_adam
 from finetune.errors import RequestError
+from finetune.shipped import DS_CONFIGS
 
 a_run = partial(run_of, world_size=2, ranks_per_node=2)
 
 
 def contents(name: str) -> dict[str, Any]:
-    return dict(json.loads((SHIPPED / name).read_text()))
+    return dict(json.loads((DS_CONFIGS / name).read_text()))
 
 
 def test_every_shipped_config_is_sound() -> None:
-    shipped = sorted(SHIPPED.glob("*.json"))
+    shipped = sorted(DS_CONFIGS.glob("*.json"))
     assert len(shipped) == 9
     for path in shipped:
         stages = 2 if path.stem == "pipeline" else None
@@ -74,8 +75,8 @@ def test_sections_that_are_all_auto_are_left_to_the_trainer() -> None:
 
 
 def test_a_config_is_found_by_name_and_by_path() -> None:
-    assert find_config("zero2") == find_config("zero2.json") == SHIPPED / "zero2.json"
-    assert find_config(str(SHIPPED / "zero1.json")) == SHIPPED / "zero1.json"
+    assert find_config("zero2") == find_config("zero2.json") == DS_CONFIGS / "zero2.json"
+    assert find_config(str(DS_CONFIGS / "zero1.json")) == DS_CONFIGS / "zero1.json"
     with pytest.raises(RequestError, match="shipped name: pipeline, zero0, zero1, zero2"):
         find_config("zero9")
 

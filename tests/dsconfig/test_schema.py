@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from finetune.dsconfig.load import SHIPPED
 from finetune.dsconfig.make_schema import SCHEMA, text
 from finetune.dsconfig.shape import REMOVED, schema, shape_findings
+from finetune.shipped import DS_CONFIGS
 
 
 def test_the_schema_is_made_from_the_installed_deepspeed() -> None:
@@ -19,7 +19,7 @@ def test_the_schema_is_made_from_the_installed_deepspeed() -> None:
 
 def test_the_schema_is_one_and_the_shipped_configs_keep_it() -> None:
     Draft202012Validator.check_schema(schema())
-    shipped = sorted(SHIPPED.glob("*.json"))
+    shipped = sorted(DS_CONFIGS.glob("*.json"))
     assert len(shipped) == 9
     for path in shipped:
         assert list(shape_findings(json.loads(path.read_text()))) == [], path.name
