@@ -16,7 +16,7 @@ TOKEN = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{12,}|wandb_v1_\w{20,}|sk-[\w-]{20,}"
     r"|xox[bap]-[\w-]{10,})"
 )
-MEMBER = re.compile(r"""(["']?(\w+)["']?\s*:\s*)("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s,}\]]+)""")
+MEMBER = re.compile(r"""(["']?(?<!\w)(\w+)["']?\s*:\s*)("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s,}\]]+)""")
 LEAST_CHARACTERS = 8
 WORDS = ("token", "key", "password", "secret")
 HIDDEN = "***"

@@ -17,7 +17,7 @@ from finetune.dsconfig.shape import shape_findings
 from finetune.privacy import hidden
 from finetune.safe_read import read_bounded
 
-MAX_BYTES = 1_000_000  # a DeepSpeed config is a few kilobytes; anything near this is some other file
+MAX_BYTES = 100_000  # a DeepSpeed config is a few kilobytes; anything near this is some other file
 SLIP_CODES = {
     "comment": "DS002",
     "trailing comma": "DS003",

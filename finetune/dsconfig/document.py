@@ -96,5 +96,5 @@ def deletion_of(span: Span, text: str) -> Edit:
     after = re.compile(r"\s*,\s*").match(text, span.end)
     if after:
         return Edit(span.key_start, after.end(), "")
-    before = re.search(r"\s*,\s*\Z|\s*\Z", text[: span.key_start])
-    return Edit(before.start() if before else span.key_start, span.end, "")
+    before = text[: span.key_start].rstrip().removesuffix(",").rstrip()
+    return Edit(len(before), span.end, "")

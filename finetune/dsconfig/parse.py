@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from finetune.dsconfig.document import Document, Edit, Slip, Span, deletion_of
@@ -93,14 +94,14 @@ class _Reader:
             key_end = self.at
             self.skip()
             if not self.take(":"):
-                self.fail(f'a colon is missing after "{key}"')
+                self.fail(f'a colon is missing after "{key if len(key) <= 100 else key[:100] + "..."}"')
             self.skip()
             self.closed_later(opening, "}")
             where = (*path, key)
             first = self.document.spans.pop(where, None)
             if first:
-                for inner in [at for at in self.document.spans if at[: len(where)] == where]:
-                    del self.document.spans[inner]
+                for inner in _paths_below(where, members[key]):
+                    self.document.spans.pop(inner, None)
             value = self.value(where, key_start, key_end)
             if first:
                 self.twice(key, first, members[key], value, key_start)
@@ -265,6 +266,14 @@ class _Reader:
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
         raise NotJsonError(self.at if at is None else at, message)
+
+
+def _paths_below(path: KeyPath, value: Any) -> Iterator[KeyPath]:
+    """Where the members and items of `value` stand, which itself stands at `path`."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield (*path, key)
+        yield from _paths_below((*path, key), inner)
 
 
 def _number_of_another_language(word: str) -> int | float | None:

@@ -11,10 +11,14 @@ from finetune.dsconfig.finding import Finding
 from finetune.dsconfig.shape import schema
 
 # ${NAME}, $NAME, {{ name }}, <name>, __NAME__, @NAME@, %(name)s; without quotes also a name in capitals.
-MARK = r"\$\{[^}\n]*\}|\$[A-Za-z_]\w*|\{\{[^}\n]*\}\}|\{%[^\n]*?%\}|<[A-Za-z][\w .-]*>|__[A-Za-z]\w*__|@\w+@|%\(\w+\)s"
+# Each is bounded in length, and a text or comment without an end goes on to the end: no file takes quadratic time.
+MARK = (
+    r"\$\{[^}\n]{0,200}\}|\$[A-Za-z_]\w{0,200}|\{\{[^}\n]{0,200}\}\}|\{%[^\n]{0,200}?%\}|<[A-Za-z][\w .-]{0,200}>"
+    r"|__[A-Za-z]\w{0,200}__|@\w{1,200}@|%\(\w{1,200}\)s"
+)
 QUOTED = re.compile(rf'"(?P<key>\w+)"\s*:\s*"(?P<quoted>{MARK})"')
 BARE = re.compile(rf"[:,\[]\s*(?P<bare>{MARK}|[A-Z][A-Z\d_]+)(?=\s*[,\]}}\n])")
-TEXT_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|(?:#|//)[^\n]*|/\*.*?\*/', re.DOTALL)
+TEXT_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*"?)|(?:#|//)[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
 LITERALS = {"TRUE", "FALSE", "NULL", "NONE", "NAN", "INF"}
 # Fields of deepspeed.init_inference alone (deepspeed 0.19.8, inference/config.py). A test holds them against it.
 OF_INFERENCE = (

@@ -35,7 +35,7 @@ SHOWN_AT_THE_END = (
 )  # fmt: skip
 SHOWN_LABELS = 50
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001  (as they are typed in Japan)
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|nan)")
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|nan)")
 
 USE_CLASSIFIER = """from transformers import pipeline
 
