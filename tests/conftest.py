@@ -20,6 +20,8 @@ from compiled_ops import build, enter, folder_of_this_stack
 from nightly_record import pytest_addoption, pytest_terminal_summary  # noqa: F401  (hooks)
 from warm_ranks import WarmRanks, is_warm, kill_family
 
+import finetune.run.launch
+
 REPO = Path(__file__).resolve().parents[1]
 SHARED = REPO.parent / "shared"
 RECIPE = "recipes/seq_cls.py"
@@ -61,11 +63,7 @@ def tool(name: str) -> str:
 
 
 def free_port() -> str:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    return str(finetune.run.launch.free_port())
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 
 
@@ -60,10 +62,15 @@ def accelerate_uses_fsdp() -> bool:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody has at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody has now, below those that Linux gives away by itself (`net.ipv4.ip_local_port_range`).
+
+    One of those may be another process's by the time that the launcher takes it, seconds later.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def join_as_single_process() -> None:
