@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Install the toolkit. Safe to run again. What it does, in order:
-#   1. picks the Python: the activated environment, or a new .venv (also where the system's Python is externally managed)
-#   2. keeps a torch that is there already; else takes the CPU build where there is no NVIDIA driver
+# Install the toolkit. You can run it again at any time. In order, it:
+#   1. picks the Python: the activated environment, or a new .venv (also if the system's Python is externally managed)
+#   2. keeps an installed torch; otherwise installs one, the CPU build if there is no NVIDIA driver
 #   3. installs the package (editable), and with --dev what the tests need
-#   4. installs what DeepSpeed compiles with (g++, ninja, libaio-dev) where it may, and says what is lost where it may not
+#   4. as root, installs what DeepSpeed compiles with (g++, libaio-dev), and names what a missing tool disables
 #
-#   bash install.sh             for use
-#   bash install.sh --dev       with pytest, ruff, mypy
-#   bash install.sh --no-venv   into the Python at hand, whatever it is (containers, NGC images)
+#   bash install.sh             to use the toolkit
+#   bash install.sh --dev       also pytest, ruff, mypy
+#   bash install.sh --no-venv   into the current Python, whatever it is (containers, NGC images)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -33,22 +33,22 @@ facts 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || {
 activated=$(facts 'import sys; print(int(sys.prefix != sys.base_prefix))')
 has_torch=$(facts 'import importlib.util as u; print(int(u.find_spec("torch") is not None))')
 managed=$(facts 'import os, sysconfig; print(int(os.path.exists(os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED"))))')
-# An image that pins packages (NGC: PIP_CONSTRAINT) and carries torch is used as it is: a .venv would hide that torch.
+# An image with a torch and pinned packages (NGC: PIP_CONSTRAINT) gets no .venv, which would hide that torch.
 pinned_image=0
 [ -n "${PIP_CONSTRAINT:-}" ] && [ "$has_torch" = 1 ] && [ "$managed" = 0 ] && pinned_image=1
 activate=""
 if [ "$venv" = auto ] && [ "$activated" = 0 ] && [ "${CONDA_PREFIX:-}" = "" ] && [ "$pinned_image" = 0 ]; then
-  # --system-site-packages where the system carries a torch, so that it is seen and kept.
+  # --system-site-packages makes the system's torch visible, so it is kept.
   site=(); [ "$has_torch" = 1 ] && site=(--system-site-packages)
   if [ ! -x .venv/bin/python ]; then
     "$python" -m venv "${site[@]}" .venv || { say "python3-venv is missing: apt-get install python3-venv" >&2; exit 1; }
-    say "made .venv"
+    say "created .venv"
   fi
   python=$PWD/.venv/bin/python activate=". .venv/bin/activate && "
 fi
 if [ "$venv" = no ] && [ "$activated" = 0 ] && [ "$managed" = 1 ] && [ -z "${PIP_BREAK_SYSTEM_PACKAGES:-}" ]; then
-  say "--no-venv, but this Python is externally managed (PEP 668), so pip will not install into it. Leave --no-venv out,
-    or set PIP_BREAK_SYSTEM_PACKAGES=1 if this machine is yours to break." >&2
+  say "--no-venv, but this Python is externally managed (PEP 668), so pip refuses to install into it. Leave out --no-venv,
+    or set PIP_BREAK_SYSTEM_PACKAGES=1 if you may change this machine's system packages." >&2
   exit 2
 fi
 say "using $("$python" --version) in $("$python" -c 'import sys; print(sys.prefix)')"
@@ -62,27 +62,27 @@ if [ -n "$before" ]; then
 else
   wanted="torch>=2.6,<2.14" # as pyproject.toml has it
   if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null && [ ! -e /proc/driver/nvidia/version ]; then
-    # Taken from wherever pip is set up to look (an extra index, a folder of wheels).
-    "$python" -m pip install -q "torch==2.13.0+cpu" 2>/dev/null && say "no NVIDIA driver: took the CPU build of torch" ||
-      say "no NVIDIA driver, but pip sees no CPU build of torch, so the default build is next: gigabytes of CUDA that lie
-    idle. To spare them, stop, set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, and run this again."
+    # From wherever pip is configured to look (an extra index, a folder of wheels).
+    "$python" -m pip install -q "torch==2.13.0+cpu" 2>/dev/null && say "no NVIDIA driver: installed the CPU build of torch" ||
+      say "no NVIDIA driver, but pip finds no CPU build of torch. Installing the default build, with gigabytes of unused
+    CUDA libraries. To avoid that, press Ctrl-C, set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, and run this again."
   fi
   "$python" -m pip install -q "$wanted"
 fi
-# Whatever comes next must not touch it: pip takes several constraint files, and the image's own stays in force.
+# Nothing below may replace it: pip takes several constraint files, and the image's own still applies.
 printf 'torch==%s\n' "$(torch_version)" >"$keep"
 
-# 3. The package. pip before 23.1 runs an old setup.py (seqeval's) as it is, and setuptools then fetches what that builds
-# with, but not what that needs in turn (fonttools/py-zopfli#31 tells why); --use-pep517 has pip fetch it.
+# 3. The package. pip before 23.1 runs an old setup.py (seqeval's) directly. Then setuptools fetches its build requirements,
+# but not their own dependencies (fonttools/py-zopfli#31 explains why). With --use-pep517 pip fetches all of them.
 "$python" -m pip install -q --use-pep517 -c "$keep" -e ".$extras"
 after=$(torch_version)
 if [ -n "$before" ] && [ "$before" != "$after" ]; then
-  say "torch was $before and is now $after. That is a bug of this script; please report it." >&2
+  say "torch was $before and is now $after. This is a bug in this script; please report it." >&2
   exit 1
 fi
 
 # 4. What DeepSpeed compiles with
-lost() { say "without $1: $2"; }
+lost() { say "$1 is missing: $2"; }
 need=()
 command -v g++ >/dev/null || need+=(g++)
 [ -e /usr/include/libaio.h ] || need+=(libaio-dev)
