@@ -1,4 +1,4 @@
-"""Every command of the README is run, shortened by overrides, and every file that it names is there."""
+"""Every command of the README and of two guides is run, shortened; every file that the README names is there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from conftest import REPO, TINY, flags, free_port, launch, run_to_its_end
 from PIL import Image
 
 README = (REPO / "README.md").read_text()
+GUIDES = [(REPO / "docs" / f"{name}.md").read_text() for name in ("seq_cls", "causal_lm")]
 # What the tests themselves are started by; the whole gate, .ci/run, begins with it.
 INSTALLS = re.compile(r"install\.sh|pytest|ruff")
 
@@ -26,7 +27,8 @@ def commands(text: str) -> list[str]:
 
 
 def to_run() -> list[str]:
-    return [command for command in commands(README) if not INSTALLS.search(command)] + [main_job()]
+    found = [command for page in (README, *GUIDES) for command in commands(page) if not INSTALLS.search(command)]
+    return [*dict.fromkeys(found), main_job()]
 
 
 def main_job() -> str:
