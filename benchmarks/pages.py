@@ -27,6 +27,7 @@ import faults_changed
 import identity_cost
 import images
 import mutants
+import nothing_silent
 import pipeline
 import plan
 import profiling
@@ -61,6 +62,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "identity_cost": _of("identity_cost", identity_cost.page),
     "images": _of("images", images.page),
     "mutants": lambda: mutants.page(mutants.read_rows()),
+    "nothing_silent": _of("nothing_silent", nothing_silent.page),
     "pipeline": _of("pipeline", pipeline.render),
     "plan": _of("plan", plan.report),
     "profiling": _of("profiling", profiling.page),

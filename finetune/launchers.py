@@ -65,8 +65,6 @@ def python(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -> li
 
 
 def deepspeed(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -> list[Command]:
-    if not asked.hostfile and len(cluster.hosts) > 1:
-        raise RequestError("--launcher deepspeed reads its hosts from a file. Give --hostfile, or --launcher torchrun.")
     if not asked.hostfile:
         return [Command("", ["deepspeed", "--num_gpus", str(cluster.ranks), *_port(cluster), *recipe])]
     words = ["deepspeed", "--hostfile", asked.hostfile]

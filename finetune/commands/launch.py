@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 from finetune.commands.recipe import find
@@ -13,7 +14,10 @@ from finetune.errors import RequestError
 from finetune.host.hardware import gpus_here
 from finetune.hostfile import check_port, chosen, read_hostfile
 from finetune.launchers import LAUNCHERS, Cluster, Command, check_container, config_of, default_config, in_container
-from finetune.shipped import as_typed
+from finetune.run.choose import recipes
+from finetune.run.launch import Launch
+from finetune.run.resolve import resolve
+from finetune.shipped import RECIPES, as_typed
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -49,6 +53,7 @@ def commands_of(asked: argparse.Namespace) -> list[Command]:
         raise RequestError(
             f"{own} is of `finetune {asked.command}`, and what follows the recipe is the recipe's. Put it before."
         )
+    _refuse(asked, recipe)
     cluster = _cluster(asked)
     several = len(cluster.hosts) > 1
     asked.launcher = asked.launcher or ("torchrun" if asked.image or (several and not asked.hostfile) else "deepspeed")
@@ -58,6 +63,35 @@ def commands_of(asked: argparse.Namespace) -> list[Command]:
         check_container(asked, recipe)
     commands = LAUNCHERS[asked.launcher](asked, cluster, [recipe, *asked.flags])
     return [in_container(command, asked.image, several) for command in commands] if asked.image else commands
+
+
+def _refuse(asked: argparse.Namespace, recipe: str) -> None:
+    """Raises RequestError with all that is wrong with the recipe's flags, and what the launch lacks."""
+    faults = list(_missing(asked))
+    known = recipes().get(Path(recipe).stem) if Path(recipe).resolve().parent == RECIPES else None
+    if known and not {"-h", "--help"} & set(asked.flags):
+        ranks = (asked.nodes or 1) * (asked.gpus_per_node or 2) if faults else _cluster(asked).ranks
+        try:
+            resolve(known, asked.flags, Launch(world_size=ranks), is_here=False)
+        except RequestError as error:
+            faults.append(str(error))
+    if faults:
+        raise RequestError("\n".join(faults))
+
+
+def _missing(asked: argparse.Namespace) -> Iterator[str]:
+    """What a launcher needs of several hosts, or of a cluster, and nobody gave."""
+    if asked.launcher == "slurm" and asked.gpus_per_node is None and not asked.hostfile:
+        yield "--launcher slurm: this machine's GPUs are not the cluster's. Give --gpus_per_node."
+    if asked.hostfile or asked.launcher == "slurm" or (asked.nodes or 1) <= 1:
+        return
+    if asked.launcher == "deepspeed":
+        yield "--launcher deepspeed reads its hosts from a file. Give --hostfile, or --launcher torchrun."
+    if not asked.master_addr:
+        yield (
+            f"--nodes {asked.nodes}: the ranks must know where they meet. Give --master_addr, the name or address of "
+            "the first host as the others see it, or a --hostfile."
+        )
 
 
 def _recipe(name: str) -> str:
@@ -85,14 +119,6 @@ def _cluster(asked: argparse.Namespace) -> Cluster:
         raise RequestError("--include and --exclude choose among the hosts of a --hostfile. Give that as well.")
     nodes = asked.nodes or 1
     ranks = asked.gpus_per_node or (1 if asked.launcher == "python" else gpus_here() or 2)
-    if asked.launcher == "slurm":
-        if asked.gpus_per_node is None:
-            raise RequestError("--launcher slurm: this machine's GPUs are not the cluster's. Give --gpus_per_node.")
-    elif nodes > 1 and not asked.master_addr:
-        raise RequestError(
-            f"--nodes {nodes}: the ranks must know where they meet. Give --master_addr, the name or address of the "
-            "first host as the others see it, or a --hostfile."
-        )
     return Cluster({f"host {i}": ranks for i in range(nodes)}, asked.master_addr or "127.0.0.1", asked.master_port)
 
 

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import re
+import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -133,6 +134,10 @@ def csv_options(said: str, path: Path, has_header: bool | None) -> dict[str, Any
     for number, row in numbered:  # of which pandas would take the first for an index, without a word
         if len(row) > len(rows[0]):
             raise RequestError(f"{said}: {_too_long(number, len(row), len(rows[0]))}")
+    usual = statistics.mode([len(row) for row in rows[1:]] or [0])
+    are_most = 2 * sum(len(row) == usual for row in rows) > len(rows)
+    if 1 < usual < len(rows[0]) and are_most:  # which pandas would fill up with nothing
+        raise RequestError(f"{said}: {_too_long(numbered[0][0], len(rows[0]), usual)}")
     header = _has_header(rows) if has_header is None else has_header
     names = rows[0] if header else [f"column_{i + 1}" for i in range(len(rows[0]))]
     if len(set(names)) < len(names):

@@ -137,9 +137,11 @@ def find_token_columns(names: Sequence[str], arguments: TokenDataArguments, said
     def find(flag: str, given: str | None, names: Sequence[str], needed: bool) -> str | None:
         found = given or next((name for name in names if name in there), None)
         if (found is None and needed) or (found is not None and found not in there):
+            is_text = flag == "tokens_column_name" and {*TEXT_NAMES, *SURE_LABEL_NAMES} & {one.lower() for one in there}
+            other = " Texts with a label each are for recipes/seq_cls.py." if is_text else ""
             raise RequestError(
                 f"{said}: has no column {found or ' or '.join(names)!r}; it has {', '.join(there)}. Say which "
-                f"it is by --{flag}."
+                f"it is by --{flag}.{other}"
             )
         return found
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-from itertools import islice
+from collections.abc import Callable
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from finetune.data.charset import UTF8, as_utf8
+from finetune.data.columns import LINE
 from finetune.data.files import KINDS, TEXT_FILES, csv_options
 from finetune.data.find_columns import HEAD_ROWS, find_columns, find_document_columns, find_token_columns
+from finetune.data.tag_schemes import PARSED, SHOWN, find_scheme, read_conll, refuse_untagged, spelt_alike
 from finetune.errors import RequestError
 from finetune.run.flags.language import CorpusArguments
 from finetune.run.flags.text import DataArguments, TokenDataArguments
@@ -27,9 +30,9 @@ def look_at_columns(run: Any) -> None:
     name, flags = run.value("train_file"), run.recipe.flags
     path = Path(name or "").expanduser()
     suffix = path.suffix.lower()
-    kind = KINDS.get(suffix)
+    kind = "conll" if "tokens_column_name" in flags and suffix not in PARSED else KINDS.get(suffix)
     wants_text = "text_column_name" in flags and suffix not in TEXT_FILES
-    wants_tokens = "tokens_column_name" in flags and kind is not None and suffix != ".tsv"
+    wants_tokens = "tokens_column_name" in flags
     wants_label = "text_column_names" in flags and not run.value("label_column_names")
     if not path.is_file() or kind is None or not (wants_text or wants_tokens or wants_label):
         return
@@ -40,25 +43,37 @@ def look_at_columns(run: Any) -> None:
         given = run[DataArguments]
         find_columns(rows, given.text_column_names, given.label_column_name, where)
     elif wants_tokens:
-        find_token_columns(list(rows[0]), run[TokenDataArguments], f"--train_file {run.value('train_file')}", True)
+        _look_at_tags(rows, run)
     else:
         find_document_columns(list(rows[0]), rows, run[CorpusArguments].text_column_name, where)
+
+
+def _look_at_tags(rows: Rows, run: Any) -> None:
+    said = f"--train_file {run.value('train_file')}"
+    if list(rows[0]) == ["tokens", LINE]:
+        refuse_untagged([word for row in rows[:SHOWN] for word in row["tokens"]], said)
+    column = str(find_token_columns(list(rows[0]), run[TokenDataArguments], said, True).label)
+    tags = [row[column] for row in rows if isinstance(row[column], list)]
+    if all(isinstance(tag, str) for row in tags for tag in row):
+        find_scheme(spelt_alike(tags)[0])
 
 
 def _head(run: Any, path: Path, kind: str) -> Rows:
     """The first rows, all with the same columns; none where they cannot be read."""
     name = run.value("train_file")
-    open_plain(path, name=f"--train_file {name}").close()
+    said = f"--train_file {name}"
+    open_plain(path, name=said).close()
     try:
-        if kind == "parquet":
-            return _of_parquet(path)
-        text = as_utf8("train_file", name, run.value("encoding"), streaming=True)
-        return (_of_json if kind == "json" else _of_csv)(text)
-    except (RequestError, ValueError, TypeError, LookupError, RecursionError, OSError, csv.Error):
+        text = path if kind == "parquet" else as_utf8("train_file", name, run.value("encoding"), streaming=True)
+    except (RequestError, LookupError):
+        return []
+    try:
+        return READERS[kind](text, said)
+    except (ValueError, TypeError, RecursionError, OSError, csv.Error):
         return []
 
 
-def _of_parquet(path: Path) -> Rows:
+def _of_parquet(path: Path, _: str) -> Rows:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:
@@ -66,7 +81,7 @@ def _of_parquet(path: Path) -> Rows:
         return [] if first is None else list(first.to_pylist())
 
 
-def _of_json(path: Path) -> Rows:
+def _of_json(path: Path, _: str) -> Rows:
     """Of a line each."""
     with path.open(encoding=UTF8) as file:
         lines = file.read(HEAD_CHARACTERS).split("\n")
@@ -76,10 +91,23 @@ def _of_json(path: Path) -> Rows:
     return [{name: row.get(name) for name in columns} for row in rows[:HEAD_ROWS]]
 
 
-def _of_csv(path: Path) -> Rows:
-    options = csv_options(str(path), path, None)
+def _of_conll(path: Path, said: str) -> Rows:
+    rows = islice(read_conll(path, said), HEAD_ROWS)
+    return [{"tokens": words, LINE: line} | ({} if tags is None else {"tags": tags}) for words, tags, line in rows]
+
+
+def _of_csv(path: Path, said: str) -> Rows:
+    options = csv_options(said, path, None)
     with path.open(encoding=UTF8, newline="") as file:
         reader = csv.reader(file, delimiter=options["sep"], quoting=options["quoting"])
         found = (row for row in reader if row)
         next(found if options["header"] == 0 else iter(()), None)
-        return [dict(zip(options["names"], row, strict=True)) for row in islice(found, HEAD_ROWS)]
+        return [dict(zip_longest(options["names"], row)) for row in islice(found, HEAD_ROWS)]
+
+
+READERS: dict[str, Callable[[Path, str], Rows]] = {
+    "csv": _of_csv,
+    "json": _of_json,
+    "parquet": _of_parquet,
+    "conll": _of_conll,
+}

@@ -22,6 +22,7 @@ from finetune.data.tables import SPLITS
 from finetune.errors import RequestError, first_line
 from finetune.run.flags.images import ImageArguments
 from finetune.safe_read import is_plain_file
+from finetune.safe_read.files import walk
 
 # Readers of Pillow that are asked. Others start programs (EPS: Ghostscript) or are seldom meant.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
@@ -147,7 +148,7 @@ def _look_into(folder: Path, split: str) -> tuple[RawSplit, int, list[str]]:
         raise RequestError(f"{flag}: there is no such folder. Check the path.")
     loose = sorted(path.name for path in folder.iterdir() if path.is_file())
     every = {
-        path.name: [os.path.join(place, file) for place, _, files in os.walk(path) for file in files]
+        path.name: [os.path.join(place, file) for place, _, files in walk(path) for file in files]
         for path in sorted(folder.iterdir())
         if path.is_dir()
     }

@@ -25,7 +25,7 @@ from finetune.data.columns import Labels
 from finetune.data.image_decoding import CHANNELS, SHOWN, Resizer, moments, refuse_bad, square_processor
 from finetune.data.image_samples import ImageCollator, Pictures, augmentation_of
 from finetune.data.image_sources import BadImageError, RawImages, RawSplit, load_images
-from finetune.data.splits import require_splits
+from finetune.data.splits import require_splits, unused_fraction
 from finetune.data.tables import SPLITS, at_most, hold_out
 from finetune.errors import RequestError, plain
 from finetune.run.facts import LEAST_SIDE, MOST_SIDE
@@ -254,6 +254,8 @@ def _chosen_rows(
         mend = "Add pictures, or give --validation_dir."
         kept, held_out, note = hold_out(ids, len(names), cut.validation_fraction, seed, mend)
         found |= {"train": (source, kept), "validation": (source, held_out)}
+    elif "train" in found:
+        note = unused_fraction(cut)
     limits = dict(zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True))
     for split, (source, rows) in found.items():
         if (most := limits[split]) is not None:

@@ -1,4 +1,5 @@
-"""Lists that a csv holds as text, as pandas, numpy or json write them: ['a', 'b'], ['a' 'b'], ["a", "b"]."""
+"""Lists that a csv holds as text, as pandas, numpy, Postgres or json write them: ['a', 'b'], ['a' 'b'], ("a", "b"),
+{a,b}, array(['a', 'b'], dtype=object), [np.str_('a')]."""
 
 from __future__ import annotations
 
@@ -6,33 +7,96 @@ import ast
 import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from datasets import Dataset, List, Value
 
-from finetune.data.columns import is_empty
+from finetune.data.columns import NUMBER, is_empty
 from finetune.errors import RequestError
 
-ITEM = re.compile(r"""\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,'"\[\]]+)\s*,?\s*""")
-WHOLE = re.compile(r"([+-]?\d+)(\.0*)?")
-NOTHING = ("None", "null", "nan", "NaN")
+TOKEN = re.compile(
+    r"""\s*(?:(?P<call>[A-Za-z_][\w.]*)?(?P<open>[\[({])|(?P<close>[])}])|(?P<comma>,)"""
+    r"""|[bu]?(?P<quoted>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<bare>[^][\s,'"(){}]+))\s*"""
+)
+CLOSED_BY = {"[": "]", "(": ")", "{": "}"}
+BOOLS = {"True": "1", "true": "1", "False": "0", "false": "0"}
+NOTHING = ("None", "null", "NULL", "nan", "NaN")
 CUT = "..."  # numpy leaves out the middle of a long array
+ODD: list[Any] = []  # stands for an item that is a list or an object
+MOST_WHOLE = 2**53  # beyond, a float is no whole number for sure
 SHOWN_CHARACTERS = 60
 
 
-def list_in_text(text: str) -> list[str | None] | None:
-    """Its items; None for a text that is no list. Python's own reader would join 'art' 'law' to one."""
-    text = text.strip()
-    if len(text) < 2 or text[0] != "[" or text[-1] != "]":
+class _NoListError(Exception):
+    pass
+
+
+class _Opened:
+    """A bracket, and what has been read in it."""
+
+    def __init__(self, bracket: str = "", call: str | None = None) -> None:
+        self.bracket, self.call = bracket, call
+        self.items: list[Any] = []
+        self.options: int | None = None  # of a call, such as dtype=int64: behind how many items they begin
+        self.commas, self.has_words = 0, False  # words: neither quoted nor numbers
+
+    def add(self, kind: str, text: str) -> None:
+        if kind == "comma":
+            self.commas += 1
+        elif kind == "quoted":
+            self.items.append(_unquoted(text))
+        elif self.call and "=" in text:
+            self.options = len(self.items) if self.options is None else self.options
+        elif self.bracket == "{" and ":" in text:
+            self.items.append(ODD)
+        else:
+            self.has_words |= not (NUMBER.fullmatch(text) or text in (*NOTHING, *BOOLS, CUT))
+            self.items.append(None if text in NOTHING else text)
+
+    def value(self) -> Any:
+        """What it holds. Raises _NoListError for words in brackets that are no list."""
+        if self.call:  # array([1, 0], dtype=int64), np.str_('a')
+            inside = self.items[: self.options]
+            if len(inside) > 1:
+                raise _NoListError
+            return inside[0] if inside else []
+        is_apart = not self.has_words or self.commas >= len(self.items) - 1
+        if not (is_apart or self.commas):
+            raise _NoListError
+        return self.items if is_apart else [ODD]
+
+
+def list_in_text(text: str) -> list[Any] | None:
+    """Its items, each a text, None, or a list where it is no plain value; None for a text that is no list. Python's own
+    reader would join 'art' 'law' to one."""
+    try:
+        found = _read(text.strip())
+    except (_NoListError, SyntaxError, ValueError):  # as of a line break within quotes
         return None
-    items: list[str | None] = []
-    at, end = 1, len(text) - 1
-    while at < end and (found := ITEM.match(text, at, end)):
-        item, at = found[1], found.end()
-        try:
-            items.append(_unquoted(item) if item[0] in "'\"" else None if item in NOTHING else item)
-        except (SyntaxError, ValueError):  # as of a line break within quotes
-            return None
-    return items if not text[at:end].strip() else None
+    return found if isinstance(found, list) else None
+
+
+def _read(text: str) -> Any:
+    at, opened = 0, [_Opened()]
+    while at < len(text):
+        found = TOKEN.match(text, at)
+        if found is None or (at and len(opened) == 1):
+            raise _NoListError
+        at, kind = found.end(), str(found.lastgroup)
+        if kind == "open":
+            if found["call"] and found["open"] != "(":
+                raise _NoListError
+            opened.append(_Opened(found["open"], found["call"]))
+        elif kind == "close":
+            last = opened.pop()
+            if not opened or CLOSED_BY[last.bracket] != found["close"]:
+                raise _NoListError
+            opened[-1].items.append(last.value())
+        else:
+            opened[-1].add(kind, found[kind])
+    if len(opened) != 1 or len(opened[0].items) != 1:
+        raise _NoListError
+    return opened[0].items[0]
 
 
 def _unquoted(item: str) -> str:
@@ -44,30 +108,61 @@ def _unquoted(item: str) -> str:
 
 
 def are_lists(cells: Iterable[object]) -> bool:
-    """Whether some of a column's texts are lists beyond doubt. A single word in brackets, [UNK], is a word."""
-    texts = [cell for cell in cells if isinstance(cell, str)]
-    lists = [(cell, list_in_text(cell)) for cell in texts]
-    return any(row is not None and (len(row) != 1 or "'" in cell or '"' in cell) for cell, row in lists)
+    """Whether some of a column's texts are lists beyond doubt."""
+    return _first_list(cells) is not None
+
+
+def _first_list(cells: Iterable[object]) -> tuple[str, list[Any]] | None:
+    """A single word in brackets, [UNK], is a word."""
+    ending = tuple(CLOSED_BY.values())
+    lists = ((cell, list_in_text(cell)) for cell in cells if isinstance(cell, str) and cell.rstrip().endswith(ending))
+    sure = ((cell, row) for cell, row in lists if row is not None and row != [cell.strip()[1:-1].strip()])
+    return next(sure, None)
+
+
+def _is_text(table: Dataset, column: str) -> bool:
+    return column in table.column_names and table.features[column] in (Value("string"), Value("large_string"))
+
+
+def note_of_lists(table: Dataset, column: str) -> str:
+    """What to say of a column whose texts `lists_of_text` makes lists; nothing of any other."""
+    found = _first_list(table[column][:]) if _is_text(table, column) else None
+    return f"{column} holds lists as text, such as {found[0][:SHOWN_CHARACTERS]!r}, and is read so" if found else ""
 
 
 def lists_of_text(table: Dataset, column: str, said: str) -> Dataset:
     """The table, with the column as lists if its texts are such; `said` names the table in errors. Raises RequestError
-    where some rows hold lists and others do not."""
-    if column not in table.column_names or table.features[column] not in (Value("string"), Value("large_string")):
-        return table
-    cells = table[column][:]
+    where some rows hold lists and others do not, and for lists that hold more than plain values."""
+    cells = table[column][:] if _is_text(table, column) else []
     if not are_lists(cells):
         return table
     lists = [None if is_empty(cell) else list_in_text(cell) for cell in cells]
     for number, (cell, row) in enumerate(zip(cells, lists, strict=True), 1):
-        if (row is None and not is_empty(cell)) or (row and CUT in row):
-            why = "numpy has left out its middle" if row else "others hold lists"
+        if why := _fault(row) if row is not None or is_empty(cell) else "others hold lists":
             raise RequestError(
-                f"{said}: row {number} of {column!r} is {cell[:SHOWN_CHARACTERS]!r}, but {why}. Write a whole list in "
-                "each, as JSON does."
+                f"{said}: row {number} of {column!r} is {cell[:SHOWN_CHARACTERS]!r}, but {why}. Write a whole list of "
+                "plain values in each, as JSON does."
             )
-    items = [item for row in lists for item in row or ()]
-    if all(item is not None and WHOLE.fullmatch(item) for item in items):
-        numbers = [None if row is None else [int(float(str(item))) for item in row] for row in lists]
-        return table.remove_columns(column).add_column(column, numbers, feature=List(Value("int64")))
-    return table.remove_columns(column).add_column(column, lists, feature=List(Value("string")))
+    kind, lists = _typed(lists)
+    return table.remove_columns(column).add_column(column, lists, feature=List(Value(kind)))
+
+
+def _fault(row: list[Any] | None) -> str:
+    if row and CUT in row:
+        return "numpy has left out its middle"
+    is_odd = any(isinstance(item, list) for item in row or ())
+    return "it holds lists or objects, or words without quotes and commas" if is_odd else ""
+
+
+def _typed(lists: list[Any]) -> tuple[str, list[Any]]:
+    """Numbers where all are such, True and False among them."""
+    items = {item for row in lists for item in row or ()}
+    if not all(item is not None and NUMBER.fullmatch(BOOLS.get(item, item)) for item in items):
+        return "string", lists
+    number = {item: float(BOOLS.get(item, item)) for item in items}
+    if any(abs(one) >= MOST_WHOLE for one in number.values()):
+        return "string", lists
+    is_whole = all(one.is_integer() for one in number.values())
+    made = int if is_whole else float
+    found = [None if row is None else [made(number[item]) for item in row] for row in lists]
+    return "int64" if is_whole else "float64", found

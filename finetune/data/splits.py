@@ -6,8 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.run.flags.text import PreparationArguments
 
 ASKED_BY = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}
+
+
+def unused_fraction(cut: PreparationArguments) -> str:
+    """What to say of --validation_fraction where the data has a validation split already; nothing of the default."""
+    asked = cut.validation_fraction
+    is_asked = asked != PreparationArguments.validation_fraction
+    return f"--validation_fraction {asked:g} does nothing, for there is a validation split" if is_asked else ""
 
 
 def require_splits(there: Iterable[str], training: Any, kind: str) -> None:

@@ -27,6 +27,8 @@ from finetune.data.files import open_file, open_hub
 from finetune.data.find_columns import HEAD_ROWS, find_columns
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
 from finetune.data.line_breaks import without_html_breaks
+from finetune.data.list_text import note_of_lists
+from finetune.data.splits import unused_fraction
 from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
 
@@ -86,6 +88,7 @@ def clean_tables(
     if known is None and "train" not in tables:
         known = _known_without_training(tables, arguments, trained)
     columns = known[0] if known else _columns_of(tables["train"], arguments)
+    notes = [note_of_lists(table, str(columns.label)) for table in tables.values()][:1]
     tables, names = name_lists(tables, columns.label, arguments.task, trained)
     if known is None and names is None:
         names = _class_names(tables["train"], columns.label)
@@ -95,7 +98,6 @@ def clean_tables(
         kept = _only_needed_columns(table, columns, split)
         kept = without_html_breaks(kept, columns) if arguments.clean_line_breaks else kept
         cleaned[split], skipped[split] = _without_bad_rows(kept, columns, split, cut.skip_bad_rows)
-    notes: list[str] = []
     if known is None:
         values = cleaned["train"][columns.label][:]
         if has_lists(cleaned["train"], columns.label):
@@ -111,6 +113,8 @@ def clean_tables(
         found, note = _split_off_validation(cleaned["train"], labels, cut.validation_fraction, seed)
         cleaned |= found
         notes.append(note)
+    elif "train" in cleaned:
+        notes.append(unused_fraction(cut))
     for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
         if split in cleaned and most is not None:
             cleaned[split] = _at_most(cleaned[split], most, None if split == "test" else seed)

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.data.charset import UTF8
+from finetune.data.columns import NUMBER
 from finetune.errors import RequestError
 
+PARSED = (".json", ".jsonl", ".parquet", ".csv")  # every other file is CoNLL text
 OUTSIDE = "O"  # the tag of no entity
 COMMENT = re.compile(r"#\s*\S+\s*=|#\s*(begin|end)\s+document|#\s*new(doc|par)\b")
-PREFIXES = {"B": "B", "I": "I", "L": "L", "E": "L", "U": "U", "S": "U"}
+PREFIXES = {"B": "B", "I": "I", "M": "I", "L": "L", "E": "L", "U": "U", "S": "U", "W": "U"}
+# B_PER, b-per and B:PER; PER-B. Between the two stand these, or another dash.
+MARK = "[-_/:|.\u2010-\u2015\u2212]"
+SPELLINGS = (re.compile(rf"(?P<prefix>\w){MARK}(?P<kind>.+)"), re.compile(rf"(?P<kind>.+){MARK}(?P<prefix>\w)"))
+UNTYPED = "entity"  # the type of B and I alone
+MARKS = ",;|"  # between the columns of other tables
 SHOWN = 5
 
 
@@ -70,21 +77,59 @@ class Scheme:
     merges: bool = True  # of plain types: words of one type in a row are one entity
 
 
+def refuse_untagged(words: Sequence[str], said: str) -> None:
+    """Of a file of one column, by some of its lines. Raises RequestError."""
+    mark = next((mark for mark in MARKS if all(mark in word for word in words)), None)
+    found = f"columns are parted by {mark!r}" if mark else "each line is one word without a tag"
+    raise RequestError(f"{said}: {found}. Give a word and its tag on each line, with a tab or blanks between.")
+
+
+def spelt_alike(rows: Sequence[Sequence[str] | None]) -> tuple[list[list[str]], str]:
+    """The tags with their prefixes as in B-PER, where all have such, however spelt; and what there is to say of it.
+    Raises RequestError where some have, and others have none."""
+    tags = {tag for row in rows for tag in row or ()}
+    inside = {tag for tag in tags if tag.upper() != OUTSIDE}
+    alone = {tag: f"{tag.upper()}-{UNTYPED}" for tag in inside if tag.upper() in PREFIXES}
+    is_untyped = {f"B-{UNTYPED}", f"I-{UNTYPED}"} <= set(alone.values())
+    names: dict[str, str] = {}
+    for spelt in [alone] if is_untyped else [_by_prefix(inside, one) for one in SPELLINGS]:
+        bare = inside - spelt.keys()
+        going_on = {name[2:] for name in spelt.values() if name[0] == "I"}
+        if bare and any(kind in bare or f"B-{kind}" in spelt.values() for kind in going_on):
+            raise _mixed(bare)
+        if not (names or bare) and any(name[0] in "BI" for name in spelt.values()):
+            names = spelt | dict.fromkeys(tags - inside, OUTSIDE)
+    changed = sorted(tag for tag, name in names.items() if tag != name)
+    if not changed:
+        return [list(row or ()) for row in rows], ""
+    note = f"tags are spelt anew: {changed[0]} is read as {names[changed[0]]}"
+    return [[names[tag] for tag in row or ()] for row in rows], note
+
+
+def _by_prefix(tags: Iterable[str], spelling: re.Pattern[str]) -> dict[str, str]:
+    found = {tag: one for tag in tags if (one := spelling.fullmatch(tag)) and one["prefix"].upper() in PREFIXES}
+    return {tag: f"{one['prefix'].upper()}-{one['kind']}" for tag, one in found.items()}
+
+
+def _mixed(bare: Iterable[str]) -> RequestError:
+    return RequestError(
+        f"some tags begin with B-, I- or their like, and others do not: {', '.join(sorted(bare)[:SHOWN])}. Give each a "
+        "prefix, or none; a word that is no entity has O."
+    )
+
+
 def find_scheme(rows: Sequence[Sequence[str] | None]) -> tuple[Scheme, str]:
     """The scheme of all tags together, and what there is to say of it: nothing for whole BIO. Raises RequestError for
     tags of which some have a prefix and some have none."""
     kinds = Counter(tag for row in rows for tag in row or () if tag != OUTSIDE)
-    if kinds and all(tag.isdecimal() for tag in kinds):
+    if numbers := [tag for tag in kinds if NUMBER.fullmatch(tag)]:
         raise RequestError(
-            f"the tags are numbers ({', '.join(sorted(kinds)[:SHOWN])}), which do not say what is no entity. Write "
+            f"tags are numbers ({', '.join(sorted(numbers)[:SHOWN])}), which do not say what is no entity. Write "
             "their names, such as B-person and O, or give ids of a data set that names them."
         )
     bare = [tag for tag in kinds if not _has_prefix(tag)]
     if bare and len(bare) < len(kinds):
-        raise RequestError(
-            f"some tags begin with B-, I- or their like, and others do not: {', '.join(sorted(bare)[:SHOWN])}. Give "
-            "each a prefix, or none."
-        )
+        raise _mixed(bare)
     if bare:
         merges = any(OUTSIDE in (row or ()) for row in rows)
         how = "words of one type in a row are one entity" if merges else "every word is an entity of its own"

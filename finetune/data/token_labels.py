@@ -19,17 +19,17 @@ from finetune.data.classification import Kind
 from finetune.data.columns import IGNORED, LINE, TOKENS, Columns, Labels, names_of_ids
 from finetune.data.files import open_file, open_hub
 from finetune.data.find_columns import find_token_columns
-from finetune.data.list_text import lists_of_text
+from finetune.data.list_text import lists_of_text, note_of_lists
 from finetune.data.python_names import name_rows
+from finetune.data.splits import unused_fraction
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most
-from finetune.data.tag_schemes import OUTSIDE, find_scheme, read_conll, to_bio
-from finetune.errors import RequestError
+from finetune.data.tag_schemes import OUTSIDE, PARSED, find_scheme, read_conll, refuse_untagged, spelt_alike, to_bio
+from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
 from finetune.safe_read.files import open_plain
 
-PARSED = (".json", ".jsonl", ".parquet", ".csv")  # every other file is CoNLL text
 WORDS = "words"  # the words of a test row, which its prediction names
-SHOWN = 5
+SHOWN, SHOWN_CHARACTERS = 5, 40
 
 
 def load_sentences(arguments: TokenDataArguments) -> tuple[Table, str]:
@@ -93,28 +93,30 @@ def clean_sentences(
         )
     first = "train" if "train" in tables else next(iter(tables))
     if tables[first].column_names == ["tokens", LINE] and first != "test":
-        raise RequestError(
-            f"{_said(arguments, first)}: each line is one word without a tag. Give a word and its tag on each, with a "
-            "tab or blanks between."
-        )
+        refuse_untagged([word for row in tables[first]["tokens"][:SHOWN] for word in row], _said(arguments, first))
     columns = find_token_columns(tables[first].column_names, arguments, _said(arguments, first), first != "test")
     cleaned, skipped = {}, {}
     for split, table in tables.items():
         cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, arguments, cut.skip_bad_rows)
     tags = {split: table["tags"][:] for split, table in cleaned.items() if "tags" in table.column_names}
-    scheme, note = find_scheme([row for rows in tags.values() for row in rows])
-    bio = {split: [to_bio(row, scheme) for row in rows] for split, rows in tags.items()}
+    every, spelt = spelt_alike([row for rows in tags.values() for row in rows])
+    scheme, note = find_scheme(every)
+    found = iter(every)
+    bio = {split: [to_bio(next(found), scheme) for _ in rows] for split, rows in tags.items()}
     labels = _labels(bio.get("train", []), trained)
     for split, rows in bio.items():
         ids = _ids(rows, labels, _said(arguments, split))
         cleaned[split] = cleaned[split].remove_columns("tags").add_column("label", ids)
+    notes = [*(note_of_lists(tables[first], name) for name in (*columns.text, str(columns.label))), spelt, note]
     if "validation" not in cleaned and "train" in cleaned:
         cleaned |= _held_out(cleaned["train"], cut.validation_fraction, seed)
+    elif "train" in cleaned:
+        notes.append(unused_fraction(cut))
     for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
         if split in cleaned and most is not None:
             rows = at_most(len(cleaned[split]), most, None if split == "test" else seed)
             cleaned[split] = cleaned[split].select(rows)
-    return CleanTables(cleaned, columns, labels, skipped, (note,) if note else ())
+    return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, notes)))
 
 
 def _without_bad_rows(
@@ -126,12 +128,12 @@ def _without_bad_rows(
     for column in filter(None, (columns.text[0], columns.label)):
         table = lists_of_text(table, column, said)
     words = table[columns.text[0]][:]
-    if not all(row is None or isinstance(row, list) for row in words[:SHOWN]):
+    if not _holds_texts(table, columns.text[0]):
         raise RequestError(
-            f"{said}: {columns.text[0]!r} holds no lists of words. Give a list a row, or CoNLL text: "
+            f"{said}: {columns.text[0]!r} holds no lists of words{_such_as(words)}. Give a list a row, or CoNLL text: "
             "a word and its tag a line. Whole texts are for recipes/seq_cls.py."
         )
-    tags = _named(table, str(columns.label), split) if columns.label in table.column_names else None
+    tags = _named(table, str(columns.label), split, said) if columns.label in table.column_names else None
     if split == "test" and tags is not None and not any(tags):
         tags = None
     if tags is None and split != "test":
@@ -161,17 +163,29 @@ def _without_bad_rows(
     return Dataset.from_dict(content, Features(features)), bad
 
 
-def _named(table: Dataset, label: str, split: str) -> list[list[str] | None]:
+def _holds_texts(table: Dataset, column: str) -> bool:
+    """Whether it holds lists of texts, or of nothing."""
+    inside = getattr(table.features[column], "feature", None)
+    return isinstance(inside, Value) and ("string" in inside.dtype or inside.dtype == "null")
+
+
+def _such_as(rows: Sequence[Any]) -> str:
+    first = next((row for row in rows if row is not None), None)
+    return "" if first is None else f", but {plain(str(first)[:SHOWN_CHARACTERS])}"
+
+
+def _named(table: Dataset, label: str, split: str, said: str) -> list[list[str] | None]:
     inside, rows = getattr(table.features[label], "feature", None), table[label][:]
     if isinstance(inside, ClassLabel):
         return [names_of_ids(row, inside.names, f"{split} data, row {i + 1}") for i, row in enumerate(rows)]
-    if isinstance(inside, Value) and "string" in inside.dtype:
+    if _holds_texts(table, label):
         return [row and [(tag or "").strip() for tag in row] for row in rows]
     if not any(rows):
         return [None] * len(rows)
+    what = "lists of tags" if inside is None else "names of tags"
     raise RequestError(
-        f"the {split} data: {label!r} holds no lists of tags, but {str(next(filter(None, rows)))[:40]!r}. Give their "
-        "names, such as B-person and O, or ids of a data set that names them."
+        f"{said}: {label!r} holds no {what}{_such_as(rows)}. Give their names, such as B-person and O, or ids of a "
+        "data set that names them."
     )
 
 

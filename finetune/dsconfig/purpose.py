@@ -27,6 +27,7 @@ OF_INFERENCE = (
     "triangular_masking tm keep_module_on_host set_empty_params save_mp_checkpoint_path return_tuple training_mp_size "
     "transposed_mode ep_size moe quant zero dtype"
 ).split()
+WITHOUT_LISTS = {"integer", "boolean", "number"}
 OF_TRAINING = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer")
 
 
@@ -58,7 +59,7 @@ def other_program(config: dict[str, Any]) -> Finding | None:
     lists = [
         key
         for key, value in Config(config).section("zero_optimization").items()
-        if isinstance(value, list) and {"integer", "boolean", "number"} & {*zero.get(key, {}).get("type", [])}
+        if isinstance(value, list) and (key == "stage" or WITHOUT_LISTS & {*zero.get(key, {}).get("type", [])})
     ]
     if len(lists) > 1 or (lists and "autotuning" in config):
         said = (

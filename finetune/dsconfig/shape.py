@@ -37,7 +37,9 @@ READ_BY_OTHERS = ("stage", "enabled", "device", "stage3_gather_16bit_weights_on_
 PLAIN = re.compile(r"-?\d+|true|false", re.IGNORECASE)  # what pydantic takes for a number or a switch
 COMMENTS = ("_", "//", "#")
 PERHAPS = 0.75  # likeness from which a key may be a slip for another
+FEW = 5  # unknown keys that are named one by one
 SURELY = 0.9  # likeness from which a key is a slip for another, and no key of its own
+PLACES = {"max_grad_norm": "gradient_clipping"}  # where what is meant has another name
 # Old names that DeepSpeed no longer reads.
 RENAMED = {"aio.thread_count": "intra_op_parallelism"}
 
@@ -57,9 +59,9 @@ def shape_findings(value: Any, deepspeed: tuple[int, ...] | None = None, alone: 
     for fault in Draft202012Validator(schema()).iter_errors(value):
         path: KeyPath = tuple(fault.absolute_path)
         if fault.validator == "additionalProperties":
-            for key in fault.instance:
-                if key not in fault.schema["properties"]:
-                    yield from _unknown((*path, key), fault.schema, fault.instance, deepspeed)
+            others = [(*path, key) for key in fault.instance if key not in fault.schema["properties"]]
+            found = [one for key in others for one in _unknown(key, fault.schema, fault.instance, deepspeed)]
+            yield from _at_once(found)
         elif path == ("zero_optimization",) and isinstance(fault.instance, bool):
             stage = {"stage": int(fault.instance)}  # deepspeed, runtime/zero/config.py, read_zero_config_deprecated
             said = (
@@ -88,31 +90,41 @@ def _unknown(
         said = f"{where} is ignored: JSON has no comments, and a key is no place for one. Delete it when it has served."
         yield Finding("DS101", "warning", path, said)
         return
-    if len(path) == 1:
-        what = "ignores it without a word"
-    else:
-        typed = section.get("x-typed") or path[:2] == ("scheduler", "params")
-        what = "refuses it once the model is built" if typed else "ignores it without a word"
+    is_refused = len(path) > 1 and (section.get("x-typed") or path[:2] == ("scheduler", "params"))
+    what = "refuses it once the model is built" if is_refused else "ignores it without a word"
     names = [name for name, part in section["properties"].items() if not part.get("deprecated")]
     near = [RENAMED[where]] if where in RENAMED else difflib.get_close_matches(key, names, 1)
     likeness = difflib.SequenceMatcher(None, key, near[0]).ratio() if near else 0.0
     surely = where in RENAMED or (likeness >= SURELY and near[0] not in given and _fits(given[key], section, near[0]))
-    elsewhere = [named(place) for place in _places_of(key, schema(), ()) if place[:-1] != path[:-1]]
+    may_be_a_slip = bool(near) and (is_refused or _fits(given[key], section, near[0]))
+    elsewhere = [
+        PLACES.get(key) or named(place) for place in _places_of(key, schema(), ()) if place not in (path, path[:-1])
+    ]
     mends: tuple[Mend, ...] = ()
     if path[0] == "bf16" and key in schema()["properties"]["fp16"]["properties"]:
         mend = "It is fp16's, and bf16 has no loss scale. Delete it."  # so does the stock config of several projects
         mends = (Drop(path),)
     elif elsewhere and not surely:
         mend = f"Its place is {elsewhere[0]}."
-    elif near and (where in RENAMED or likeness >= PERHAPS):
+    elif near and (where in RENAMED or likeness >= (PERHAPS if may_be_a_slip else SURELY)):
         mend = f'Did you mean "{near[0]}"?'
         mends = (Rename(path, near[0]),) if surely else ()
     else:
         mend = "Delete it."
     # What nobody reads does no harm, unless something else was meant.
-    is_idle = what.startswith("ignores") and mend == "Delete it."
+    is_idle = not is_refused and mend == "Delete it."
     said = f"{where or repr(key)} is no key that DeepSpeed knows: it {what}. {mend}"
     yield Finding("DS101", "warning" if is_idle else "error", path, said, mends)
+
+
+def _at_once(found: list[Finding]) -> Iterator[Finding]:
+    """Keys of another program in one warning, and not in one each."""
+    idle = [finding for finding in found if finding.severity == "warning"]
+    yield from (finding for finding in found if finding not in idle or len(idle) <= FEW)
+    if len(idle) > FEW:
+        names = ", ".join(named(finding.path) for finding in idle[:3])
+        said = f"{names} and {len(idle) - 3} more are no keys that DeepSpeed knows: it ignores them without a word."
+        yield Finding("DS101", "warning", idle[0].path, f"{said} Delete them, unless another program reads them here.")
 
 
 def _fits(value: Any, section: dict[str, Any], key: str) -> bool:

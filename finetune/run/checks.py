@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
-from finetune.run.conflicts import conflicts, missing
+from finetune.run.conflicts import FILES, conflicts, missing
+from finetune.run.engine import deepspeed_by_accelerate
 from finetune.run.facts import check_scratch
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.guards import guard_faults
@@ -18,6 +19,7 @@ from finetune.run.flags.pipeline import pipeline_faults
 from finetune.run.flags.profiling import check_profile
 from finetune.run.flags.trackers import check_trackers
 from finetune.run.output_folder import missing_checkpoint
+from finetune.run.parse import COMMAND_LINE
 from finetune.run.paths import missing_inputs
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 
 FLAG = re.compile(r"--(\w+)")
+COLUMNS = (
+    *("text_column_name", "text_column_names", "tokens_column_name"),
+    *("label_column_name", "label_column_names", "tags_column_name"),
+)
 
 
 def raised_by(*checks: Callable[[], object]) -> Iterator[str]:
@@ -73,12 +79,28 @@ def found_wrong(run: Run, is_here: bool) -> Iterator[str]:
 def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     """Likewise of a run that is to start on this machine, by the DeepSpeed config of that name, if any."""
     yield from missing_inputs(run)
+    yield from _of_deepspeed(run, deepspeed)
+    yield from _of_builtin_data(run)
     asked = {name: run.given.get(name) is True for name in ("bf16", "fp16")}
     yield from raised_by(
         lambda: check_trackers(_listed(run.value("report_to")), source=run.source("report_to")),
         lambda: check_profile(run, deepspeed, None),
         lambda: check_comm_hook(run, deepspeed, asked),
     )
+
+
+def _of_deepspeed(run: Run, deepspeed: str | None) -> Iterator[str]:
+    if wrong := [code for code in run.value("disable_check") or () if not re.fullmatch(r"DS\d{3}", code)]:
+        yield f"{run.said('disable_check')}, but {wrong[0]} is no code, like DS902. docs/check.md lists them."
+    for name in ("disable_check", "nvme_path") if not (deepspeed or deepspeed_by_accelerate(run)) else ():
+        if run.given.get(name) and run.source(name) == COMMAND_LINE:
+            yield f"{run.said(name)}, which does nothing: this run is without DeepSpeed. Add --deepspeed, or drop it."
+
+
+def _of_builtin_data(run: Run) -> Iterator[str]:
+    if "train_file" in run.recipe.flags and not any(run.value(name) for name in ("dataset_name", *FILES)):
+        for name in (name for name in COLUMNS if run.given.get(name)):
+            yield f"{run.said(name)}, which does nothing: built-in data has columns of its own. Give --train_file."
 
 
 def _check_optimizer(run: Run) -> None:

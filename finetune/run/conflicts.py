@@ -45,6 +45,7 @@ def conflicts(run: Run) -> Iterator[str]:
     yield from _of_evaluations(run)
     yield from _of_encoding(run)
     yield from schedules.mistakes(run)
+    yield from schedules.optim_mistakes(run)
     yield from _of_metrics(run)
     if "train_dir" in run.recipe.flags:
         yield from _of_images(run)
@@ -59,11 +60,7 @@ def conflicts(run: Run) -> Iterator[str]:
             f"{run.said('save_total_limit')}, which keeps every checkpoint. Say none for that, or --save_strategy no "
             "to save none."
         )
-    if run.value("ddp_comm_hook") == "powersgd" and run.given.get("ddp_find_unused_parameters") is False:
-        yield (
-            f"{run.said('ddp_find_unused_parameters')}, and {run.said('ddp_comm_hook')}: PowerSGD keeps its errors by "
-            "bucket, and DDP keeps its buckets only where that is True. Drop one of them."
-        )
+    yield from _of_ddp(run)
     if run.value("dtype") in ("bfloat16", "float16") and run.value("do_train") and not run.value("use_peft"):
         yield (
             f"{run.said('dtype')}: weights that are trained stay in fp32, for most of an optimizer's steps would round "
@@ -73,6 +70,19 @@ def conflicts(run: Run) -> Iterator[str]:
         yield (
             f"{run.said('resize_embeddings')}, and {run.said('use_peft')}: an adapter leaves the embeddings as they "
             "are, so the new tokens would never be learnt. Drop one of them."
+        )
+
+
+def _of_ddp(run: Run) -> Iterator[str]:
+    if run.value("ddp_comm_hook") == "powersgd" and run.given.get("ddp_find_unused_parameters") is False:
+        yield (
+            f"{run.said('ddp_find_unused_parameters')}, and {run.said('ddp_comm_hook')}: PowerSGD keeps its errors by "
+            "bucket, and DDP keeps its buckets only where that is True. Drop one of them."
+        )
+    if run.value("ddp_static_graph") and run.value("gradient_accumulation_steps") > 1 and run.launch.world_size > 1:
+        yield (  # torch 2.13 (reducer.cpp, expect_autograd_hooks_): an assertion of its own in the first step
+            f"{run.said('ddp_static_graph')}, and {run.said('gradient_accumulation_steps')}: DDP learns its graph in a "
+            "first step without accumulation. Drop one of them."
         )
 
 

@@ -47,8 +47,16 @@ def fsdp_by_accelerate(run: Run) -> bool:
 
 def settle_engine(run: Run) -> Run:
     """The run with the engine that its launch and flags make, so that its record repeats it. Raises RequestError."""
-    run = run.settled(run.source("fsdp"), fsdp=fsdp_of(run))
-    asked = deepspeed_config_of(run)
+    faults, found = [], []
+    for one in (fsdp_of, deepspeed_config_of):  # what is wrong with both is said at once
+        try:
+            found.append(one(run))
+        except RequestError as error:
+            faults.append(str(error))
+    if faults:
+        raise RequestError("\n".join(faults))
+    fsdp, asked = found
+    run = run.settled(run.source("fsdp"), fsdp=fsdp)
     if not asked or deepspeed_by_accelerate(run):
         return run
     if _is_in_base64(asked):
@@ -69,11 +77,15 @@ def _is_in_base64(asked: str) -> bool:
         return False
 
 
+def _asked_fsdp(run: Run) -> Any:
+    asked = run.value("fsdp")
+    is_switch = isinstance(asked, str) and asked.lower() in ("true", "false", "none", "")
+    return asked.lower() == "true" or None if is_switch else asked
+
+
 def fsdp_of(run: Run) -> Any:
     """What --fsdp says: None, True, or words of the Trainer's older form. Raises RequestError where it cannot be."""
-    asked = run.value("fsdp")
-    if isinstance(asked, str) and asked.lower() in ("true", "false", "none", ""):
-        asked = asked.lower() == "true" or None
+    asked = _asked_fsdp(run)
     if asked and run.launch.world_size == 1:
         raise RequestError(
             f"{run.said('fsdp')}, which shards over several ranks, and this is one. Drop it, or launch with `torchrun "
@@ -95,9 +107,9 @@ def deepspeed_config_of(run: Run) -> str | None:
     flag = "deepspeed" if run.value("deepspeed") else "deepspeed_config"
     asked, said = run.value(flag), run.said(flag)
     by_accelerate = deepspeed_by_accelerate(run)
-    if run.value("fsdp") or fsdp_by_accelerate(run):
+    if _asked_fsdp(run) or fsdp_by_accelerate(run):
         if by_accelerate or asked not in (None, "none"):
-            fsdp = run.said("fsdp") if run.value("fsdp") else "accelerate launch asks for FSDP"
+            fsdp = run.said("fsdp") if _asked_fsdp(run) else "accelerate launch asks for FSDP"
             other = "accelerate launch asks for DeepSpeed" if by_accelerate else said
             raise RequestError(f"{fsdp}, and {other}: both shard the model. Keep one.")
         return None
@@ -172,7 +184,11 @@ def context_of(
 def load_deepspeed(run: Run, asked: str, context: Context) -> Loaded:
     """Read and check the config for this run. Raises RequestError with all that is wrong with it."""
     found = load(asked, context, run.value("disable_check") or ())
-    if run.value("auto_find_batch_size") and (found.config.get("zero_optimization") or {}).get("stage") == 3:
-        # transformers 5.23, trainer.py, create_accelerator_and_postprocess
-        raise RequestError(f"{run.said('auto_find_batch_size')}, which ZeRO-3 ({found.name}) cannot do. Drop it.")
+    refuse_batch_search(run, found.config, found.name)
     return found
+
+
+def refuse_batch_search(run: Run, config: Mapping[str, Any], name: str) -> None:
+    """As transformers 5.23 does once the model is there (trainer.py, create_accelerator_and_postprocess)."""
+    if run.value("auto_find_batch_size") and (config.get("zero_optimization") or {}).get("stage") == 3:
+        raise RequestError(f"{run.said('auto_find_batch_size')}, which ZeRO-3 ({name}) cannot do. Drop it.")

@@ -12,6 +12,7 @@ from finetune.safe_read import SAFE_LOADER, is_plain_file, read_bounded, read_ya
 from finetune.shipped import config
 
 FLAGS = "flat `flag: value` lines"
+MOST = 1_000  # lines of a file, and values in a line: recipes have 150 flags, and each unknown one is compared with all
 
 
 class _OneOfEach(yaml.SafeLoader):
@@ -65,4 +66,7 @@ def read_flat_yaml(
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise RequestError(f"{name}: must hold {holds}, but {found}.")
+    most = max(len(one) for one in (content, *content.values()) if isinstance(one, dict | list))
+    if most > MOST:
+        raise RequestError(f"{name}: has {most:,} lines or values; at most {MOST:,} are read.")
     return content

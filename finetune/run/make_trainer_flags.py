@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import json
 import re
 import typing
 from typing import Any
 
 from finetune.run.flag import kind_of
-from finetune.run.trainer_flags import SNAPSHOT
+from finetune.run.snapshot import REQUIRED, SNAPSHOT
 
 
 def snapshot() -> dict[str, Any]:
@@ -38,12 +39,49 @@ def snapshot() -> dict[str, Any]:
             choices = words.get(one.name) or _choices(hints[one.name])
             row |= {"choices": choices} if choices and not many else {}
             rows.append(row)
-    return {"transformers": transformers.__version__, "flags": rows}
+    others = {"schedules": _schedules(), "optim_args": _optim_args()}
+    return {"transformers": transformers.__version__, "flags": rows, **others}
 
 
 # What a command line cannot say, and what the recipes end in their own way.
 LEFT_OUT = ("parallelism_config", "local_rank", "resume_from_checkpoint")
 WORDS = ("debug",)  # which the Trainer splits itself
+
+
+def _schedules() -> dict[str, dict[str, Any]]:
+    """By schedule, what --lr_scheduler_kwargs may say: the default, or REQUIRED."""
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
+
+    made_by: dict[str, Any] = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    made_by |= {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": GreedyLR}
+    found = {kind: inspect.signature(maker).parameters.values() for kind, maker in made_by.items()}
+    empty = inspect.Parameter.empty
+    return {
+        kind: {
+            one.name: REQUIRED if one.default is empty else one.default for one in every if one.name not in BY_TRAINER
+        }
+        for kind, every in found.items()
+    }
+
+
+def _optim_args() -> dict[str, list[str]]:
+    """By optimizer, the names that its maker looks up in --optim_args."""
+    from transformers import trainer_optimizer
+
+    makers = {str(getattr(name, "value", name)): one for name, one in trainer_optimizer._OPTIMIZER_HANDLERS.items()}
+    found = {name: KEYS.findall(inspect.getsource(maker)) for name, maker in makers.items()}
+    named = {name: sorted(set(re.findall(r"\w+", str(keys)))) for name, keys in found.items()}
+    # One function makes all of bitsandbytes': what it looks up is AdEMAMix's.
+    return {
+        name: keys for name, keys in named.items()
+        if makers[name] is not trainer_optimizer._get_bitsandbytes_optimizer or "ademamix" in name
+    }  # fmt: skip
+
+
+# What get_scheduler hands over itself, or the Trainer.
+BY_TRAINER = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
+KEYS = re.compile(r'optim_args\.(?:get|pop)\("(\w+)"|for key in \(([^)]*)\)|"(\w+)" in ctx\.optim_args')
 
 
 def _default(one: Any) -> Any:

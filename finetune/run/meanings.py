@@ -100,7 +100,7 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "world_size": (": the launcher says how many ranks there are",),
     "zero_stage": ("deepspeed",),
 }
-CLOSE = 0.6  # of difflib's ratio
+CLOSE, OF_FIRST = 0.6, 0.75  # of difflib's ratio; where only the first word is alike
 BEGINNING = 4  # letters
 
 
@@ -109,7 +109,9 @@ def meant(word: str, known: Collection[str]) -> str:
     name = word.lstrip("-").replace("-", "_").lower()
     if name in known:
         return f" Did you mean --{name}?"
-    for one in MEANINGS.get(name, ()):
+    words = {*known, *(one for one in MEANINGS if len(one) >= BEGINNING)}
+    word = name if name in MEANINGS else nearest(name, words) or ""
+    for one in MEANINGS.get(word, ()) if word not in known else ():
         if one.startswith(":"):
             return f" {one[2].upper()}{one[3:]}."
         if one in known:
@@ -134,7 +136,8 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     def likeness(other: str) -> float:
         parts, others = set(name.split("_")), set(other.split("_"))
         shared = len(parts & others) / len(parts | others)
-        return max(difflib.SequenceMatcher(None, name, other).ratio(), shared)
+        first = difflib.SequenceMatcher(None, name, other.partition("_")[0]).ratio()  # wrld of world_size
+        return max(difflib.SequenceMatcher(None, name, other).ratio(), shared, OF_FIRST * first)
 
     best = max(sorted(known), key=likeness, default=None)
     return best if best is not None and likeness(best) >= CLOSE else None

@@ -10,9 +10,10 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.run.flag import Flag
 from finetune.run.flat_yaml import read_flat_yaml_lines
-from finetune.run.meanings import meant
+from finetune.run.meanings import MEANINGS, meant
 
 COMMAND_LINE = "command line"
+DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # as a text editor writes them, too
 RECIPE_KEY = "recipe"  # of a YAML: the recipe that it is for
 
 
@@ -67,6 +68,13 @@ def words_by_flag(argv: Sequence[str], flags: Mapping[str, Flag], mistakes: list
     said: list[tuple[str, list[str]]] = []
     values: list[str] | None = None
     for word in argv:
+        bare = word.lstrip(DASHES).partition("=")[0]
+        is_like = word[:1] in DASHES and not word.startswith("--") and bare[:1].isalpha()
+        if word == "--" or (is_like and (values is None or {spelt(bare)} & {*flags, *MEANINGS})):
+            what = f"a flag begins with two dashes.{meant(bare, flags)}" if bare else "no flag follows it. Drop it."
+            mistakes.append(f"{word} ({COMMAND_LINE}): {what}")
+            values = []
+            continue
         if not word.startswith("--"):
             if values is None:
                 mistakes.append(f"unexpected argument {word}: a value follows its flag, as in --flag {word}.")

@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.run.accelerate_plugin import check_fields
+from finetune.run.accelerate_plugin import check_fields, config_of_fields
 from finetune.run.checks import found_wrong, found_wrong_here, others, raised_by, within_range
 from finetune.run.engine import (
     context_of,
     deepspeed_by_accelerate,
     deepspeed_config_of,
     load_deepspeed,
+    refuse_batch_search,
     settle_engine,
 )
 from finetune.run.flags.pipeline import PipelineArguments
@@ -73,6 +74,7 @@ def _check_deepspeed(run: Run, asked: str | None) -> None:
         precision: dict[str, bool] = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given}
         load_deepspeed(run, asked, context_of(run, precision, has_cuda=None))
     elif deepspeed_by_accelerate(run) and run.value("do_train"):
+        refuse_batch_search(run, config_of_fields(), "by accelerate")
         check_fields(context_of(run, {}, has_cuda=None, engine="trainer"), tuple(run.value("disable_check") or ()))
 
 

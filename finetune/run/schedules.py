@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+from finetune.run.snapshot import REQUIRED, snapshot
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
@@ -64,24 +67,76 @@ def one_cycle(
 RULES: dict[Schedule, Callable[..., Rule]] = {Schedule.STEP: step, Schedule.ONE_CYCLE: one_cycle}
 
 
+# Of which transformers 5.23 (optimization.py) wants one, and the words that it knows.
+ONE_OF = dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), ("min_lr", "min_lr_rate"))
+SHAPES = ("linear", "cosine", "1-sqrt")
+WORDS = {"warmup_type": SHAPES, "decay_type": SHAPES, "mode": ("min", "max"), "threshold_mode": ("rel", "abs")}
+
+
 def mistakes(run: Run) -> Iterator[str]:
-    """In the kwargs of a schedule of ours."""
-    kind, given = run.value("lr_scheduler_type"), run.value("lr_scheduler_kwargs") or {}
-    if kind not in tuple(Schedule):
+    """In the kwargs of a schedule."""
+    kind, given = str(run.value("lr_scheduler_type")), run.value("lr_scheduler_kwargs") or {}
+    rule = RULES[Schedule(kind)] if kind in tuple(Schedule) else None
+    known = _parameters(rule) if rule else snapshot()["schedules"].get(kind)
+    if known is None or kind.startswith("constant"):  # which take none, as is said of them
         return
-    rule = RULES[Schedule(kind)]
-    known = {name: one.default for name, one in list(inspect.signature(rule).parameters.items())[1:]}
     said = f"{run.said('lr_scheduler_type')}, with --lr_scheduler_kwargs {given}"
-    missing = [name for name, usual in known.items() if usual is inspect.Parameter.empty and name not in given]
-    unknown = [name for name in (given if isinstance(given, dict) else [given]) if name not in known]
-    if missing or unknown:
-        what = f"{', '.join(unknown)} is unknown" if unknown else f"{', '.join(missing)} is missing"
-        yield f"{said}: {what}. It takes {', '.join(known)}."
+    if found := _fault(known, given if isinstance(given, dict) else {str(given): None}, ONE_OF.get(kind)):
+        yield f"{said}: {found}. It takes {', '.join(known) or 'none'}."
+    elif kind == "polynomial" and given.get("lr_end", known["lr_end"]) >= run.value("learning_rate"):
+        yield f"{said}: it ends at lr_end, which must be less than {run.said('learning_rate')}."
+    elif rule:
+        try:
+            rule(1, **given)
+        except (TypeError, ValueError) as error:
+            yield f"{said}: {error}."
+
+
+def _parameters(rule: Callable[..., Rule]) -> dict[str, Any]:
+    given = list(inspect.signature(rule).parameters.items())[1:]
+    return {name: REQUIRED if one.default is inspect.Parameter.empty else one.default for name, one in given}
+
+
+def _fault(known: Mapping[str, Any], given: Mapping[str, Any], one_of: Sequence[str] | None) -> str:
+    if unknown := [name for name in given if name not in known]:
+        return f"{', '.join(unknown)} is unknown"
+    if missing := [name for name, usual in known.items() if usual == REQUIRED and name not in given]:
+        return f"{', '.join(missing)} is missing"
+    if one_of and sum(given.get(name) is not None for name in one_of) != 1:
+        return f"it needs one of {' and '.join(one_of)}"
+    for name, value in given.items():
+        usual = known[name]
+        if name in WORDS and value not in WORDS[name]:
+            return f"{name} is {value!r}, and must be one of {', '.join(WORDS[name])}"
+        is_word = isinstance(usual, str | bool) and usual != REQUIRED
+        if not (is_word or (value is None and usual is None) or (type(value) in (int, float) and math.isfinite(value))):
+            return f"{name} is {value!r}, and must be a number"
+    return ""
+
+
+def optim_mistakes(run: Run) -> Iterator[str]:
+    """In --optim_args, of which the Trainer takes what its optimizer knows, and passes the rest over."""
+    text, optim = run.value("optim_args"), run.value("optim")
+    if not text or optim.startswith("rmsprop_bnb"):  # to which any are handed on
         return
-    try:
-        rule(1, **given)
-    except (TypeError, ValueError) as error:
-        yield f"{said}: {error}."
+    known = snapshot()["optim_args"].get(optim, [])
+    pairs = [pair.partition("=") for pair in str(text).replace(" ", "").split(",")]
+    for name, equals, value in pairs:
+        if name not in known:
+            takes = f"{', '.join(known)} alone" if known else "none. Drop it"
+            yield f"{run.said('optim_args')}, with {name}, but {run.said('optim')}, which takes {takes}."
+        elif not equals or not value:
+            yield f"{run.said('optim_args')}: {name} has no value. Write name=value, with commas between."
+        elif not (name in NO_NUMBERS or name.endswith("_dtype") or NUMBER.fullmatch(value)):
+            yield f"{run.said('optim_args')}: {name} is {value!r}, and must be a number."
+
+
+# transformers 5.23, trainer_optimizer.py: switches and words.
+NO_NUMBERS = (
+    *("nesterov", "centered", "use_kahan_summation", "bf16_stochastic_round", "decouple_lr", "kahan_sum"),
+    *("proj", "proj_type", "scale_type"),
+)
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def rule_of(kind: Any, total: int, given: dict[str, Any] | None) -> Rule | None:

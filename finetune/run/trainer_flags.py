@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from finetune.run.flag import FILE, NAME_OR_PATH, OUTPUT, Flag
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, RATE, STEPS, Range
 from finetune.run.schedules import Schedule
+from finetune.run.snapshot import snapshot
 
-SNAPSHOT = Path(__file__).with_name("training_arguments.json")
 PATHS = {
     "output_dir": OUTPUT,
     "deepspeed": NAME_OR_PATH,
@@ -39,7 +37,7 @@ RANGES = {
 
 @cache
 def trainer_flags() -> tuple[Flag, ...]:
-    rows = json.loads(SNAPSHOT.read_text(encoding="utf-8"))["flags"]
+    rows = snapshot()["flags"]
     return tuple(Flag(**{**row, **_ours(row["name"], row.get("choices", ()))}) for row in rows)
 
 

@@ -101,6 +101,7 @@ VOID = (
     Void(("group_by_length",), "streaming", (True,), "A stream is taken as it comes. Drop it."),
     Void(("document_mask",), "packing", ("none",), "A block has one document. Drop it."),
     Void(("encoding",), "train_file", (None,), "It is of files. Drop it.", unless=("validation_file", "test_file")),
+    Void(("optim_args", "optim_target_modules"), "optim", ("adamw_torch", "adamw_torch_fused", "adafactor")),
     Void(("tokenizer", "bpe_vocab_size"), "tokenizer_name", GIVEN),
     Void(("bpe_vocab_size",), "tokenizer", ("char", "byte"), "Give --tokenizer bpe."),
     Void(("validation_fraction", "validation_split_percentage"), "validation_file", GIVEN),

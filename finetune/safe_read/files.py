@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,6 +13,7 @@ from finetune.errors import RequestError, first_line
 MOST_BYTES = 64 * 2**20
 SPARSE_FROM = 2**30  # bytes: a small file may lie in its inode, or be zeros that a disk packs well
 SPARSE_RATIO = 64
+DEEPEST_FOLDER = 50  # levels below the folder that is read; checkpoints have 3
 HUB_LINKS = ("snapshots", "blobs")  # the hub's cache: models--a--b/snapshots/REVISION/config.json -> ../../blobs/...
 
 
@@ -53,6 +55,16 @@ def is_plain_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):
         return False
+
+
+def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """`os.walk`, which calls itself for each level up to Python 3.11: of a bounded depth. Raises RequestError for a
+    folder that is deeper."""
+    levels = len(folder.parts) + DEEPEST_FOLDER
+    for base, folders, names in os.walk(folder):
+        if len(Path(base).parts) > levels:
+            raise RequestError(f"{folder}: has folders in each other, deeper than {DEEPEST_FOLDER} levels.")
+        yield base, folders, names
 
 
 def refuse_outside(path: Path, folder: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.safe_read.files import open_plain, read_bounded, refuse_outside
+from finetune.safe_read.files import open_plain, read_bounded, refuse_outside, walk
 from finetune.safe_read.values import leaves, parse_yaml, read_json_object
 
 MOST_TOKENIZER_BYTES = 64 * 2**20  # with the largest vocabularies 35
@@ -58,7 +58,7 @@ def check_model_folder(folder: Path, said: str, trusts_code: bool = False) -> No
 def check_data_folder(folder: Path, said: str) -> None:
     """In the hub's layout: its links and the patterns of its README.md, which say what to read, do not lead out of it
     (datasets 5.2 follows both). Raises RequestError, which begins with `said` or a path."""
-    for base, folders, names in os.walk(folder):
+    for base, folders, names in walk(folder):
         for name in (*folders, *names):
             path = Path(base, name)
             if path.is_symlink():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import numbers
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +60,7 @@ def load_metrics(
             if fit:
                 raise RequestError(f"{said}: is not for a {task}. Of ours {', '.join(fit)} are: give some.") from error
             raise RequestError(
-                f"{said}: fails on rows of a {task}: {type(error).__name__}: {first_line(error, 300)} "
-                "Leave it out, or mend it."
+                f"{said}: fails on rows of a {task}: {_told(error, name)} Leave it out, or mend it."
             ) from error
         for figure, value in figures.items():
             if not isinstance(value, numbers.Real):
@@ -72,6 +72,18 @@ def load_metrics(
             givers[figure] = name
         found.append(Metric(name, module, {figure: _greater_is_better(module, figure) for figure in figures}))
     return tuple(found)
+
+
+def _told(error: Exception, name: str) -> str:
+    """What it says, and the last line of the metric's own file that it went through."""
+    own = _path(name).resolve()
+    lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).resolve() == own]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{type(error).__name__}: {first_line(error, 300).rstrip('.')}."
+
+
+def _path(name: str) -> Path:
+    return FOLDER / f"{name}.py" if name in METRICS else Path(name).expanduser()
 
 
 def _greater_is_better(module: Any, figure: str) -> bool:
@@ -100,7 +112,7 @@ def _compute(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open(name: str, config: str | None, said: str) -> Any:
-    path = FOLDER / f"{name}.py" if name in METRICS else Path(name).expanduser()
+    path = _path(name)
     if not path.is_file():
         raise RequestError(
             f"{said}: is no metric of ours ({', '.join(METRICS)}) and no file. Give one, or the path of a Python "
@@ -118,9 +130,7 @@ def _open(name: str, config: str | None, said: str) -> Any:
         if len(kinds) == 1:
             return kinds[0](config_name=config, keep_in_memory=True, cache_dir=str(cache_home() / "metrics"))
     except Exception as error:  # whatever a stranger's file raises
-        raise RequestError(
-            f"{said}: cannot be loaded: {type(error).__name__}: {first_line(error, 300)} Mend the file."
-        ) from error
+        raise RequestError(f"{said}: cannot be loaded: {_told(error, name)} Mend the file.") from error
     raise RequestError(f"{said}: holds {len(kinds)} subclasses of evaluate.Metric, but must hold one.")
 
 

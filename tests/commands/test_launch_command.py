@@ -123,7 +123,7 @@ def test_a_container_keeps_what_is_written_and_gets_the_memory_nccl_wants(capsys
     assert line.endswith("finetune:ngc torchrun --standalone --nproc_per_node 2 recipes/seq_cls.py")
 
 
-AWKWARD = ["--run_name", 'it\'s $HOME; a `b` * ~ "c" \\\\ #', "--label_column_name", "", "--task=a b"]
+AWKWARD = ["--output_dir", 'it\'s $HOME; a `b` * ~ "c" \\\\ #', "--label_column_name", "", "--text_column_names=a b"]
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,15 @@ def test_names_of_files_and_interfaces_are_quoted_too(tmp_path: Path, capsys: py
         (["--include", "a", RECIPE], "Give that as well"),
         (["--hostfile", "recipes/launch/hostfile", "--nodes", "2", RECIPE], "Leave --nodes"),
         (["--launcher", "slurm", RECIPE], "Give --gpus_per_node"),
+        (
+            [RECIPE, "--lr", "3"],
+            "--lr (command line): recipes/seq_cls.py has no such flag. Did you mean --learning_rate?",
+        ),
+        (
+            ["--nodes", "2", "--launcher", "deepspeed", RECIPE, "--lr", "3"],
+            "--nodes 2: the ranks must know where they meet",
+        ),
+        (["--nodes", "2", "--launcher", "deepspeed", RECIPE, "--lr", "3"], "\n--lr (command line)"),
         (["--launcher", "slurm", "--hostfile", "recipes/launch/hostfile", RECIPE], "chooses hosts by itself"),
         (["--launcher", "torchrun", "--no_ssh", RECIPE], "Leave it out"),
         (["--launcher", "accelerate", RECIPE, "--fsdp", "full_shard offload"], "takes FSDP's options from a file"),
@@ -192,7 +201,7 @@ def test_names_of_files_and_interfaces_are_quoted_too(tmp_path: Path, capsys: py
         (["--image", "it", "--hostfile", "/etc/hosts", RECIPE], "is no host"),
         ([RECIPE, "--nodes", "2"], "Put it before"),
         (["--nodes", "2", "--master_addr", "10.0.0.1:29500", RECIPE], "The port is --master_port"),
-        (["--hostfile", "recipes/launch/hostfile", RECIPE, "--optim_args", '{"a":1}'], "would read it once more"),
+        (["--hostfile", "recipes/launch/hostfile", RECIPE, "--output_dir", '{"a":1}'], "would read it once more"),
         (["--launcher", "accelerate", RECIPE, "--fsdp", "True", "--deepspeed", "zero2"], "contradict each other"),
         (["--image", "it", "--launcher", "deepspeed", "--hostfile", "recipes/launch/hostfile", RECIPE], "Add --no_ssh"),
         (["--launcher", "python", "--gpus_per_node", "2", RECIPE], "starts one process"),

@@ -60,6 +60,7 @@ def test_parquet_is_read(tmp_path: Path) -> None:
 
 REFUSED = [
     pytest.param("a.csv", "text,label\na,1\nb,0,9\n", "line 3 has 3 cells", id="a cell too many"),
+    pytest.param("a.csv", "so, so,1\nb,0\nc,1\nd,0\n", "line 1 has 3 cells", id="a cell too many at first"),
     pytest.param("a.jsonl", '{"text": "a"}\n{"text": \n', r"line 2, column", id="broken json line"),
     pytest.param("a.csv", "", "the file is empty", id="empty file"),
     pytest.param("a.csv", "text,label\n", "no rows", id="a header alone"),

@@ -19,6 +19,12 @@ ROWS = {
     "b.jsonl": json.dumps({"title": "x", "body": "y z"}) + "\n",
     "a.txt": "text\n",
     "a.conll": "a O\n",
+    "b.conll": "a,O\n",
+    "c.conll": "a 1\n",
+    "d.conll": "a O\nb\n",
+    "b.csv": "nice, really,pos\ngood,pos\nbad,neg\n",
+    "c.csv": "text,label\nnice, really,pos\n",
+    "d.csv": "title,text,label\na b,c d\ne f,g h,1\n",
 }
 
 
@@ -33,6 +39,13 @@ ROWS = {
         ("token_cls", "--train_file a.jsonl --tags_column_name ner", "no column 'ner'; it has words, tags, pos"),
         ("token_cls", "--train_file a.jsonl", ""),
         ("token_cls", "--train_file a.conll", ""),
+        ("token_cls", "--train_file b.conll", "columns are parted by ','"),
+        ("token_cls", "--train_file c.conll", r"tags are numbers \(1\)"),
+        ("token_cls", "--train_file d.conll", "line 2 has 1 columns"),
+        ("token_cls", "--train_file a.csv", "no column 'tokens or words'.* Texts with a label each are for .*seq_cls"),
+        ("seq_cls", "--train_file b.csv", "line 1 has 3 cells, and there are 2 columns"),
+        ("seq_cls", "--train_file c.csv", "line 2 has 3 cells, and there are 2 columns"),
+        ("seq_cls", "--train_file d.csv", ""),
         ("causal_lm", "--train_file b.jsonl --text_column_name boby", "no column with text found"),
         ("causal_lm", "--train_file b.jsonl", ""),
         ("causal_lm", "--train_file a.txt", ""),

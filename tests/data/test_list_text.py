@@ -34,8 +34,26 @@ def test_what_python_and_json_write_is_read_back(write: Any, row: list[str]) -> 
         ("[]", []),
         ("art", None),
         ("[art", None),
-        ("[['art'], ['law']]", None),
         ("['art', {'law': 1}", None),
+        ("('art', 'law')", ["art", "law"]),
+        ("('art',)", ["art"]),
+        ("(1, 0)", ["1", "0"]),
+        ("(art, law)", ["art", "law"]),
+        ("{'art', 'law'}", ["art", "law"]),
+        ("frozenset({'art'})", ["art"]),
+        ("set()", []),
+        ("{art,law}", ["art", "law"]),  # Postgres
+        ("array(['art', 'law'],\n      dtype='<U3')", ["art", "law"]),
+        ("array([], dtype=float64)", []),
+        ("tensor([1, 0])", ["1", "0"]),
+        ("[np.str_('art=law'), np.int64(1)]", ["art=law", "1"]),
+        ("[u'art', b'law']", ["art", "law"]),
+        ("[not relevant]", None),
+        ("(see below)", None),
+        ("add(x, y)", None),
+        ("(0, 10]", None),
+        ("[art](law)", None),
+        ("(it's fine, isn't it)", None),
         ("['open]", None),
         ("", None),
     ],
@@ -54,6 +72,10 @@ def column(*cells: str | None) -> Dataset:
         (["['a', 'b']", None, "[]"], "string", [["a", "b"], None, []]),
         (["[1, 0]", "[0. 1.]"], "int64", [[1, 0], [0, 1]]),
         (["[1, 0]", "[None]"], "string", [["1", "0"], [None]]),
+        (["[True, False]", "(False, True)"], "int64", [[1, 0], [0, 1]]),
+        (["[1.0e+00 0.0e+00]"], "int64", [[1, 0]]),
+        (["[0.5, 1]"], "float64", [[0.5, 1.0]]),
+        (["[123456789012345678901, 1]"], "string", [["123456789012345678901", "1"]]),
     ],
 )
 def test_a_column_of_lists_becomes_one(cells: list[str | None], kind: str, rows: list[Any]) -> None:
@@ -62,7 +84,9 @@ def test_a_column_of_lists_becomes_one(cells: list[str | None], kind: str, rows:
     assert found["labels"][:] == rows
 
 
-@pytest.mark.parametrize("cells", [["[UNK]", "[CLS]"], ["a", "b"], ["a [b, c]", "d"]])
+@pytest.mark.parametrize(
+    "cells", [["[UNK]", "[CLS]"], ["a", "b"], ["a [b, c]", "d"], ["(x)", "f(x, y)"], ["a(" * 9_999]]
+)
 def test_words_stay_words(cells: list[str]) -> None:
     table = column(*cells)
     assert lists_of_text(table, "labels", "the train data") is table
@@ -73,6 +97,13 @@ def test_words_stay_words(cells: list[str]) -> None:
     [
         (["['a', 'b']", "c"], "the train data: row 2 of 'labels' is 'c', but others hold lists"),
         (["['a' ... 'z']"], "row 1 of 'labels' .* numpy has left out its middle"),
+        (["['a']", "[[1, 0], [2]]"], "row 2 of 'labels' .* holds lists or objects"),
+        (["[[1]]"], "row 1 of 'labels' .* holds lists or objects"),
+        (["array([[1, 0],\n       [0, 1]])"], "row 1 of 'labels' .* holds lists or objects"),
+        (["{'a': 1}"], "row 1 of 'labels' .* holds lists or objects"),
+        (["[('a', 1)]"], "row 1 of 'labels' .* holds lists or objects"),
+        (["[Rock and Roll, Pop]"], "row 1 of 'labels' .* words without quotes and commas"),
+        (["[" * 5_000 + "]" * 5_000], "row 1 of 'labels' .* holds lists or objects"),
     ],
 )
 def test_lists_that_are_not_whole_and_not_everywhere_are_refused(cells: list[str], said: str) -> None:

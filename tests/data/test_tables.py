@@ -79,6 +79,13 @@ def test_what_a_run_reads_otherwise_than_somebody_may_think_is_noted() -> None:
     assert stars.splits["validation"]["label"][:2] == stars.splits["train"]["label"][:2] == [1, 0]
 
 
+def test_a_share_to_hold_out_that_does_nothing_is_noted() -> None:
+    rows = {"text": ["a b", "c d", "e f", "g h"], "label": ["x", "y", "x", "y"]}
+    tables = {"train": Dataset.from_dict(rows), "validation": Dataset.from_dict(rows)}
+    found = clean_tables(tables, DataArguments(), PreparationArguments(validation_fraction=0.25), 0)
+    assert found.notes == ("--validation_fraction 0.25 does nothing, for there is a validation split",)
+
+
 def test_bad_rows_are_refused_with_their_numbers_or_left_out_when_told_so() -> None:
     rows = {"text": [*ROWS["text"], "", "fine"], "label": [*ROWS["label"], "a", None]}
     with pytest.raises(RequestError, match=r"2 of 42 rows with empty text or label \(counted.*: 41, 42\)"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seqeval.metrics.sequence_labeling import get_entities
 
-from finetune.data.tag_schemes import find_scheme, read_conll, to_bio
+from finetune.data.tag_schemes import find_scheme, read_conll, spelt_alike, to_bio
 from finetune.errors import RequestError
 
 BIO = "B-a I-a O B-a B-a I-a B-b I-b I-b O".split()
@@ -51,14 +51,50 @@ def test_plain_types_are_entities_of_neighbours_where_some_words_have_none_and_e
     assert to_bio(speech, find_scheme([speech])[0]) == ["B-NOUN", "B-NOUN", "B-VERB"]
 
 
-def test_a_mixture_is_refused() -> None:
-    with pytest.raises(RequestError, match="and others do not: LOC"):
-        find_scheme([["B-PER", "LOC"]])
+@pytest.mark.parametrize(
+    ("tags", "read_as"),
+    [
+        ("B_PER I_PER O", "B-PER I-PER O"),
+        ("B-PER I_PER", "B-PER I-PER"),
+        ("B:PER O", "B-PER O"),
+        ("B\u2010PER O", "B-PER O"),
+        ("PER-B PER-I O", "B-PER I-PER O"),
+        ("PER_B PER_E O", "B-PER E-PER O"),
+        ("b-per i-per o", "B-per I-per O"),
+        ("B-PER o", "B-PER O"),
+        ("B I O", "B-entity I-entity O"),
+    ],
+)
+def test_a_prefix_in_another_spelling_is_read_and_said(tags: str, read_as: str) -> None:
+    rows, note = spelt_alike([tags.split(), None])
+    assert rows == [read_as.split(), []]
+    changed = sorted((old, new) for old, new in zip(tags.split(), read_as.split(), strict=True) if old != new)
+    assert note == "tags are spelt anew: {} is read as {}".format(*changed[0])
 
 
-def test_numbers_are_no_tags() -> None:
-    with pytest.raises(RequestError, match=r"the tags are numbers \(0, 3\), which do not say what is no entity"):
-        find_scheme([["3", "0"]])
+@pytest.mark.parametrize(
+    "tags", ["B-PER I-PER O", "PER LOC O", "NOUN V.fin N-pl", "s_1 t_2", "a o u", "B-B_x I-B_x", "O"]
+)
+def test_tags_that_are_spelt_as_ever_stay_as_they_are(tags: str) -> None:
+    assert spelt_alike([tags.split()]) == ([tags.split()], "")
+
+
+@pytest.mark.parametrize(
+    ("tags", "said"),
+    [
+        ("B-PER LOC", "and others do not: LOC"),
+        ("B_PER I_PER LOC", "and others do not: LOC"),
+        ("PER PER-I O", "and others do not: PER"),
+        ("B-PER LOC-B LOC-I", "and others do not: B-PER"),
+        ("3 0", r"numbers \(0, 3\), which do not say what is no entity"),
+        ("-1 1", r"numbers \(-1, 1\)"),
+        ("1.0 0.0", r"numbers \(0.0, 1.0\)"),
+        ("B-PER -100", r"others do not: -100|numbers \(-100\)"),
+    ],
+)
+def test_mixtures_and_numbers_are_refused(tags: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        find_scheme(spelt_alike([tags.split()])[0])
 
 
 CONLL = "-DOCSTART- -X- O O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\n\nPeter NNP B-NP I-PER\n"

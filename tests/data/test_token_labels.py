@@ -43,9 +43,21 @@ def test_lists_that_a_csv_holds_as_text_are_read(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     pandas.DataFrame({"tokens": WORDS, "tags": TAGS}).to_csv(path, index=False)
     arguments = TokenDataArguments(train_file=str(path), validation_file=str(path))
-    found = clean_sentences(load_sentences(arguments)[0], arguments, PreparationArguments(), 0).splits["train"]
+    done = clean_sentences(load_sentences(arguments)[0], arguments, PreparationArguments(), 0)
+    assert [note.partition(",")[0] for note in done.notes] == [
+        f"{one} holds lists as text" for one in ("tokens", "tags")
+    ]
+    found = done.splits["train"]
     assert found["tokens"][:] == WORDS
     assert [[NAMES[i] for i in row] for row in found["label"]] == TAGS
+
+
+def test_tags_in_another_spelling_are_understood_and_said() -> None:
+    tags = [[tag.replace("-", "_").lower() for tag in row] for row in TAGS]
+    found = clean({"train": table(tags=tags), "validation": table(tags=tags)})
+    assert found.labels.names == tuple(name[:2] + name[2:].lower() for name in NAMES)
+    assert found.splits["train"]["label"][:] == [[3, 4, 0, 0, 1], [0, 0], [3, 0]]
+    assert found.notes[0].startswith("tags are spelt anew: b_loc is read as B-loc")
 
 
 def test_ids_of_a_data_set_that_names_them_are_read_by_name() -> None:
@@ -76,13 +88,17 @@ def test_a_trained_models_tags_keep_their_ids() -> None:
         ),
         pytest.param({"train": table(tags=None)}, r"no column 'tags or ner_tags", id="no tags"),
         pytest.param(
-            {"train": table(tags=[[1] * 5, [1, 1], [1, 1]])}, r"holds no lists of tags, but '\[1, 1", id="ids"
+            {"train": table(tags=[[1] * 5, [1, 1], [1, 1]])}, r"holds no names of tags, but \[1, 1, 1", id="ids"
         ),
         pytest.param({"train": table(tags=[["O"] * 5, ["O"] * 2, ["O"] * 2])}, "every word .* is tagged O", id="all O"),
         pytest.param(
             {"train": table(), "validation": table([["a"]], [["B-ORG"]])}, r"entities .*: 'ORG' \(1", id="new"
         ),
-        pytest.param({"train": table(["a b"], ["O"])}, r"'tokens' holds no lists of words", id="texts"),
+        pytest.param({"train": table(["a b"], ["O"])}, r"'tokens' holds no lists of words, but a b", id="texts"),
+        pytest.param(
+            {"train": table([[1, 2]], [["B-x", "O"]])}, r"holds no lists of words, but \[1, 2\]", id="numbers"
+        ),
+        pytest.param({"train": table(tags=["O", "O", "O"])}, r"'tags' holds no lists of tags, but O", id="a tag"),
     ],
 )
 def test_bad_sentences_are_refused(tables: dict[str, Dataset], said: str) -> None:
@@ -100,7 +116,8 @@ def test_bad_sentences_are_refused(tables: dict[str, Dataset], said: str) -> Non
         ("a.csv", "tokens,tags\n\"['a', 'b']\",\"['O']\"\n", r"has 1 of 1 .* another number"),
         ("a.csv", "tokens,tags\na b,O O\n", "holds no lists of words. .*recipes/seq_cls.py"),
         ("a.conll", "Ada\nlives\n", "each line is one word without a tag"),
-        ("a.conll", "Ada,B-PER\nlives,O\n", "each line is one word without a tag"),
+        ("a.conll", "Ada,B-PER\nlives,O\n", "columns are parted by ','"),
+        ("a.txt", "Ada;B-PER\nlives;O\n", "columns are parted by ';'"),
         ("a.jsonl", '{"words": ["a"], "pos": ["O"]}\n', r"has no column 'tags or ner_tags or .*it has words, pos"),
     ],
 )  # fmt: skip

@@ -74,6 +74,39 @@ def test_what_deepspeed_has_two_forms_of_is_mended_to_one(zero: str, says: str, 
     assert "prefetch_bucket_size" not in json.loads(mended(text, a_run(arguments={})))["zero_optimization"]
 
 
+@pytest.mark.parametrize(
+    ("extra", "engine", "severity", "says"),
+    [
+        ({"comment": "of ours"}, "trainer", "warning", "'comment' is no key .* Delete it."),
+        ({"checkpointing": {"every": 5}}, "trainer", "warning", "checkpointing is no key .* Delete it."),
+        ({"max_grad_norm": 0.5}, "trainer", "error", "Its place is gradient_clipping."),
+        ({"fp16": {"fp16": True}}, "deepspeed", "error", "fp16.fp16 is no key .* Delete it."),
+        ({f"of_ours_{key}": key for key in "abcdef"}, "trainer", "warning", "of_ours_c and 3 more are no keys"),
+        ({"bfloat16": {"enabled": True}}, "trainer", "error", "the run trains in fp32"),
+        ({"bfloat16": {"enabled": True}}, "accelerate", "error", "the run trains in fp32"),
+        ({"bfloat16": {"enabled": True}}, "deepspeed", "warning", "an old name. Use bf16"),
+        ({"sequence_parallel_size": 2}, "accelerate", "error", "which does not divide the run's ranks, 1"),
+        ({"aio": {"use_gds": True}}, "deepspeed", "error", "needs an NVIDIA GPU"),
+    ],
+)  # fmt: skip
+def test_what_public_configs_hold_is_told_as_upstream_takes_it(
+    extra: dict[str, Any], engine: str, severity: str, says: str
+) -> None:
+    sound = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+    run = a_run(engine=engine, arguments={})
+    assert check(json.dumps({**sound, "gradient_accumulation_steps": 1}), run).found == ()
+    found = [placed.finding for placed in check(json.dumps({**sound, **extra}), run).found]
+    told = [finding.severity for finding in found if re.search(says.replace("'", "'?"), finding.message)]
+    assert told == [severity]
+    assert severity == "error" or not [finding for finding in found if finding.severity == "error"]
+
+
+def test_the_old_name_of_bf16_does_no_harm_where_the_flag_asks_for_it() -> None:
+    text = json.dumps({**BF16_BY_ITS_OLD_NAME, "gradient_clipping": 1.0})
+    assert check(text, a_run(arguments={"bf16": True})).errors == []
+    assert [placed.finding.code for placed in check(text, a_run(arguments={"bf16": False})).errors] == ["DS105"]
+
+
 def test_all_disagreements_are_named_at_once() -> None:
     config = {
         "zero_optimization": {"stage": 2},
@@ -90,6 +123,8 @@ def test_files_of_another_purpose_get_one_message() -> None:
     assert [(finding.code, "30 value" in finding.message) for finding in said] == [("DS009", True)]
     inference = {"replace_with_kernel_inject": True, "tensor_parallel": {"tp_size": 2}, "typo": 1, "max_out_tokens": 5}
     assert [placed.finding.code for placed in check(json.dumps(inference), a_run()).found] == ["DS010"]
+    stages = {"zero_optimization": {"stage": [0, 1, 2, 3]}, "autotuning": {"enabled": True}, "num-layers": 12}
+    assert [placed.finding.code for placed in check(json.dumps(stages), a_run()).found] == ["DS010"]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +230,7 @@ def test_every_code_has_an_entry_in_the_documentation_and_a_case() -> None:
     assert codes - {fault.code for fault in FAULTS} == {"DS008", "DS607"}
 
 
+BF16_BY_ITS_OLD_NAME = {"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}}
 ZERO2 = '"zero_optimization": {"stage": 2}'
 MENDED = [
     pytest.param(

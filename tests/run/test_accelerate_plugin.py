@@ -9,6 +9,9 @@ from check_cases import run_of
 
 from finetune.errors import RequestError
 from finetune.run.accelerate_plugin import FIELDS, check_fields, config_of_fields
+from finetune.run.launch import Launch
+from finetune.run.recipes.seq_cls import SEQ_CLS
+from finetune.run.resolve import resolve_here
 
 VARIABLES = dict(FIELDS.values())
 
@@ -63,3 +66,11 @@ def test_a_number_that_the_flags_contradict_is_refused(monkeypatch: pytest.Monke
 def test_sound_fields_are_taken(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, **fields)
     check_fields(run_of(engine="trainer", arguments={}), ())
+
+
+def test_a_search_for_the_batch_is_refused_under_zero3_by_fields_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, zero_stage=3)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    launch = Launch(world_size=2, local_world_size=2, launcher="accelerate")
+    with pytest.raises(RequestError, match=r"--auto_find_batch_size is True .*, which ZeRO-3 \(by accelerate\) cannot"):
+        resolve_here(SEQ_CLS, ["--auto_find_batch_size", "True"], launch)

@@ -137,6 +137,39 @@ def test_saves_that_go_with_evaluations_are_taken(words: str) -> None:
     assert resolve(SEQ_CLS, words.split(), Launch()).value("load_best_model_at_end")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--disable_check ds501 --deepspeed zero2", "--disable_check is .* but ds501 is no code"),
+        ("--disable_check DS501,DS502 --deepspeed zero2", "but DS501,DS502 is no code"),
+        ("--disable_check DS501", "which does nothing: this run is without DeepSpeed"),
+        ("--nvme_path disk", "--nvme_path is .* which does nothing"),
+        ("--text_column_names a", "--text_column_names is .* built-in data has columns of its own"),
+        ("--label_column_name a", "--label_column_name is 'a' .* Give --train_file"),
+        ("--optim_args a=1", "--optim_args is 'a=1' .* which does nothing: --optim is "),
+    ],
+)
+def test_what_a_run_on_this_machine_would_pass_over_is_refused(words: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=said):
+        resolve_here(SEQ_CLS, [*words.split(), "--output_dir", str(tmp_path / "out")], Launch())
+
+
+def test_a_static_graph_is_for_steps_of_one_micro_batch() -> None:
+    words = "--ddp_static_graph True --gradient_accumulation_steps 2".split()
+    assert resolve(SEQ_CLS, words, Launch()).value("ddp_static_graph")
+    assert resolve(SEQ_CLS, words[:2], Launch(world_size=2)).value("ddp_static_graph")
+    with pytest.raises(RequestError, match="first step without accumulation"):
+        resolve(SEQ_CLS, words, Launch(world_size=2))
+
+
+def test_a_yaml_of_more_lines_than_any_recipe_has_flags_is_refused_at_once(tmp_path: Path) -> None:
+    """Each unknown flag is compared with all: 25,000 of them took minutes."""
+    for name, text in (("a", "".join(f"k{i}: 1\n" for i in range(1_001))), ("b", f"metrics: {list(range(1_001))}")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+        with pytest.raises(RequestError, match=r"has 1,001 lines or values; at most 1,000 are read"):
+            resolve(SEQ_CLS, ["--config", str(tmp_path / f"{name}.yaml")], Launch())
+
+
 def test_several_are_said_at_once() -> None:
     with pytest.raises(RequestError) as met:
         resolve(

@@ -86,6 +86,16 @@ def test_accelerate_with_fsdp_and_deepspeed_by_flag_are_refused(monkeypatch: pyt
     assert deepspeed_config_of(request(launcher="accelerate")) is None
 
 
+def test_all_that_is_wrong_with_an_engine_is_said_at_once() -> None:
+    with pytest.raises(RequestError, match=r"(?s)and this is one\..*\n.*both shard the model"):
+        settle_engine(request("--fsdp", "True", "--deepspeed", "zero2", launcher="python", world_size=1))
+
+
+def test_fsdp_that_is_off_shards_nothing() -> None:
+    run = settle_engine(request("--fsdp", "False", "--deepspeed", "zero2"))
+    assert (run.value("fsdp"), run.value("deepspeed")) == (None, "zero2")
+
+
 def test_fsdp_needs_ranks_and_training() -> None:
     with pytest.raises(RequestError, match=r"this is one\. Drop it, or launch with `torchrun"):
         fsdp_of(request("--fsdp", "True", launcher="python", world_size=1))

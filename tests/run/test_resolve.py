@@ -68,6 +68,23 @@ def test_flags_that_cannot_be_meant_are_refused(argv: list[str], message: str) -
         request(*argv)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-lr 3", r"-lr \(command line\): a flag begins with two dashes\. Did you mean --learning_rate\?"),
+        ("--seed 1 -max_steps=3", "-max_steps=3 .* Did you mean --max_steps"),
+        ("\u2014lr 3", "a flag begins with two dashes. Did you mean --learning_rate"),
+        ("-x", "-x .* `--help` lists them"),
+        ("--", "no flag follows it"),
+        ("--wrld 2", "The launcher says how many ranks there are"),
+    ],
+)
+def test_words_that_are_nearly_flags_are_told(words: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said) as met:
+        request(*words.split())
+    assert "\n" not in str(met.value)
+
+
 def test_what_the_trainer_refuses_is_a_request_error() -> None:
     with pytest.raises(RequestError, match=r"load_best_model_at_end|eval"):
         training_arguments(request("--load_best_model_at_end", "True", "--eval_strategy", "no"))
@@ -124,10 +141,11 @@ def test_a_key_that_is_twice_in_a_yaml_is_refused(tmp_path: Path) -> None:
         ("seed: &a 1\nmax_steps: *a\n", r"c\.yaml:2:12: .* has an alias"),
         ("lr_scheduler_kwargs: {<<: {a: 1}}\n", r"c\.yaml:1:23: .* has a merge key"),
         ("<<: 1\n", r"c\.yaml:1:1: .* has a merge key"),
+        ("".join(f"key_{i}: 1\n" for i in range(1001)), r"c\.yaml: has 1,001 lines or values; at most 1,000"),
         (f"seed: {'9' * 400}\n", r"--seed .*must be a whole number"),
         (f"learning_rate: {'9' * 400}\n", r"--learning_rate .*must be a number"),
     ],
-    ids=["alias", "merge key", "merge key of a word", "huge whole number", "huge number"],
+    ids=["alias", "merge key", "merge key of a word", "many keys", "huge whole number", "huge number"],
 )
 def test_a_yaml_that_means_too_much_is_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
@@ -162,6 +180,7 @@ def test_every_mistake_is_said_at_once_with_its_source_and_what_is_probably_mean
             ("Learning-Rate", "learning_rate"),
             ("wd", "weight_decay"),
         ),
+        *(("batchsize", "per_device_train_batch_size"), ("epoches", "num_train_epochs")),
     ],
 )
 def test_a_word_that_is_no_flag_is_understood_by_its_meaning(word: str, meant: str) -> None:
@@ -179,7 +198,7 @@ def test_a_word_that_is_no_flag_is_understood_by_its_meaning(word: str, meant: s
         ("max_steps: 1e3", "max_steps", 1000),
         ("report_to: wandb", "report_to", ["wandb"]),
         ("report_to: [none]", "report_to", ["none"]),
-        ("lr_scheduler_kwargs: {num_cycles: 2}", "lr_scheduler_kwargs", {"num_cycles": 2}),
+        ("lr_scheduler_type: cosine\nlr_scheduler_kwargs: {num_cycles: 2}", "lr_scheduler_kwargs", {"num_cycles": 2}),
         ("label_column_name: 7", "label_column_name", "7"),
     ],
 )
@@ -196,7 +215,7 @@ def test_yaml_means_what_its_writer_means(yaml: str, name: str, value: Any, tmp_
         (["--bf16"], "bf16", True),
         (["--no_group_by_length"], "group_by_length", False),
         (["--text_column_names", "a", "b"], "text_column_names", ["a", "b"]),
-        (["--lr_scheduler_kwargs", '{"num_cycles": 2}'], "lr_scheduler_kwargs", {"num_cycles": 2}),
+        (["--lr_scheduler_kwargs={}"], "lr_scheduler_kwargs", {}),
         (["--max_seq_length", "none"], "max_seq_length", None),
         (["--max_steps", "-1"], "max_steps", -1),
         (["--max_steps", "+5"], "max_steps", 5),

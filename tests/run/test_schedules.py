@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
+from transformers import get_scheduler
 
 from finetune.errors import RequestError
 from finetune.run.launch import Launch
@@ -16,6 +17,7 @@ from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.resolve import resolve
 from finetune.run.schedules import rule_of
+from finetune.run.snapshot import REQUIRED, snapshot
 
 RATE = 0.3
 
@@ -87,6 +89,13 @@ def test_step_is_torchs(kwargs: dict[str, Any]) -> None:
         ("one_cycle", {"pct_start": 2}, "from 0 to 1"),
         ("one_cycle", {"anneal_strategy": "sin"}, "'cos' or 'linear'"),
         ("one_cycle", {"div_factor": 0}, "must be more than 0"),
+        ("cosine", {"foo": 1}, "foo is unknown. It takes num_cycles"),
+        ("linear", {"foo": 1}, "foo is unknown. It takes none"),
+        ("cosine", {"num_cycles": "a"}, "num_cycles is 'a', and must be a number"),
+        ("cosine_with_min_lr", None, "it needs one of min_lr and min_lr_rate"),
+        ("warmup_stable_decay", {"min_lr_ratio": 0.1}, "num_decay_steps is missing"),
+        ("warmup_stable_decay", {"num_decay_steps": 5, "decay_type": "x"}, "decay_type is 'x', and must be one of"),
+        ("polynomial", {"lr_end": 1.0}, "lr_end, which must be less than --learning_rate"),
         ("StepLR", None, "you may mean step"),
         ("OneCycleLR", None, "you may mean one_cycle"),
     ],
@@ -95,3 +104,38 @@ def test_what_a_schedule_does_not_take_is_refused(recipe: Any, kind: str, kwargs
     words = ["--lr_scheduler_type", kind, *(["--lr_scheduler_kwargs", json.dumps(kwargs)] if kwargs else [])]
     with pytest.raises(RequestError, match=said):
         resolve(recipe, words, Launch(), is_here=False)
+
+
+FULL = {
+    "cosine_with_min_lr": {"min_lr": 0.0},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 3},
+}
+
+
+@pytest.mark.parametrize("kind", [one for one in snapshot()["schedules"] if not one.startswith("constant")])
+def test_what_is_taken_transformers_takes(kind: str) -> None:
+    usual = {name: value for name, value in snapshot()["schedules"][kind].items() if value not in (None, REQUIRED)}
+    given = usual | FULL.get(kind, {})
+    words = ["--lr_scheduler_type", kind, *(["--lr_scheduler_kwargs", json.dumps(given)] if given else [])]
+    resolve(SEQ_CLS, words, Launch(), is_here=False)
+    get_scheduler(kind, one(), 2, 10, given)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--optim_args foo=1", r"with foo, but --optim is 'adamw_torch_fused' \(default\), which takes none"),
+        ("--optim sgd --optim_args mom=1", "which takes dampening, momentum, nesterov, weight_decay alone"),
+        ("--optim sgd --optim_args momentum", "momentum has no value"),
+        ("--optim sgd --optim_args momentum=much", "momentum is 'much', and must be a number"),
+        ("--optim adamw_8bit --optim_args beta3=1", "takes none"),
+    ],
+)
+def test_what_an_optimizer_does_not_take_is_refused(words: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        resolve(SEQ_CLS, words.split(), Launch(), is_here=False)
+
+
+def test_what_an_optimizer_takes_is_taken() -> None:
+    resolve(SEQ_CLS, ["--optim", "sgd", "--optim_args", "momentum=0.9, nesterov=True"], Launch(), is_here=False)

@@ -9,7 +9,7 @@ import pytest
 from finetune.errors import RequestError
 from finetune.run.flags.trackers import TRACKERS, check_trackers
 from finetune.run.make_trainer_flags import snapshot
-from finetune.run.trainer_flags import SNAPSHOT
+from finetune.run.snapshot import SNAPSHOT
 
 
 def test_the_snapshot_is_of_the_installed_transformers() -> None:

@@ -312,6 +312,7 @@ PLACED: dict[str, Callable[[Path, Path], None]] = {
     "a pickle with a far memo": same_content(b"\x80\x02]r\xff\xff\xff\xff."),
     "a pickle of tuples": same_content(b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"K\x01s."),
     "a text of a megabyte": same_content(b"a" * 2**20),
+    "many lines": same_content(b"".join(b"k%d: 1\n" % i for i in range(20_000))),
 }  # fmt: skip
 LINKS = tuple(name for name in PLACED if name.startswith("a link"))
 

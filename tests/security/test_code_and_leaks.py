@@ -26,7 +26,7 @@ from finetune.privacy import shown
 from finetune.report.text import cell, fenced
 from finetune.safe_read import bounded
 from finetune.safe_read.bounded import SECONDS_EACH, each_bounded
-from finetune.safe_read.folders import check_model_folder
+from finetune.safe_read.folders import check_data_folder, check_model_folder
 from finetune.training.results import write_predictions
 
 ASKS: dict[str, dict[str, Any]] = {
@@ -137,6 +137,15 @@ def test_a_folder_of_data_does_not_name_files_outside(place: str, tmp_path: Path
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {named}\n---\n")
     with pytest.raises(RequestError, match="leads out of"):
         open_hub(str(folder), None, "train")
+
+
+def test_folders_in_each_other_are_read_to_a_bounded_depth(tmp_path: Path) -> None:
+    """Python 3.11 calls itself for each level, and some thousand end it."""
+    (tmp_path / "/".join("d" * 50)).mkdir(parents=True)
+    check_data_folder(tmp_path, "x")
+    (tmp_path / "/".join("d" * 51)).mkdir()
+    with pytest.raises(RequestError, match="deeper than 50 levels"):
+        check_data_folder(tmp_path, "x")
 
 
 def test_a_packed_table_is_not_unpacked(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from finetune.training.checkpoints.identity import (
     shown,
 )
 from finetune.training.checkpoints.manifest import FileRecord, read_manifest, record_of, write_manifest
-from finetune.training.checkpoints.state import state_problems
+from finetune.training.checkpoints.state import KEPT, RULES, state_problems
 from finetune.training.checkpoints.writing import About, AtomicFolder
 
 ID, OTHER = "a" * 32, "b" * 32
@@ -177,7 +177,7 @@ def test_a_changed_flag_is_refused_by_its_source_before_anything_is_imported(tmp
     own, _ = save(tmp_path, 4), save(tmp_path, 8, strange)
     (tmp_path / IDENTITY).write_text(json.dumps(run_record(ID, LINEAGE)))
     values = {"output_dir": tmp_path, "seed": 5, "optim": "sgd"}
-    for resume in ("auto", str(own)):
+    for resume in ("auto", "allow", str(own)):
         with pytest.raises(RequestError, match=r"--seed was 2 when checkpoint-4 was saved, and is 5 \(command line\)"):
             look_at_flags(run_of(*flags({**values, "resume": resume})))
     look_at_flags(run_of(*flags({**values, "seed": 2, "resume": "auto"})))
@@ -214,6 +214,7 @@ def test_a_changed_flag_is_refused_by_its_source_before_anything_is_imported(tmp
         ({"total_flos": True}, "total_flos is 'True'"),
         ({"best_model_checkpoint": 3}, "best_model_checkpoint is '3', but it must be a text, or null"),
         ({"best_model_checkpoint": None}, None),
+        ({"logged_step": [1]}, "has 'logged_step', which the Trainer does not know"),
         ({"log_history": [{}, 3]}, "log_history is no list of objects"),
         ({"log_history": {}}, "log_history is no list of objects"),
         ({"stateful_callbacks": []}, "stateful_callbacks is no object"),
@@ -240,6 +241,12 @@ def test_numbers_that_a_run_counts_on_are_what_they_must_be(
         found = state_problems(place, step)
         assert [said in one for one in found] == [True] if said else found == [], found
         assert all(one.startswith("checkpoint-4/trainer_state.json: ") for one in found)
+
+
+def test_the_names_in_a_state_are_those_that_the_trainer_takes() -> None:
+    from transformers import TrainerState
+
+    assert {*RULES, *KEPT} == {field.name for field in fields(TrainerState)}
 
 
 def test_the_step_of_the_manifest_counts_and_a_folder_of_another_name_has_none(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from test_reshard import DECAYS, KEYS, NAMES, SHAPES, STEPS, assert_whole, checkpoint, record, settings, whole_tensors
 
 from finetune.errors import RequestError
+from finetune.run.files import PIPELINE_RECORD
+from finetune.training.reshard.batch import global_batch_of
 from finetune.training.reshard.by_name import read_pipeline, write_pipeline_record, write_share
 from finetune.training.reshard.one_file import Names, read_plain, read_zero0, write_plain, write_zero0
 from finetune.training.reshard.portable import Group, Portable, joined, settings_of, state_keys, steps_of
@@ -264,3 +266,9 @@ def test_weights_are_grouped_by_whether_they_decay_with_all_settings_of_the_opti
     assert one.settings["betas"] == (0.8, 0.9)
     assert "eps" in one.settings
     assert "params" not in one.settings
+
+
+def test_the_global_batch_of_a_pipeline_older_than_manifests_is_in_its_record(tmp_path: Path) -> None:
+    assert global_batch_of(tmp_path) is None
+    (tmp_path / PIPELINE_RECORD).write_text(json.dumps({"global_batch_size": 48}))
+    assert global_batch_of(tmp_path) == 48

@@ -75,7 +75,11 @@ def sizes_multiply(config: Config, run: Context) -> Iterator[Finding]:
     steps = _size(config, run, "gradient_accumulation_steps", "gradient_accumulation_steps")
     if run.engine in ("trainer", "accelerate") and not config.has(SIZES[2]):
         steps = 1  # accelerate puts it there
-    if total is None or config.count("sequence_parallel_size") or config.count("tensor_parallel.autotp_size"):
+    shared = config.count("sequence_parallel_size")
+    if shared and run.world_size and run.world_size % shared:  # DeepSpeed divides, and takes the fraction for its ranks
+        said = f"sequence_parallel_size is {shared}, which does not divide the run's ranks, {run.world_size}."
+        yield error("DS201", "sequence_parallel_size", said)
+    if total is None or shared or config.count("tensor_parallel.autotp_size"):
         return  # ranks that share their samples are not counted, and by how much is the script's matter
     ranks = run.data_parallel_size
     what = "world_size" if run.pipeline_parallel_size is None else "data-parallel size (ranks / stages)"

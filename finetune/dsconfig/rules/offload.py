@@ -96,6 +96,8 @@ def offload_can_be_built(config: Config, run: Context) -> Iterator[Finding]:
             "zero_optimization",
             "offload compiles DeepSpeed's CPU optimizer, and there is no C++ compiler. Install g++.",
         )
+    if run.has_cuda is False and config.is_on("aio.use_gds"):  # refused as soon as the config is read
+        yield error("DS607", "aio.use_gds", "aio.use_gds needs an NVIDIA GPU, and the run has none. Delete it.")
     if "nvme" in devices and not has_libaio():
         yield _here(run)(
             "DS607",

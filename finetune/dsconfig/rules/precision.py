@@ -23,6 +23,19 @@ def one_precision_is_on(config: Config, run: Context) -> Iterator[Finding]:
         )
 
 
+def bf16_has_its_own_name(config: Config, run: Context) -> Iterator[Finding]:
+    """DS105. accelerate 1.15, utils/dataclasses.py, set_mixed_precision: it looks for `bf16` alone and adds one, which
+    is off where no flag asks for it; DeepSpeed then takes that."""
+    is_left = config.is_on("bfloat16.enabled") and not config.has("bf16") and not run.arguments.get("bf16")
+    if is_left and run.engine != "deepspeed":
+        yield error(
+            "DS105",
+            "bfloat16.enabled",
+            "bfloat16.enabled is true, but accelerate, and so the Trainer, reads bf16 alone, and adds one that is off: "
+            "the run trains in fp32. Rename bfloat16 to bf16.",
+        )
+
+
 def fp16_has_a_gpu(config: Config, run: Context) -> Iterator[Finding]:
     """DS402."""
     if run.has_cuda is False and (config.is_on("fp16.enabled") or (run.has_trainer and run.arguments.get("fp16"))):
@@ -108,6 +121,7 @@ def _do(names: list[str]) -> str:
 
 RULES = (
     one_precision_is_on,
+    bf16_has_its_own_name,
     fp16_has_a_gpu,
     bf16_has_its_gpu,
     loss_scale_does_something,

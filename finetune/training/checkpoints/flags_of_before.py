@@ -22,12 +22,12 @@ def look_at_flags(run: Run) -> None:
     """Raises RequestError as `course_of` will, by the checkpoint that --resume most likely means. One that is not as it
     was saved, or that is of a run which may have ended, is looked at later."""
     resume = run.value("resume")
-    if not resume or resume == "allow":
+    if not resume:
         return
     folder = Path(run.value("output_dir")).expanduser()
     try:
         own = read_run(folder)
-        named = checkpoints_in(folder) if resume == "auto" else [Path(resume).expanduser()]
+        named = checkpoints_in(folder) if resume in ("auto", "allow") else [Path(resume).expanduser()]
         whole = (path for path in named if not problems(path, hashes=False) and not of_another_run(path, own))
         path = next(whole, None)
         before = read_identity(path) if path else None

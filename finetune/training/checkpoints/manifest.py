@@ -20,7 +20,7 @@ import xxhash
 
 from finetune.errors import RequestError
 from finetune.safe_read import read_json_object
-from finetune.safe_read.files import is_hollow
+from finetune.safe_read.files import DEEPEST_FOLDER, is_hollow
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -134,7 +134,8 @@ def _shown(name: str) -> str:
 
 
 def files_of(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """The sizes of the plain files below a folder, and the names of what is none. Links are not followed."""
+    """The sizes of the plain files below a folder, and the names of what is none: folders, too, that are deeper than
+    any of ours. Links are not followed."""
     files: dict[str, int] = {}
     strange: list[str] = []
 
@@ -142,6 +143,9 @@ def files_of(folder: Path) -> tuple[dict[str, int], list[str]]:
         raise error
 
     for base, folders, names in os.walk(folder, onerror=fail):
+        if len(Path(base).relative_to(folder).parts) == DEEPEST_FOLDER:
+            strange += [Path(base, name).relative_to(folder).as_posix() for name in folders]
+            folders.clear()  # which are not walked into
         for name in (*names, *folders):
             path = Path(base, name)
             mode = path.lstat()

@@ -36,6 +36,9 @@ RULES = {
     **dict.fromkeys(("epoch", "total_flos", "best_metric", "num_input_tokens_seen"), NUMBER),
     "best_model_checkpoint": TEXT,
 }
+# What else TrainerState of transformers 5.23 has (trainer_callback.py), which takes no other names.
+KEPT = """log_history stateful_callbacks is_local_process_zero is_world_process_zero is_hyper_param_search trial_name
+    trial_params""".split()
 OF_CALLBACKS: dict[str, Rule] = {
     "sums": (lambda value: isinstance(value, list) and all(map(_is_number, value)), "a list of numbers"),
     "total": (_is_number, "a number"),
@@ -55,6 +58,7 @@ def state_problems(folder: Path, step: int | None) -> list[str]:
         step = int(named[1]) if step is None and named else step
         if step is not None and state["global_step"] != step:
             found.append(f"global_step is {state['global_step']}, and the checkpoint is of step {step}")
+    found += [f"has {name[:40]!r}, which the Trainer does not know" for name in state if name not in {*RULES, *KEPT}]
     rows = state.get("log_history", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         found.append("log_history is no list of objects")

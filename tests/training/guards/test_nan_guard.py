@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from finetune.data.packing import REAL_TOKENS
 from finetune.data.sampling import GlobalBatchSampler
+from finetune.errors import RunError
 from finetune.run.flags.guards import GuardArguments
 from finetune.training.guards.finder import Finder, Found, odd_inputs, oddity
 from finetune.training.guards.memory import is_out_of_memory
@@ -229,6 +231,39 @@ def test_the_logged_loss_is_the_mean_of_the_steps_that_were_taken() -> None:
     assert guard.window(40, 4.0) == {"loss": 4.0, "nonfinite_steps": 2}
     guard.left_out = 5
     assert math.isnan(guard.window(45, 0.0)["loss"])
+
+
+class EveryStep(Suspect):
+    """A loop whose steps are all bad, and that has nothing to show of them."""
+
+    def hit(self) -> bool:
+        return True
+
+    def losses_are_finite(self) -> bool:
+        return False
+
+    def is_scaled(self) -> bool:
+        return False
+
+    def look(self, backward: bool) -> list[Finding]:
+        return []
+
+    def forget_loss(self) -> None: ...
+
+    def advance_schedule(self) -> None: ...
+
+
+@pytest.mark.parametrize(("third", "ends"), [(1000, True), (1001, False)])
+def test_only_the_bad_steps_of_the_last_thousand_count_towards_the_limit(
+    third: int, ends: bool, tmp_path: Path
+) -> None:
+    guard = NanGuard(GuardArguments(on_nan="skip", nan_limit=2), EveryStep(None))
+    args = SimpleNamespace(output_dir=str(tmp_path), max_grad_norm=1.0, process_index=0)
+    for step in (1, 501, third):
+        state = SimpleNamespace(global_step=step - 1, epoch=0.5, is_world_process_zero=True)
+        guard.on_step_begin(args, state, None)
+        with pytest.raises(RunError, match="more than --nan_limit 2") if ends and step == third else nullcontext():
+            guard.on_optimizer_step(args, state, None)
 
 
 # The batch, alone

@@ -1,0 +1,29 @@
+"""The page of issue 17's cases: what the tree did with each before, and what it does now.
+
+    python benchmarks/pages.py nothing_silent
+
+A row of docs/results/nothing_silent.json is a case that was tried by hand on small inputs, with the line that it gave,
+or one that a test holds, which `by` names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def page(rows: list[dict[str, str]]) -> str:
+    lines = [
+        "# Nothing silent: each case, before and now",
+        "",
+        "`python benchmarks/pages.py nothing_silent`. Tried on tiny models, two steps, two cores, torch 2.13.0+cpu,",
+        'transformers 5.23.0, accelerate 1.15.0, deepspeed 0.19.8. *By* is the test that holds it, or "tried".',
+    ]
+    for part in dict.fromkeys(row["part"] for row in rows):
+        lines += ["", f"## {part}", "", "| case | before | now | by |", "|---|---|---|---|"]
+        lines += [_line(row) for row in rows if row["part"] == part]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: dict[str, Any]) -> str:
+    cells = [row[name].replace("|", "\\|") for name in ("case", "before", "now", "by")]
+    return f"| {' | '.join(cells)} |"

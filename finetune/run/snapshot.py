@@ -1,0 +1,17 @@
+"""What `make_trainer_flags` has written down of the installed transformers."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+SNAPSHOT = Path(__file__).with_name("training_arguments.json")
+REQUIRED = "required"  # stands there for a default
+
+
+@cache
+def snapshot() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+    return found
