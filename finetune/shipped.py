@@ -3,6 +3,7 @@ checkout they lie at its top; a wheel carries them in the package (setup.py)."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -27,6 +28,12 @@ def config(name: str) -> Path:
     path = Path(name).expanduser()
     shipped = RECIPES / "configs" / f"{name.removeprefix('recipes/configs/').removesuffix('.yaml')}.yaml"
     return shipped if not path.exists() and shipped.is_file() else path
+
+
+def is_recipes_yaml(name: str) -> bool:
+    """By its name: `run.yaml`, or a shipped one such as `lora_24gb`."""
+    shipped = RECIPES / "configs" / f"{name}.yaml"
+    return name.endswith((".yaml", ".yml")) or (not os.path.exists(name) and os.path.isfile(shipped))
 
 
 def files(pattern: str = "") -> dict[str, Path]:

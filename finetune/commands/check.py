@@ -21,12 +21,12 @@ from finetune.run.engine import context_of
 from finetune.run.launch import Launch
 from finetune.run.resolve import resolve
 from finetune.run.run import Run
-from finetune.shipped import DS_CONFIGS
+from finetune.shipped import DS_CONFIGS, is_recipes_yaml
 
 
 def run(asked: argparse.Namespace) -> int:
     """The exit status: 0 without errors, 2 with."""
-    yamls = [name for name in asked.files if name.endswith((".yaml", ".yml"))]
+    yamls = [name for name in asked.files if is_recipes_yaml(name)]
     if yamls and (asked.config or len(asked.files) > 1):
         raise RequestError(f"{yamls[0]}: is a recipe's YAML and no DeepSpeed config. Give it alone, or by --config.")
     if yamls:
@@ -35,7 +35,9 @@ def run(asked: argparse.Namespace) -> int:
     named = [planned.value(name) for name in ("deepspeed", "deepspeed_config")] if planned else []
     files = asked.files or [name for name in named if name]
     if not files or files == ["none"]:
-        where = f"{asked.config} names no DeepSpeed config" if asked.config else "no file is given"
+        where = (
+            f"{asked.config}: a recipe's YAML that names no DeepSpeed config" if asked.config else "no file is given"
+        )
         raise RequestError(f"{where}. Give a path, or a shipped name such as zero2.")
     described, disabled = _described(asked, planned), _codes(asked.disable)
     texts = {path: read(path) for path in map(find_config, files)}  # all of them, before any is mended

@@ -19,7 +19,7 @@ from finetune.data.chat.conversation import Learning
 from finetune.data.chat.ends import note_of_ends, turn_ends
 from finetune.data.chat.remarks import notes_of
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, read_template
-from finetune.data.columns import CHAT, COMPLETION, TEXT
+from finetune.data.columns import CHAT, TEXT, of_chats_alone
 from finetune.data.documents import ENDS, Corpus, open_corpus
 from finetune.data.encoding import Encoder, UnknownCharacterError, write_tokens
 from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_fit_decreasing, one_each, wrapped
@@ -197,11 +197,8 @@ class _Job:
 
     def _check_turns(self, kind: str) -> None:
         """Raises RequestError for a flag that does nothing for documents of this kind."""
-        given = {name: getattr(self.arguments, name) for name in ("chat_template", "train_on", "reasoning")}
-        void = {name: value for name, value in given.items() if value != getattr(CorpusArguments(), name)}
-        if kind == COMPLETION:
-            void.pop("train_on", None)
-        for name, value in {} if kind == CHAT else void.items():
+        for name in of_chats_alone(kind, self.arguments):
+            value = getattr(self.arguments, name)
             raise RequestError(f"--{name} {value} is for conversations, but the data has {kind}. Drop it.")
 
     def _account_of_turns(self, tokens: Tokens, tokenizer: Any, account: Any, remarks: Any) -> dict[str, Any]:

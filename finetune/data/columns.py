@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from finetune.errors import RequestError, plain
+from finetune.run.flags.language import OF_CHATS, CorpusArguments
 
 LINE = "__line__"  # a column of our own: the line of a file in which a sentence begins
 TEXT, CHAT, COMPLETION = "text", "messages", "completion"  # kinds of documents
@@ -165,3 +166,9 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
+
+
+def of_chats_alone(kind: str, given: CorpusArguments) -> Iterator[str]:
+    """The flags that do nothing for documents of this kind, if they are said."""
+    names = () if kind == CHAT else OF_CHATS[:-1] if kind == COMPLETION else OF_CHATS
+    return (name for name in names if getattr(given, name) != getattr(CorpusArguments, name))

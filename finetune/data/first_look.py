@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.charset import UTF8, as_utf8
-from finetune.data.columns import LINE
+from finetune.data.columns import LINE, of_chats_alone
 from finetune.data.files import KINDS, TEXT_FILES, csv_options
 from finetune.data.find_columns import HEAD_ROWS, find_columns, find_document_columns, find_token_columns
 from finetune.data.tag_schemes import PARSED, SHOWN, find_scheme, read_conll, refuse_untagged, spelt_alike
@@ -30,22 +30,26 @@ def look_at_columns(run: Any) -> None:
     name, flags = run.value("train_file"), run.recipe.flags
     path = Path(name or "").expanduser()
     suffix = path.suffix.lower()
-    kind = "conll" if "tokens_column_name" in flags and suffix not in PARSED else KINDS.get(suffix)
-    wants_text = "text_column_name" in flags and suffix not in TEXT_FILES
+    wants_text = "text_column_name" in flags
+    kind = "text" if wants_text and suffix in TEXT_FILES else KINDS.get(suffix)
+    kind = "conll" if "tokens_column_name" in flags and suffix not in PARSED else kind
     wants_tokens = "tokens_column_name" in flags
     wants_label = "text_column_names" in flags and not run.value("label_column_names")
     if not path.is_file() or kind is None or not (wants_text or wants_tokens or wants_label):
         return
-    rows, where = _head(run, path, kind), "the training data"
+    rows, where = [{"text": ""}] if kind == "text" else _head(run, path, kind), "the training data"
     if not rows:
         return
     if wants_label:
-        given = run[DataArguments]
-        find_columns(rows, given.text_column_names, given.label_column_name, where)
+        data = run[DataArguments]
+        find_columns(rows, data.text_column_names, data.label_column_name, where)
     elif wants_tokens:
         _look_at_tags(rows, run)
     else:
-        find_document_columns(list(rows[0]), rows, run[CorpusArguments].text_column_name, where)
+        corpus = run[CorpusArguments]
+        found, _ = find_document_columns(list(rows[0]), rows, corpus.text_column_name, where)
+        for name in of_chats_alone(found, corpus):
+            raise RequestError(f"{run.said(name)}, which is for conversations, but {where} has {found}. Drop it.")
 
 
 def _look_at_tags(rows: Rows, run: Any) -> None:

@@ -16,7 +16,7 @@ from finetune.dsconfig.context import NVME_FOLDER, Context
 from finetune.dsconfig.formats import line
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 from finetune.errors import RequestError
-from finetune.shipped import DS_CONFIGS
+from finetune.shipped import DS_CONFIGS, is_recipes_yaml
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Loaded:
 def find_config(name_or_path: str) -> Path:
     """`zero2` is a shipped name, anything that exists is a path. Raises RequestError naming what there is."""
     path = Path(name_or_path).expanduser()
+    if is_recipes_yaml(name_or_path):
+        raise RequestError(f"{name_or_path} is a recipe's YAML, for --config. Give a DeepSpeed config (JSON).")
     if os.path.isfile(path):  # False also of a name that is too long for one
         return path
     shipped = DS_CONFIGS / f"{name_or_path.removesuffix('.json')}.json"

@@ -45,7 +45,8 @@ def read(paths: Sequence[Path]) -> tuple[list[RunFolder], list[Bench]]:
         elif is_run(folder):
             runs.append(read_run(folder, name))
         elif not folder.is_dir():
-            raise RequestError(f"{folder}: there is no such folder. Give the --output_dir of a run or of a bench.")
+            found = "is neither a folder nor a regular file" if folder.exists() else "there is no such folder"
+            raise RequestError(f"{folder}: {found}. Give the --output_dir of a run or of a bench.")
         else:
             path = given[folder]
             what = "it" if path == folder else f"is a file, and its folder {folder}"

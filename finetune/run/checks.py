@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -11,16 +12,18 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
 from finetune.run.conflicts import FILES, conflicts, missing
-from finetune.run.engine import deepspeed_by_accelerate
+from finetune.run.engine import deepspeed_by_accelerate, fsdp_by_accelerate
 from finetune.run.facts import check_scratch
-from finetune.run.flags.compression import check_comm_hook
+from finetune.run.flags.compression import OF_DDP, check_comm_hook
 from finetune.run.flags.guards import guard_faults
+from finetune.run.flags.language import OF_CHATS
 from finetune.run.flags.pipeline import pipeline_faults
 from finetune.run.flags.profiling import check_profile
 from finetune.run.flags.trackers import check_trackers
 from finetune.run.output_folder import missing_checkpoint
 from finetune.run.parse import COMMAND_LINE
 from finetune.run.paths import missing_inputs
+from finetune.run.void import is_overruled, says
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
@@ -80,6 +83,8 @@ def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     """Likewise of a run that is to start on this machine, by the DeepSpeed config of that name, if any."""
     yield from missing_inputs(run)
     yield from _of_deepspeed(run, deepspeed)
+    yield from _of_ddp(run, deepspeed)
+    yield from _of_meeting(run)
     yield from _of_builtin_data(run)
     asked = {name: run.given.get(name) is True for name in ("bf16", "fp16")}
     yield from raised_by(
@@ -101,6 +106,32 @@ def _of_builtin_data(run: Run) -> Iterator[str]:
     if "train_file" in run.recipe.flags and not any(run.value(name) for name in ("dataset_name", *FILES)):
         for name in (name for name in COLUMNS if run.given.get(name)):
             yield f"{run.said(name)}, which does nothing: built-in data has columns of its own. Give --train_file."
+        for name in (name for name in OF_CHATS if run.value(name) != run.recipe.default(name)):
+            yield f"{run.said(name)}, which does nothing: built-in data has no conversations. Give --train_file."
+
+
+def _of_ddp(run: Run, deepspeed: str | None) -> Iterator[str]:
+    """A YAML may serve several launches, so that the engine which the command line asks for overrules its lines."""
+    by_deepspeed = bool(deepspeed) or deepspeed_by_accelerate(run)
+    if run.stages is not None or not (by_deepspeed or run.value("fsdp") or fsdp_by_accelerate(run)):
+        return  # a pipeline refuses them in words of its own
+    engines = ("deepspeed", "deepspeed_config") if by_deepspeed else ("fsdp",)
+    by = next((name for name in engines if says(run.value(name))), None)
+    engine = run.said(by) if by else "accelerate launch asks for " + ("DeepSpeed" if by_deepspeed else "FSDP")
+    place = run.source(by) if by in (*run.given, "fsdp") else COMMAND_LINE  # that of the launcher
+    for name in (*OF_DDP, *("ddp_backend",) * by_deepspeed):
+        if says(run.given.get(name)) and not is_overruled(run.source(name), place):
+            yield f"{run.said(name)}, which is for DistributedDataParallel, but {engine}. Drop one of the two."
+
+
+def _of_meeting(run: Run) -> Iterator[str]:
+    lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if "RANK" in os.environ and run.launch.world_size > 1 and lacking:
+        yield (
+            f"RANK is {run.launch.rank} and WORLD_SIZE is {run.launch.world_size} in the environment, without "
+            f"{' and '.join(lacking)}, where the ranks meet. Set what is missing, launch with `torchrun "
+            "--nproc_per_node N`, or unset RANK and WORLD_SIZE for a run of one process."
+        )
 
 
 def _check_optimizer(run: Run) -> None:

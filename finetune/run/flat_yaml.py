@@ -9,8 +9,9 @@ import yaml
 
 from finetune.errors import RequestError
 from finetune.safe_read import SAFE_LOADER, is_plain_file, read_bounded, read_yaml
-from finetune.shipped import config
+from finetune.shipped import DS_CONFIGS, config
 
+OF_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}  # keys that no recipe has
 FLAGS = "flat `flag: value` lines"
 MOST = 1_000  # lines of a file, and values in a line: recipes have 150 flags, and each unknown one is compared with all
 
@@ -57,12 +58,17 @@ def read_flat_yaml(
     path, said = config(name), said or f"--config is {name!r} (command line)"
     if os.path.isdir(path):
         raise RequestError(f"{said}, but that is a folder. Give a YAML in it.")
+    shipped = DS_CONFIGS / f"{name}.json"
+    if holds == FLAGS and "/" not in name and not path.exists() and shipped.is_file():
+        raise RequestError(f"{said}, but that is a DeepSpeed config. Say --deepspeed {name}.")
     if not is_plain_file(path):
         what = "is no plain file" if os.path.exists(path) else "there is no such file"
         raise RequestError(f"{said}: cannot be read ({what}). Give the path of a YAML file.")
     content = read_yaml(path, name, loader)
     if holds == FLAGS and isinstance(content, dict) and isinstance(content.get("grid"), list):
         raise RequestError(f"{name}: is a grid, which `finetune bench {name}` runs, and no recipe's YAML.")
+    if holds == FLAGS and isinstance(content, dict) and OF_DEEPSPEED & content.keys():
+        raise RequestError(f"{said}, but that is a DeepSpeed config. Say --deepspeed {name}.")
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise RequestError(f"{name}: must hold {holds}, but {found}.")

@@ -92,7 +92,10 @@ def _defaults(recipe: Recipe, given: Mapping[str, Setting]) -> dict[str, Setting
     layers: list[tuple[str, Mapping[str, Any]]] = [(f"default of {recipe.script}", recipe.defaults)]
     if _is_on(given, "early_stopping_patience"):
         # What "best" is, --metric_for_best_model says.
-        layers.append(("follows from --early_stopping_patience", {"load_best_model_at_end": True}))
+        follows: dict[str, Any] = {"load_best_model_at_end": True}
+        if "load_best_model_at_end" in given and not _is_on(given, "load_best_model_at_end"):
+            follows["metric_for_best_model"] = "loss"  # which the Trainer else takes for itself
+        layers.append(("follows from --early_stopping_patience", follows))
     if _is_on(given, "push_to_hub"):
         # Once, with the model card; and nobody's data become public unasked.
         layers.append(("follows from --push_to_hub", {"hub_private_repo": True, "hub_strategy": "end"}))

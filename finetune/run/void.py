@@ -16,6 +16,7 @@ from finetune.run.parse import COMMAND_LINE
 from finetune.run.run import Run
 
 GIVEN = ("*",)  # any value that says something
+KEEP_ONE = "Keep one of the two."
 NOTHING: tuple[Any, ...] = (None, False, "", [], -1, "no", "none")  # values that ask for nothing; 0 is False
 
 
@@ -70,6 +71,8 @@ VOID = (
         "Add --activation_checkpointing True.",
         unless=("gradient_checkpointing", "activation_checkpoint_interval"),
     ),
+    Void(("gradient_checkpointing", "activation_checkpoint_interval"), "activation_checkpointing", (False,), KEEP_ONE),
+    Void(("activation_checkpointing", "activation_checkpoint_interval"), "gradient_checkpointing", (False,), KEEP_ONE),
     Void(
         ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"),
         "dataloader_num_workers",
@@ -101,6 +104,8 @@ VOID = (
     Void(("group_by_length",), "streaming", (True,), "A stream is taken as it comes. Drop it."),
     Void(("document_mask",), "packing", ("none",), "A block has one document. Drop it."),
     Void(("encoding",), "train_file", (None,), "It is of files. Drop it.", unless=("validation_file", "test_file")),
+    Void(("class_weights", "label_smoothing_factor"), "task", ("regression",), "It is for classes. Drop it."),
+    Void(("label_smoothing_factor",), "task", ("multi_label_classification",), "It is for one label a row. Drop it."),
     Void(("optim_args", "optim_target_modules"), "optim", ("adamw_torch", "adamw_torch_fused", "adafactor")),
     Void(("tokenizer", "bpe_vocab_size"), "tokenizer_name", GIVEN),
     Void(("bpe_vocab_size",), "tokenizer", ("char", "byte"), "Give --tokenizer bpe."),
@@ -132,7 +137,7 @@ def settle_void(run: Run) -> tuple[Run, list[str]]:
                 run = run.settled(f"follows from --{name}", **{row.by: row.implies})
                 run = replace(run, notes=(*run.notes, f"{run.said(row.by)}, and not {before}"))
                 break
-            if _is_overruled(run.settings[name].source, run.settings[row.by].source if row.by in run.given else None):
+            if is_overruled(run.settings[name].source, run.settings[row.by].source if row.by in run.given else None):
                 if run.settings[row.by].source == COMMAND_LINE:
                     run = replace(run, notes=(*run.notes, f"{run.said(name)}: {run.said(row.by)} overrules it"))
                 run = replace(run, settings={key: one for key, one in run.settings.items() if key != name})
@@ -152,7 +157,8 @@ def _is_void(row: Void, run: Run) -> bool:
     )
 
 
-def _is_overruled(source: str, by: str | None) -> bool:
+def is_overruled(source: str, by: str | None) -> bool:
+    """Whether what was said at `source` gives way to what was said at `by`; None is nowhere."""
     return by is not None and source != COMMAND_LINE and (by == COMMAND_LINE or _is_record(source))
 
 

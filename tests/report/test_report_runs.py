@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -312,6 +313,9 @@ def test_a_folder_that_is_neither_and_one_that_is_not_there_are_said(tmp_path: P
         write([tmp_path / "README.md"], html=tmp_path / "x.html")
     with pytest.raises(RequestError, match="there is no such folder"):
         write([tmp_path / "gone"], html=tmp_path / "x.html")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(RequestError, match="fifo: is neither a folder nor a regular file"):
+        write([tmp_path / "fifo"], html=tmp_path / "x.html")
 
 
 def test_the_command_writes_where_it_is_told_and_beside_the_run_otherwise(

@@ -17,8 +17,10 @@ from finetune.run.launch import Launch
 from finetune.run.parse import COMMAND_LINE, Setting
 from finetune.run.recipe import Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
+from finetune.run.recipes.image_cls import IMAGE_CLS
 from finetune.run.recipes.seq_cls import SEQ_CLS
-from finetune.run.resolve import resolve
+from finetune.run.resolve import resolve, resolve_here
 from finetune.run.run import Run
 from finetune.run.void import GIVEN, VOID, Void, says, settle_void
 
@@ -123,3 +125,102 @@ def test_a_runs_record_is_run_again_although_it_has_both(tmp_path: Path) -> None
     (tmp_path / "mine.yaml").write_text(record.read_text())
     with pytest.raises(RequestError, match=r"--num_train_epochs is 8\.0 .*mine\.yaml line 2.*--max_steps is 4"):
         resolve(SEQ_CLS, ["--config", str(tmp_path / "mine.yaml")], Launch())
+
+
+DDP_FLAGS = "--ddp_find_unused_parameters True", "--ddp_bucket_cap_mb 25", "--ddp_static_graph True"
+TWO = Launch(world_size=2, local_world_size=2, launcher="torchrun")
+
+
+def starting(recipe: Recipe, words: str, launch: Launch, folder: Path) -> Run:
+    return resolve_here(recipe, [*words.split(), "--output_dir", str(folder / "out")], launch)
+
+
+@pytest.mark.parametrize("flag", [*DDP_FLAGS, "--ddp_broadcast_buffers True", "--ddp_backend gloo"])
+def test_a_flag_of_ddp_is_refused_where_another_engine_trains(flag: str, tmp_path: Path) -> None:
+    name, launcher = flag.split()[0], replace(TWO, launcher="deepspeed")
+    with pytest.raises(RequestError, match=rf"{name} is .*\(command line\).*--deepspeed is 'zero3' \(command line\)"):
+        starting(SEQ_CLS, f"{flag} --deepspeed zero3", TWO, tmp_path)
+    with pytest.raises(RequestError, match=rf"{name} is .*--deepspeed is 'zero2' \(follows from the launch\)"):
+        starting(SEQ_CLS, flag, launcher, tmp_path)
+    with pytest.raises(RequestError, match=rf"{name} is .*: DeepSpeed's engine runs a pipeline"):
+        starting(CAUSAL_LM_PIPELINE, f"{flag} --pipeline_parallel_size 2", launcher, tmp_path)
+    if name != "--ddp_backend":  # by which FSDP's ranks meet, too
+        with pytest.raises(RequestError, match=rf"{name} is .*--fsdp is True \(command line\)"):
+            starting(SEQ_CLS, f"{flag} --fsdp True", TWO, tmp_path)
+    for launch in (TWO, Launch()):  # one rank has no DDP, but the same line runs on more
+        starting(SEQ_CLS, f"{flag} --deepspeed none", launch, tmp_path)
+
+
+def test_a_recipes_own_flags_of_ddp_go_with_any_engine(tmp_path: Path) -> None:
+    for recipe, name in ((CAUSAL_LM, "ddp_find_unused_parameters"), (IMAGE_CLS, "ddp_broadcast_buffers")):
+        assert starting(recipe, "--deepspeed zero2", TWO, tmp_path).value(name) is False
+
+
+def test_a_yaml_with_flags_of_ddp_serves_other_launches_unless_it_asks_for_them_itself(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("ddp_bucket_cap_mb: 50\n")
+    starting(SEQ_CLS, f"--config {path} --deepspeed zero2", TWO, tmp_path)
+    starting(SEQ_CLS, f"--config {path}", replace(TWO, launcher="deepspeed"), tmp_path)
+    both = "ddp_bucket_cap_mb: 50\ndeepspeed: zero2\n"
+    path.write_text(both)
+    with pytest.raises(RequestError, match=r"--ddp_bucket_cap_mb is 50 .*line 1.*--deepspeed is 'zero2' .*line 2"):
+        starting(SEQ_CLS, f"--config {path}", TWO, tmp_path)
+    record = tmp_path / "recipe.yaml"
+    record.write_text(both)  # a run of before, which may have passed over it
+    starting(SEQ_CLS, f"--config {record}", TWO, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--debug underflow_overflow",
+        "--skip_memory_metrics False",
+        "--eval_accumulation_steps 2",
+        "--accelerator_config a",
+    ],
+)
+def test_a_pipeline_refuses_what_the_trainer_alone_does(flag: str) -> None:
+    with pytest.raises(RequestError, match=rf"{flag.split()[0]} is .*\(command line\): .*Drop it"):
+        resolve(CAUSAL_LM_PIPELINE, [*flag.split(), "--pipeline_parallel_size", "1"], Launch(), is_here=False)
+
+
+def test_a_pipeline_saves_weights_alone() -> None:
+    resolve(CAUSAL_LM_PIPELINE, "--save_only_model True".split(), Launch(), is_here=False)
+
+
+def test_early_stopping_without_the_best_model_goes_by_the_loss() -> None:
+    words = "--early_stopping_patience 2 --load_best_model_at_end".split()
+    assert resolve(SEQ_CLS, [*words, "False"], Launch()).value("metric_for_best_model") == "loss"
+    assert resolve(SEQ_CLS, [*words, "False", "--metric_for_best_model", "f1_macro"], Launch()).value(
+        "metric_for_best_model"
+    ) == "f1_macro"  # fmt: skip
+    assert resolve(SEQ_CLS, [*words, "True"], Launch()).value("metric_for_best_model") is None
+
+
+@pytest.mark.parametrize("flag", ["--train_on last", "--chat_template chatml", "--reasoning strip"])
+def test_built_in_data_has_no_conversations(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=rf"{flag.split()[0]} is .*\(command line\).* has no conversations"):
+        starting(CAUSAL_LM, flag, Launch(), tmp_path)
+    starting(CAUSAL_LM, "--train_on assistant --reasoning keep", Launch(), tmp_path)
+
+
+def test_a_deepspeed_config_and_a_recipes_yaml_in_each_others_place_are_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 2}}')
+    (tmp_path / "mine.yaml").write_text("max_steps: 3\n")
+    for name in (f"{tmp_path}/mine.json", "zero2"):
+        with pytest.raises(RequestError, match=f"that is a DeepSpeed config. Say --deepspeed {name}"):
+            starting(SEQ_CLS, f"--config {name}", Launch(), tmp_path)
+    for name in (f"{tmp_path}/mine.yaml", "lora_24gb"):
+        with pytest.raises(RequestError, match=rf"--deepspeed is .*{name} is a recipe's YAML, for --config"):
+            starting(SEQ_CLS, f"--deepspeed {name}", Launch(), tmp_path)
+
+
+def test_ranks_without_a_place_to_meet_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(RequestError, match=r"RANK is 0 and WORLD_SIZE is 2 .* without MASTER_PORT, .*torchrun"):
+        starting(SEQ_CLS, "", TWO, tmp_path)
+    starting(SEQ_CLS, "", replace(TWO, world_size=1, local_world_size=1), tmp_path)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    starting(SEQ_CLS, "", TWO, tmp_path)

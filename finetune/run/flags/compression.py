@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from finetune.run.run import Run
 
 HOOKS = ("none", "fp16", "bf16", "powersgd", "onebit_adam")
+# What the Trainer tells DistributedDataParallel alone (transformers 5.23, trainer.py, create_accelerator_and_...).
+OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 KEEPS_ERRORS = ("powersgd", "onebit_adam")  # between steps; they compress from a step on
 
 # A share of all steps. PowerSGD: what torch advises (powerSGD_hook.py, PowerSGDState). 1-bit Adam: the paper froze the

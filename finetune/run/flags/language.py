@@ -10,6 +10,7 @@ from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, TIMEOUT, Range
 from finetune.run.sizes import GPTLITE_SIZES
 
 PACKINGS = ("wrapped", "bfd", "none")
+OF_CHATS = ("chat_template", "reasoning", "train_on")  # a completion has but one turn, and the other two
 TURNS_LEARNT = ("assistant", "last", "all")
 LEAST_BLOCK = 2  # tokens: one to read, and one to predict
 LEAST_BPE_VOCABULARY = 257  # the bytes and the end of text

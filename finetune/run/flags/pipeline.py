@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from finetune.run.files import by_hand
+from finetune.run.flags.compression import OF_DDP
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ class PipelineArguments:
         "auto_find_batch_size": "a pipeline's micro-batch is fixed. Drop it.",
         "use_liger_kernel": "a pipeline's layers are as they are. Drop it.",
         "ddp_comm_hook": "DeepSpeed sends a pipeline's gradients. Drop it, or use the recipe without a pipeline.",
+        **dict.fromkeys(
+            (*OF_DDP, "ddp_backend", "accelerator_config"),
+            "DeepSpeed's engine runs a pipeline, without DistributedDataParallel and Accelerate. Drop it.",
+        ),
+        "debug": "a pipeline's engine is not watched by it. Drop it.",
+        "eval_accumulation_steps": "a pipeline's evaluation keeps no predictions. Drop it.",
         "label_smoothing_factor": "a pipeline's loss has no smoothing. Drop it.",
         "do_predict": "a pipeline run trains and evaluates. Predict from its folder: --model_name_or_path FOLDER "
         "--do_train False, without --pipeline_parallel_size.",
@@ -78,6 +85,8 @@ def pipeline_faults(run: Run) -> Iterator[str]:
     for name, why in PipelineArguments.refused.items():
         if str(values.get(name)).lower() not in ("none", "false", "0", "0.0", ""):
             yield f"{run.said(name)}: {why}"
+    if run.value("skip_memory_metrics") is False:
+        yield f"{run.said('skip_memory_metrics')}: a pipeline's memory is in its results anyway. Drop it."
     if str(run.value("optim")) not in OPTIMIZERS:
         yield f"{run.said('optim')}, but a pipeline's checkpoints know {', '.join(OPTIMIZERS)}. Give one."
     if str(run.value("lr_scheduler_type")) == "reduce_lr_on_plateau":
