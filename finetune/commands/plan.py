@@ -14,7 +14,7 @@ from finetune.errors import RequestError
 from finetune.plan.from_run import job_of
 from finetune.plan.job import Job
 from finetune.plan.machine import Machine, find_machine
-from finetune.plan.mends import mends
+from finetune.plan.mends import ways_out
 from finetune.plan.notes import notes as notes_of
 from finetune.plan.plan import Plan, plan
 from finetune.plan.run_model import SHAPING, described, with_kept_model
@@ -128,7 +128,7 @@ def _say(asked: argparse.Namespace, found: Plan, layouts: Found | None, notes: l
         return
     from finetune.report.plan_tables import show
 
-    show(found, layouts, mends(found) if not found.fits else [], notes)
+    show(found, layouts, ways_out(found, layouts) if not found.fits else [], notes)
     command = shlex.join(["finetune", *sys.argv[1:]])
     if asked.html or asked.png:
         from finetune.report import plan_page as page

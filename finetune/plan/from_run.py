@@ -43,9 +43,7 @@ from finetune.run.facts import (
 from finetune.run.run import Run
 
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
-# Families that do more for their loss than a linear head does, so that it is not computed in chunks: their logits are
-# capped, or their routers add to it (finetune.models.chunked_loss asks the model itself).
-WHOLE_LOSS = ("gemma2", "mixtral", "qwen3_moe")
+CAPPED = ("gemma2",)  # whose logits are capped, so that their loss is not computed in chunks
 COUNTED = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "image_size")
 
 
@@ -135,7 +133,9 @@ def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: li
 def _chunk(run: Run, model: Model, machine: Machine) -> int:
     asked = run.value("loss_chunk_tokens")
     adapted = [*(run.value("lora_modules_to_save") or ()), *(run.value("lora_target_modules") or ())]
-    is_whole = "lm_head" in adapted or (not asked and model.family in WHOLE_LOSS)
+    # A capped head, or a router that adds to the loss (finetune.models.chunked_loss asks the model itself).
+    does_more = model.family in CAPPED or model.sizes.is_on("output_router_logits", False)
+    is_whole = "lm_head" in adapted or (not asked and does_more)
     if run.stages is not None or model.head != CAUSAL or is_whole:
         return 0
     return loss_chunk_tokens(asked, model.vocab_size, _device(machine))

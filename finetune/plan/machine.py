@@ -27,6 +27,12 @@ DECORATION = re.compile(r"nvidia|tesla|geforce|amd|instinct|sxm\d?|hbm\d\w?|[^a-
 # A bare name means the smaller memory: what fits there fits the larger, too.
 ALIASES = {"h100": "H100-80GB", "a100": "A100-40GB", "v100": "V100-16GB", "3090": "RTX3090", "4090": "RTX4090"}
 ALIASES |= {"h10080gbpcie": "H100-PCIe", "h200141gb": "H200", "b200180gb": "B200", "mi300x192gb": "MI300X"}
+ALIASES |= {"5090": "RTX5090", "5080": "RTX5080", "4080": "RTX4080", "4080super": "RTX4080-SUPER"}
+ALIASES |= {"rtxa6000": "A6000", "rtx6000adageneration": "RTX6000-Ada", "pro6000": "RTX-PRO-6000"}
+ALIASES |= dict.fromkeys(
+    (f"rtxpro6000blackwell{edition}" for edition in ("", "workstationedition", "serveredition")), "RTX-PRO-6000"
+)
+ALIASES |= {"gh200480gb": "GH200", "b300ac": "B300", "mi250xmi250": "MI250X", "mi325x256gb": "MI325X"}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from itertools import islice
 
 from finetune.plan.job import Job
 from finetune.plan.plan import Plan, plan
-from finetune.plan.search import MOST_RANKS, Candidate, laid_out
+from finetune.plan.search import MOST_RANKS, Candidate, Found, laid_out
 
 MOST_MENDS = 4
 
@@ -16,6 +16,17 @@ MOST_MENDS = 4
 def mends(found: Plan) -> list[Candidate]:
     """What would make a plan fit that does not: of each kind of change the gentlest that does."""
     return list(islice(_gentlest(found, lambda tried: tried.fits), MOST_MENDS))
+
+
+def ways_out(found: Plan, searched: Found | None) -> list[Candidate]:
+    """The mends of a plan that does not fit. What a search has found comes first, as flags say it, and of the gentle
+    changes only those remain that are no slower."""
+    gentle = mends(found)
+    if searched is None or not searched.fitting:
+        return gentle
+    best = searched.fitting[0]
+    faster = [one for one in gentle if one.samples_per_second > best.samples_per_second]
+    return [replace(best, layout=best.words, precision=None), *faster]
 
 
 def cheaper(found: Plan) -> list[Candidate]:

@@ -20,7 +20,7 @@ from finetune.safe_read import read_json_object
 
 MOST_LAYERS = 20_000
 PACKED_BLOCK = 64  # weights that have a scale together in 4 bits
-NOT_LINEAR = {"gate", "relative_attention_bias"}  # matrices of blocks that are no linear layers
+NOT_LINEAR = {"gate", "router", "experts", "relative_attention_bias"}  # matrices of blocks that are no linear layers
 HEADS = {  # by the ends of class names
     "ForCausalLM": CAUSAL,
     "LMHeadModel": CAUSAL,

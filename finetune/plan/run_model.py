@@ -11,7 +11,7 @@ from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, TAGS, Sizes
 from finetune.plan.model import Model, is_block_linear, model_of, read_config
-from finetune.plan.named import CHARACTERS, find_model_config, gptlite_config
+from finetune.plan.named import CHARACTERS, Named, find_model, gptlite_config
 from finetune.plan.values import Lora
 from finetune.run.choose import candidates, is_told
 from finetune.run.conflicts import FILES
@@ -63,7 +63,7 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
     if not given:
         return (CAUSAL,)
     try:
-        config = _config_of(str(given))
+        config = _found(str(given)).config
         heads = FAMILIES[str(config.get("model_type"))].heads
         own = model_of(config, str(given)).head
     except (RequestError, KeyError):  # which is said when the model is looked at
@@ -99,7 +99,11 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Mo
     given = run.value("model_name_or_path")
     if not given:
         return model_of(_scratch_config(run, notes), "the model from scratch", HEADS.get(run.recipe.task))
-    config = _config_of(str(given))
+    found = _found(str(given))
+    config = found.config
+    notes += found.notes
+    if found.is_packed and not run.value("load_in_4bit"):
+        notes.append("its weights are planned whole; --load_in_4bit True, with --use_peft True, plans them in 4 bits")
     if HEADS.get(run.recipe.task) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
         notes.append(f"{Sizes(config, str(given)).labels} labels are taken for granted; the data decides")
     if str(config.get("model_type")) not in FAMILIES:
@@ -115,13 +119,13 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Mo
     return model
 
 
-def _config_of(given: str) -> dict[str, Any]:
-    """Of a model, or of the base of an adapter."""
+def _found(given: str) -> Named:
+    """A model, or the base of an adapter."""
     path = Path(given).expanduser()
     base = _adapter_of(given).get("base_model_name_or_path")
     if isinstance(base, str) and Path(base).expanduser() != path:
-        return _config_of(base)
-    return read_config(path) if path.exists() else find_model_config(given)
+        return _found(base)
+    return Named(given, read_config(path)) if path.exists() else find_model(given)
 
 
 def _adapter_of(given: str) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
 from finetune.plan.job import ADAM, DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine
-from finetune.plan.memory import plan_memory
+from finetune.plan.memory import RankMemory, plan_memory
 from finetune.plan.optimizers import Optimizer
-from finetune.plan.plan import Plan, fits, kinds_of_rank, plan
+from finetune.plan.plan import Plan, fits, kinds_of_rank, plan, usable_bytes
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.zero import read_zero
 from finetune.shipped import DS_CONFIGS
@@ -218,7 +218,12 @@ def _how_many_fit(options: list[Job], machine: Machine) -> int:
 
 
 def _fits(job: Job, machine: Machine) -> bool:
-    return fits(job, machine, [plan_memory(job, machine, rank) for rank in kinds_of_rank(job)])
+    ranks: list[RankMemory] = []
+    for rank in kinds_of_rank(job):
+        ranks.append(plan_memory(job, machine, rank))
+        if ranks[-1].peak.bytes > usable_bytes(machine):
+            return False  # whatever the others take
+    return fits(job, machine, ranks)
 
 
 def _why_not(found: Plan) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 from conftest import REPO
 
 from finetune.cli import main
+from finetune.plan.named import find_model_config
 from finetune.plan.run_model import described
 from finetune.run.launch import Launch
 
@@ -380,6 +381,74 @@ def test_lora_of_eight_billion_is_planned_on_weights_as_they_are_kept(
     assert found["ranks"][0]["resident"]["parameters"] == base + 4 * adapters
     assert found["ranks"][0]["resident"]["optimizer states"] == pytest.approx(8 * adapters, rel=1e-3)  # and counts
     assert found["fits"] == (base < 24e9)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu"),
+    [("Llama-2-7b", "RTX4090"), ("Qwen3-4B", "RTX5090"), ("gpt2-xl", "T4"), ("Llama-3.2-1B", "A10G"), ("phi-2", "L4")],
+)
+def test_what_is_said_to_fit_is_no_slower_than_any_layout_of_the_table(
+    model: str, gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        model,
+        "--recipe",
+        "causal_lm",
+        "--gpu",
+        gpu,
+        "--nodes",
+        "1",
+        "--gpus_per_node",
+        "1",
+        "--block_size",
+        "1024",
+    ]
+    words += ["--use_peft", "True"] if model == "Llama-2-7b" else []
+    rates = [one["samples_per_second"] for one in planned(capsys, *words)["layouts"] if one["why_not"] is None]
+    main(["plan", *words])
+    said = " ".join(capsys.readouterr().out.split())
+    first = re.search(r"too much\. fits with [^:]+: [\d.,]+ GiB, ([\d.,]+) samples/s", said)
+    assert first is not None, said
+    assert float(first[1].replace(",", "")) >= 0.999 * max(rates)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("unsloth/Qwen3-8B-Base",), ["Qwen3-8B-Base: planned as Qwen3-8B"]),
+        (("Qwen/Qwen3-8B",), []),
+        (("unsloth/Qwen3-8B-bnb-4bit",), ["Qwen3-8B-bnb-4bit: planned as Qwen3-8B", "its weights are planned whole"]),
+        (
+            ("Qwen3-8B-bnb-4bit", "--use_peft", "True", "--load_in_4bit", "True"),
+            ["Qwen3-8B-bnb-4bit: planned as Qwen3-8B"],
+        ),
+        (("google/gemma-3-4b-pt",), ["its text part alone is planned"]),
+    ],
+    ids=["another stage", "the hub's id", "packed", "packed and planned so", "left out"],
+)
+def test_a_plan_says_which_known_model_a_name_was_taken_for(
+    words: tuple[str, ...], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, *words, "--recipe", "causal_lm", "--gpu", "H100", "--block_size", "512", "--no_search")
+    notes = [note for note in found["notes"] if "planned" in note]
+    assert len(notes) == len(said)
+    assert all(note.startswith(begin) for note, begin in zip(notes, said, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "is_chunked"),
+    [("Qwen3-30B-A3B", {}, True), ("gpt-oss-20b", {}, True), ("gemma-2-2b", {}, False),
+     ("Qwen3-30B-A3B", {"output_router_logits": True}, False)],
+)  # fmt: skip
+def test_a_loss_is_whole_where_more_than_a_linear_head_makes_it(
+    name: str, more: dict[str, Any], is_chunked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As finetune.models.chunked_loss finds out of the real ones: routers alone add to it only if they are asked to."""
+    (tmp_path / "config.json").write_text(json.dumps(find_model_config(name) | more))
+    found = planned(
+        capsys, str(tmp_path), "--recipe", "causal_lm", "--gpu", "H100", "--block_size", "512", "--no_search"
+    )
+    assert bool(found["job"]["loss_chunk_tokens"]) == is_chunked
 
 
 def test_lora_of_qwen3_fits_a_card_of_24_gb(capsys: pytest.CaptureFixture[str]) -> None:

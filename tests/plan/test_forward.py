@@ -55,6 +55,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (CAUSAL, {"model_type": "mixtral", **GROUPED, "num_local_experts": 4}),
     "qwen3_moe": (CAUSAL, {"model_type": "qwen3_moe", **GROUPED, "num_experts": 4, "moe_intermediate_size": 40,
                            "num_experts_per_tok": 2}),
+    "gpt_oss": (CAUSAL, {"model_type": "gpt_oss", **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2,
+                         "sliding_window": 32}),
+    "smollm3": (CAUSAL, {"model_type": "smollm3", **GROUPED, "num_hidden_layers": 5}),
+    "smollm3-window": (CAUSAL, {"model_type": "smollm3", **GROUPED, "num_hidden_layers": 9, "sliding_window": 32,
+                                "use_sliding_window": True}),
     "phi": (CAUSAL, {"model_type": "phi", **SMALL}),
     "gpt2": (CAUSAL, GPT2),
     "gpt2-no-dropout": (CAUSAL, GPT2_NO_DROPOUT),
@@ -76,7 +81,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet": (IMAGES, RESNET),
     "resnet-basic": (IMAGES, {**RESNET, "layer_type": "basic"}),
 }  # fmt: skip
-EAGER_ALONE = ("gemma2",)
+EAGER_ALONE = ("gemma2", "gpt_oss")
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class Way:
 
 ATTENTIVE = [name for name in MODELS if not name.startswith(("mlp", "resnet"))]
 CHECKPOINTED = ["mlp", "gptlite-tied-dropout", "llama-7-layers", "gemma2", "gemma3_text", "mixtral", "gpt2", "bert",
-                "phi", "phi3", "distilbert", "t5"]  # fmt: skip
+                "phi", "phi3", "distilbert", "t5", "gpt_oss", "smollm3"]  # fmt: skip
 ATTENTION_LORA = Lora(4, ("q_proj", "v_proj"))
 WIDE_LORA = Lora(4, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), dropout=0.1)
 DORA = Lora(4, WIDE_LORA.targets, is_dora=True)
@@ -126,6 +131,8 @@ OTHER_LORA = {
     "gpt2": Lora(4, ("c_attn", "c_fc")),
     "qwen3": WIDE_LORA,
     "gemma3_text": WIDE_LORA,
+    "smollm3": WIDE_LORA,
+    "gpt_oss": Lora(4, ("q_proj", "k_proj", "v_proj", "o_proj")),
     "gptlite": Lora(4, ("qkv",)),
 }
 CASES: list[tuple[str, Way]] = [
@@ -133,8 +140,8 @@ CASES: list[tuple[str, Way]] = [
     *((name, Way(half=True)) for name in MODELS if not name.startswith(EAGER_ALONE)),
     *((name, Way(autocast=True)) for name in MODELS if not name.startswith(EAGER_ALONE)),
     *((name, Way(attention="eager")) for name in ATTENTIVE),
-    *((name, Way(half=True, attention="eager")) for name in ("gemma2", "bert", "gpt2", "qwen3", "t5")),
-    *((name, Way(autocast=True, attention="eager")) for name in ("gemma2", "bert", "gpt2", "llama", "t5")),
+    *((name, Way(half=True, attention="eager")) for name in ("gemma2", "gpt_oss", "bert", "gpt2", "qwen3", "t5")),
+    *((name, Way(autocast=True, attention="eager")) for name in ("gemma2", "gpt_oss", "bert", "gpt2", "llama", "t5")),
     *((name, Way(attention="eager" if name in EAGER_ALONE else "sdpa", interval=1)) for name in CHECKPOINTED),
     *((name, Way(interval=2)) for name in ("llama-7-layers", "bert", "gptlite", "gemma3_text")),
     *((name, Way(half=True, interval=2)) for name in ("llama", "qwen3_moe", "mlp")),
@@ -148,7 +155,8 @@ CASES: list[tuple[str, Way]] = [
     ("llama", Way(lora=WIDE_LORA, autocast=True)),
     *(("llama", Way(lora=lora, autocast=True, frozen_half=True)) for lora in (ATTENTION_LORA, WIDE_LORA)),
     ("llama-7-layers", Way(lora=ATTENTION_LORA, autocast=True, frozen_half=True, interval=1, chunk=64)),
-    *((name, Way(lora=lora, autocast=True, frozen_half=True)) for name, lora in OTHER_LORA.items()),
+    *((name, Way(lora=lora, autocast=True, frozen_half=True, attention="eager" if name in EAGER_ALONE else "sdpa"))
+      for name, lora in OTHER_LORA.items()),
     ("llama", Way(lora=DORA)),
     ("llama", Way(lora=DORA, half=True)),
     ("llama", Way(lora=DORA, autocast=True, frozen_half=True)),
@@ -260,11 +268,11 @@ def test_peaks_above_the_weights_are_those_of_the_real_model(name: str, way: Way
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "gptlite", "llama", "mixtral", "gpt2", "phi", "bert", "distilbert", "t5", "resnet"]
+    "name", ["mlp", "gptlite", "llama", "mixtral", "gpt_oss", "gpt2", "phi", "bert", "distilbert", "t5", "resnet"]
 )
 def test_gradients_come_in_the_order_of_the_real_backward_pass(name: str) -> None:
     """A full bucket is reduced when the next gradient comes, so that a layer's bias, if first, ends what waits."""
-    way, came = Way(), list[str]()
+    way, came = Way(attention="eager" if name in EAGER_ALONE else "sdpa"), list[str]()
     model = real_model(name, way)
     for called, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, called=called: came.append(called))
@@ -291,7 +299,7 @@ def test_products_of_the_forward_pass_are_those_that_torch_counts(name: str) -> 
     assert sum(gemm.flops for op in counted for gemm in op.gemms) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "inner"), [("mixtral", 96), ("qwen3_moe", 40)])
+@pytest.mark.parametrize(("name", "inner"), [("mixtral", 96), ("qwen3_moe", 40), ("gpt_oss", 96)])
 def test_products_of_experts_are_those_of_the_tokens_that_they_get(name: str, inner: int) -> None:
     _, tape = planned(name, Way())
     found = sum(gemm.flops for op in tape.ops for gemm in op.gemms if op.name == "grouped_mm")

@@ -15,7 +15,8 @@ from finetune.errors import RequestError
 from finetune.plan.machine import SHIPPED, Link, Machine, find_machine, machine_names, read_machine, write_machine
 
 SHIPPED_NAMES = (
-    "V100-16GB V100-32GB A100-40GB A100-80GB H100-80GB H100-PCIe H200 B200 L4 T4 P4 RTX3090 RTX4090 MI300X cpu"
+    "V100-16GB V100-32GB A100-40GB A100-80GB H100-80GB H100-PCIe H100-NVL GH200 H200 B200 B300 L4 L40S T4 P4 A10 A10G "
+    "A6000 RTX6000-Ada RTX-PRO-6000 RTX3090 RTX4080 RTX4080-SUPER RTX4090 RTX5080 RTX5090 MI250X MI300X MI325X cpu"
 ).split()
 GIB = 2**30
 CALIBRATED = {"kernel_table", "collectives", "step_factor"}
@@ -37,15 +38,30 @@ EXPECTED = {
     "RTX3090": ((35.6, 35.6, 71, 71), 23.4, 24),
     "RTX4090": ((82.6, 82.6, 165.2, 165.2), 23.4, 24),
     "MI300X": ((163.4, 653.7, 1307.4, 1307.4), 191, 192),
+    "RTX5090": ((104.8, 104.8, 209.5, 209.5), 31.3, 32),
+    "RTX5080": ((56.3, 56.3, 112.6, 112.6), 15.4, 16),
+    "RTX4080": ((48.7, 48.7, 97.5, 97.5), 15.5, 16),
+    "RTX4080-SUPER": ((52.2, 52.2, 104.4, 104.4), 15.5, 16),
+    "L40S": ((91.6, 183, 362.05, 362.05), 44.3, 45),
+    "A10": ((31.2, 62.5, 125, 125), 21.9, 24),
+    "A10G": ((35, 35, 70, 70), 21.9, 24),
+    "A6000": ((38.7, 77.4, 154.8, 154.8), 47.5, 48),
+    "RTX6000-Ada": ((91.1, 182.1, 364.2, 364.2), 44.4, 48),
+    "RTX-PRO-6000": ((125, 251.9, 503.8, 503.8), 94.9, 96),
+    "H100-NVL": ((60, 417.5, 835.5, 835.5), 92.9, 94),
+    "GH200": ((67, 494.5, 989.5, 989.5), 94.4, 96),
+    "B300": ((75, 1125, 2250, 2250), 267, 288),
+    "MI250X": ((47.9, None, 191.5, 191.5), 63.9, 64),  # one of a card's two devices
+    "MI325X": ((163.4, 653.7, 1307.4, 1307.4), 255, 256),
 }
 FASTER: dict[str, tuple[Callable[[Machine], float], str]] = {  # figures that grow, or stay, from left to right
     "memory": (
         lambda m: m.memory_bandwidth,
-        "cpu P4 L4 T4 V100-16GB A100-40GB H100-PCIe A100-80GB H100-80GB H200 B200",
+        "cpu P4 L4 T4 A10 V100-16GB A100-40GB H100-PCIe A100-80GB H100-80GB H100-NVL GH200 H200 MI325X B200 B300",
     ),
     "matrices": (
         lambda m: m.peak_flops["fp16"] * m.gemm_efficiency["fp16"],
-        "P4 T4 V100-16GB A100-80GB H100-PCIe H100-80GB B200",
+        "P4 T4 A10 RTX4080 RTX4090 RTX5090 A100-80GB RTX-PRO-6000 H100-PCIe H100-NVL H100-80GB B200 B300",
     ),
     "within a node": (
         lambda m: m.intra_node.bandwidth_bytes_per_second,
@@ -103,8 +119,24 @@ def test_newer_and_larger_machines_are_faster(figure: Callable[[Machine], float]
 @pytest.mark.parametrize(
     ("name", "workspace_bytes"),
     [  # torch, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize
-        *((name, 2 * 4096 * 1024 + 8 * 16 * 1024) for name in ("V100-16GB", "A100-80GB", "L4", "T4", "RTX4090")),
-        *((name, 32 * 2**20) for name in ("H100-80GB", "H100-PCIe", "H200", "B200")),
+        *(
+            (name, 2 * 4096 * 1024 + 8 * 16 * 1024)
+            for name in ("V100-16GB", "A100-80GB", "L4", "T4", "RTX4090", "RTX4080", "L40S", "A10G", "A6000", "MI250X")
+        ),
+        *(
+            (name, 32 * 2**20)
+            for name in (
+                "H100-80GB",
+                "H100-PCIe",
+                "H100-NVL",
+                "GH200",
+                "H200",
+                "B200",
+                "B300",
+                "RTX5090",
+                "RTX-PRO-6000",
+            )
+        ),
         ("MI300X", 128 * 2**20),
         ("cpu", 0),
     ],
@@ -129,6 +161,21 @@ def test_the_cublas_workspace_is_what_torch_allocates(name: str, workspace_bytes
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
         ("rtx-3090", "RTX3090"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GeForce RTX 5090", "RTX5090"),
+        ("5080", "RTX5080"),
+        ("NVIDIA GeForce RTX 4080 SUPER", "RTX4080-SUPER"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("AMD Instinct MI250X", "MI250X"),
+        ("AMD Instinct MI325X", "MI325X"),
         ("CPU", "cpu"),
     ],
 )
@@ -136,14 +183,22 @@ def test_a_name_is_understood_as_people_and_drivers_spell_it(asked: str, name: s
     assert find_machine(asked).name == name
 
 
-@pytest.mark.parametrize(("asked", "hint"), [("H10O", "H100-80GB"), ("A100-80G", "A100-80GB"), ("RTX3080", "RTX3090")])
+@pytest.mark.parametrize(("asked", "hint"), [("H10O", "H100-80GB"), ("A100-80G", "A100-80GB"), ("RTX3091", "RTX3090")])
 def test_an_unknown_name_is_refused_with_the_nearest(asked: str, hint: str) -> None:
     with pytest.raises(RequestError, match=rf"^{asked}: there is no such machine. Did you mean {hint}\? .*MI300X"):
         find_machine(asked)
 
 
 def test_another_card_of_the_same_chip_is_not_taken_for_the_one_we_know() -> None:
-    for name in ("NVIDIA A100-PCIE-40GB", "NVIDIA H100 NVL", "NVIDIA GH200 480GB", ""):
+    for name in (
+        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "NVIDIA GeForce RTX 5090 D",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        "Quadro RTX 6000",
+        "AMD Instinct MI250",
+        "",
+    ):
         with pytest.raises(RequestError):
             find_machine(name)
 
@@ -227,6 +282,11 @@ def test_what_is_no_strict_json_is_refused(tmp_path: Path, text: str, said: str)
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="there is no such file"):
         find_machine(str(tmp_path / "none.json"))
+
+
+def test_the_page_names_them_all() -> None:
+    page = (REPO / "docs/plan.md").read_text()
+    assert not [name for name in SHIPPED_NAMES if f"`{name}`" not in page]
 
 
 def test_the_files_are_packaged() -> None:

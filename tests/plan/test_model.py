@@ -67,6 +67,10 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ),
     ("phi3", CAUSAL, {**GROUPED, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
     ("phi", CAUSAL, {**GROUPED, "qk_layernorm": True}),
+    ("smollm3", CAUSAL, {**GROUPED, "pad_token_id": 0}),
+    ("smollm3", CLASSES, {**GROUPED, "pad_token_id": 0, "attention_bias": True, "mlp_bias": True}),
+    ("gpt_oss", CAUSAL, {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2}),
+    ("gpt_oss", TOKENS, {**GROUPED, "num_local_experts": 5, "head_dim": 16, "attention_bias": False}),
     ("t5", AutoModelForSeq2SeqLM, T5),
     (
         "t5",

@@ -10,19 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import REPO
 from transformers import CONFIG_MAPPING
 
 import finetune.models.mlp  # noqa: F401 - it registers the MLP
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+from finetune.plan import named
 from finetune.plan.families import FAMILIES
 from finetune.plan.model import model_of
-from finetune.plan.named import TABLE, find_model_config, model_names
+from finetune.plan.named import TABLE, find_model, find_model_config, model_names
 from finetune.run.sizes import GPTLITE_SIZES as SIZES
 
 # In the hub's files, but no fields of the classes of transformers 5.23: T5's positions are relative, and
 # modeling_qwen3_moe.py asks for head_dim with getattr.
-OF_THE_FILE = {"t5": {"n_positions"}, "qwen3_moe": {"head_dim"}}
+OF_THE_FILE = {"t5": {"n_positions"}, "qwen3_moe": {"head_dim"}, "phi3": {"partial_rotary_factor"}}
 ENTRIES: dict[str, dict[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))
 GPTLITES = [f"gptlite-{size}" for size in SIZES]
 HUB = [name for name, entry in ENTRIES.items() if "hub" in entry]
@@ -30,7 +32,7 @@ HUB = [name for name, entry in ENTRIES.items() if "hub" in entry]
 
 def test_the_table_holds_well_known_models_and_our_own() -> None:
     assert model_names() == [*ENTRIES, *GPTLITES]
-    assert len(HUB) >= 49
+    assert len(HUB) >= 90
     assert {find_model_config(name)["model_type"] for name in model_names()} >= set(FAMILIES)
 
 
@@ -58,7 +60,8 @@ def test_an_entry_says_where_it_comes_from(name: str) -> None:
     assert entry["seen"]
     assert entry["source"] == f"huggingface.co/{entry['hub']} config.json" if "hub" in entry else entry["source"]
     organisation, _, plain = entry.get("hub", name).rpartition("/")
-    assert plain.lower().startswith(name.lower())
+    words = plain.lower().split("-")
+    assert all(word in words or name == "Mistral-Nemo-12B" for word in name.lower().split("-"))
     assert bool(organisation) == (name in HUB)
 
 
@@ -71,8 +74,75 @@ def test_a_model_is_found_in_any_case_with_or_without_its_organisation(name: str
 
 
 def test_no_spelling_means_two_models() -> None:
-    written = [{name.lower(), entry.get("hub", name).lower().rpartition("/")[2]} for name, entry in ENTRIES.items()]
+    written = [
+        {name.lower(), entry.get("hub", name).lower().rpartition("/")[2], *map(str.lower, entry.get("also", ()))}
+        for name, entry in ENTRIES.items()
+    ]
+    spelled = [{form for one in spellings for form in named._forms(named._words(one))[:2]} for spellings in written]
     assert sum(map(len, written)) == len(set().union(*written))
+    assert sum(map(len, spelled)) == len(set().union(*spelled))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("Qwen/Qwen3-8B-Base", "Qwen3-8B"),
+        ("someone/gpt2", "gpt2"),
+        ("gpt-2", "gpt2"),
+        ("llama3.1:8b", "Llama-3.1-8B"),
+        ("meta-llama/Llama-2-7b-chat-hf", "Llama-2-7b"),
+        ("NousResearch/Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+        ("unsloth/llama-3-8b-bnb-4bit", "Meta-Llama-3-8B"),
+        ("unsloth/gemma-3-4b-it-unsloth-bnb-4bit", "gemma-3-4b"),
+        ("unsloth/DeepSeek-R1-Distill-Llama-8B-unsloth-bnb-4bit", "DeepSeek-R1-Distill-Llama-8B"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B-v0.3"),
+        ("mistralai/Mistral-Nemo-Instruct-2407", "Mistral-Nemo-12B"),
+        ("Qwen/Qwen3-4B-Thinking-2507", "Qwen3-4B-2507"),
+        ("Qwen/Qwen3-8B-Instruct-2612", "Qwen3-8B"),
+        ("microsoft/Phi-4-mini-reasoning", "Phi-4-mini"),
+        ("UNSLOTH/GPT-OSS-20B-BF16", "gpt-oss-20b"),
+    ],
+)
+def test_who_gives_a_model_and_how_it_was_trained_and_kept_make_no_other_shape(given: str, name: str) -> None:
+    found = find_model(given)
+    assert (found.name, found.config) == (name, find_model_config(name))
+    assert found.notes[0] == f"{given.rpartition('/')[2]}: planned as {name}"
+    assert found.notes[1:] == find_model(name).notes
+    assert found.is_packed == ("4bit" in given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "Llama-3.4-8B", "Llama-3.1-9B", "Llama-3-18B", "Llama-4-8B", "Mistral-7B", "Mistral-7B-v0.4", "gemma-1.1-7b-it",
+        "Mistral-Small-Instruct-2409", "Mistral-Small-3.2-24B-Instruct-2506", "Phi-3-mini-128k-instruct", "roberta",
+        "t5", "bert-uncased", "Qwen2.5-VL-7B-Instruct", "Qwen2-7B", "Qwen3-Embedding-8B", "Phi-4-mini-flash-reasoning",
+        "Hermes-3-Llama-3.1-8B", "a/b/Qwen3-4B", "/models/Qwen3-4B", "./Qwen3-4B", "~/Qwen3-4B", "Qwen3-4B/", "-", "/",
+    ],
+)  # fmt: skip
+def test_another_size_or_version_and_a_path_are_never_taken_for_one_that_is_known(given: str) -> None:
+    with pytest.raises(RequestError, match="no model is known by this name"):
+        find_model(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("unsloth/Qwen3-4B-GGUF", r"weights in GGUF are not trained\. Give the model .* made of: Qwen3-4B\."),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", r"weights in GPTQ are not trained\. .* made of: Qwen2\.5-7B\."),
+        ("Qwen/Qwen3-8B-FP8", r"in FP8 .*: Qwen3-8B\."),
+        ("someone/unheard-of-AWQ", r"in AWQ are not trained\. Give the model that they were made of\."),
+    ],
+)
+def test_weights_that_cannot_be_trained_are_refused_with_the_model_that_can(given: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        find_model(given)
+
+
+def test_an_entry_says_what_a_plan_of_it_leaves_out() -> None:
+    assert "without the vision tower" in find_model("google/gemma-3-12b-pt").notes[0]
+    assert "MXFP4" in find_model("gpt-oss-120b").notes[0]
+    assert find_model("google/gemma-3-1b-pt").notes == ()
 
 
 def test_what_is_given_out_is_a_copy() -> None:
@@ -83,11 +153,9 @@ def test_what_is_given_out_is_a_copy() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt-2", r"gpt-2: no model is known by this name\. Did you mean .*gpt2"),
-        ("meta-llama/Llama-2-7b-chat-hf", "Did you mean Llama-2-7b"),
-        ("Qwen/Qwen2.5-7B-Instruct", r"Did you mean Qwen2\.5-7B"),
-        ("someone/gpt2", "Did you mean gpt2"),
-        ("llama-3-8b", "Did you mean Meta-Llama-3-8B"),
+        ("Qwen/Qwen2.5-8B-Instruct", r"Did you mean .*Qwen2\.5-"),
+        ("someone/gpt2x", "Did you mean gpt2"),
+        ("llama-8b", r"Did you mean .*Llama-3\.1-8B"),
         ("zzz", "Those known are distilbert-base-uncased, .*, mlp-deep"),
         ("", "Those known are"),
     ],
@@ -113,6 +181,10 @@ def test_the_mlps_are_those_of_the_benchmark(name: str, width: int, layers: int)
     assert find_model_config(name) == {"model_type": "mlp", "width": width, "layers": layers}
     head = 2 * width + 2
     assert ENTRIES[name]["parameters"] == layers * (width * width + width) + head
+
+
+def test_the_page_says_how_many_there_are() -> None:
+    assert f"one of {len(model_names())} known names" in (REPO / "docs/plan.md").read_text()
 
 
 def test_a_name_is_found_without_torch() -> None:

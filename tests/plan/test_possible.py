@@ -31,7 +31,21 @@ SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "i
          "vocab_size": 101, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 ENCODER = {**SMALL, "max_position_embeddings": 32}
-ROTARY = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "phi", "mixtral", "qwen3_moe")
+ROTARY = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "phi",
+    "mixtral",
+    "qwen3_moe",
+    "smollm3",
+    "gpt_oss",
+)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": (CLASSES, ENCODER),
     "roberta": (CLASSES, ENCODER),
@@ -41,6 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptlite": (CAUSAL, {**SMALL, "max_position_embeddings": 32}),
     **dict.fromkeys(ROTARY, (CAUSAL, GROUPED)),
     "mixtral": (CAUSAL, {**GROUPED, "num_local_experts": 4}),
+    "gpt_oss": (CAUSAL, {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (CAUSAL, {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}),
     "t5": (SEQ2SEQ, {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 101,
                      "decoder_start_token_id": 0, "pad_token_id": 0}),
@@ -80,7 +95,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((kind, {"vocab_size": size}) for kind in MODELS if kind != "resnet" for size in (0, -3)),
     *((kind, {ACTS.get(kind, "hidden_act"): act}) for kind in MODELS for act in ("nonsense", "tanh")),
     *((kind, change) for kind in ROTARY for change in OF_DECODERS),
-    *((kind, {"num_experts_per_tok": count}) for kind in ("mixtral", "qwen3_moe") for count in (4, 16)),
+    *((kind, {"num_experts_per_tok": count}) for kind in ("mixtral", "qwen3_moe", "gpt_oss") for count in (4, 16)),
     *((kind, {"pad_token_id": 500}) for kind in ("bert", "roberta", "distilbert", "gpt2", "t5")),
     *((kind, {name: 1.5}) for kind, name in (("bert", "hidden_dropout_prob"), ("gpt2", "resid_pdrop"),
                                              ("t5", "dropout_rate"), ("gptlite", "dropout"))),

@@ -30,6 +30,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**GROUPED, "sliding_window": 32, "sliding_window_pattern": 2},
     "mixtral": {**GROUPED, "num_local_experts": 4},
     "qwen3_moe": {**GROUPED, "num_experts": 4, "moe_intermediate_size": 40, "num_experts_per_tok": 2},
+    "gpt_oss": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
+    "smollm3": {**GROUPED, "no_rope_layer_interval": 2},
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 300},
     "resnet": {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [3, 4], "num_labels": 4},
 }  # fmt: skip

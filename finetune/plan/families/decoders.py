@@ -70,25 +70,33 @@ class Style:
 
     head_dim: int | None = None  # where the config says none; None: hidden_size / heads
     biases: bool | None = False
+    attention_bias: bool = False  # where the config does not say
     act: str = "silu"
     is_gemma: bool = False  # embeddings are scaled, norms add one to their weight
     head_norms: bool = False  # of queries and keys
     closing_norms: bool = False  # behind attention and behind the MLP, before each is added
     window: int | None = None  # where the config says none
-    windows: str = "all"  # or "switched" (use_sliding_window), "every second", "five of six"
+    windows: str = "all"  # or "switched" (use_sliding_window), "unrotated" (the same), "every second", "five of six"
+    unrotated: bool = False  # SmolLM3: every fourth layer has no rotary positions
     two_rotations: bool = False
     attention_softcap: float = 0.0  # where the config says none
     final_softcap: float = 0.0
     expert_width: str | None = None  # what the config calls it
     tied: bool = False
     joined: bool = False  # Phi-3: query, key and value in one matrix, gate and up in another
+    is_oss: bool = False  # gpt-oss: attention has sinks, experts and their router have biases
+
+    @property
+    def casts_late(self) -> bool:
+        """A norm's result is cast behind its weight, not before."""
+        return self.is_gemma or self.is_oss
 
     def head_width(self, sizes: Sizes) -> int:
         return sizes("head_dim", default=self.head_dim or sizes("hidden_size") // sizes("num_attention_heads"))
 
     def bias(self, sizes: Sizes) -> tuple[bool, bool]:
         """Of query, key and value; and of the closing projection."""
-        asked = sizes.is_on("attention_bias", False)
+        asked = sizes.is_on("attention_bias", self.attention_bias)
         return asked if self.biases is None else self.biases, self.biases is None and asked
 
     def layer_kind(self, sizes: Sizes, index: int) -> str:
@@ -97,6 +105,8 @@ class Style:
             return FULL
         if types:
             return str(types[index])
+        if self.windows == "unrotated":
+            return WINDOW if sizes.is_on("use_sliding_window", False) and not self.rotates(sizes, index) else FULL
         if self.windows == "switched":
             used = sizes.is_on("use_sliding_window", False) and index >= sizes("max_window_layers", default=28)
             return WINDOW if used else FULL
@@ -104,6 +114,13 @@ class Style:
             return WINDOW
         period = 2 if self.windows == "every second" else sizes("sliding_window_pattern", default=6)
         return WINDOW if (index + 1) % period else FULL
+
+    def rotates(self, sizes: Sizes, index: int) -> bool:
+        """Whether a layer's queries and keys have positions (models/smollm3/configuration_smollm3.py)."""
+        if not self.unrotated:
+            return True
+        said = sizes.config.get("no_rope_layers")
+        return bool(said[index]) if said else (index + 1) % sizes("no_rope_layer_interval", default=4) != 0
 
     def is_sparse(self, sizes: Sizes, index: int) -> bool:
         """Qwen's MoE may keep some blocks dense (modeling_qwen3_moe.py, Qwen3MoeDecoderLayer)."""
@@ -125,6 +142,9 @@ STYLES = {
     "mixtral": Style(expert_width="intermediate_size"),
     "qwen3_moe": Style(biases=None, head_norms=True, expert_width="moe_intermediate_size"),
     "phi3": Style(joined=True),
+    "smollm3": Style(biases=None, windows="unrotated", unrotated=True, tied=True),
+    "gpt_oss": Style(head_dim=64, biases=None, attention_bias=True, window=128, windows="every second",
+                     expert_width="intermediate_size", is_oss=True),
 }  # fmt: skip
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _CLOSING_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -135,6 +155,8 @@ def _llama_block(style: Style, sizes: Sizes, index: int) -> Named:
     width, pairs = style.head_width(sizes), sizes("num_key_value_heads", default=heads)
     bias, closing_bias = style.bias(sizes)
     out = linear(f"{name}.self_attn.o_proj", heads * width, hidden, closing_bias)
+    if style.is_oss:
+        yield f"{name}.self_attn.sinks", (heads,)
     if style.joined:
         yield from out
         yield f"{name}.self_attn.qkv_proj.weight", ((heads + 2 * pairs) * width, hidden)
@@ -145,10 +167,7 @@ def _llama_block(style: Style, sizes: Sizes, index: int) -> Named:
     for part in ("q_norm", "k_norm") if style.head_norms else ():
         yield f"{name}.self_attn.{part}.weight", (width,)
     if style.expert_width and style.is_sparse(sizes, index):
-        many, inner = sizes("num_experts", "num_local_experts"), sizes(style.expert_width)
-        yield f"{name}.mlp.gate.weight", (many, hidden)
-        yield f"{name}.mlp.experts.gate_up_proj", (many, 2 * inner, hidden)
-        yield f"{name}.mlp.experts.down_proj", (many, hidden, inner)
+        yield from _experts(style, sizes, f"{name}.mlp")
     else:
         inner, bias = sizes("intermediate_size"), sizes.is_on("mlp_bias", False) and not style.joined
         up = {"gate_up_proj": 2 * inner} if style.joined else {"gate_proj": inner, "up_proj": inner}
@@ -157,6 +176,20 @@ def _llama_block(style: Style, sizes: Sizes, index: int) -> Named:
         yield from linear(f"{name}.mlp.down_proj", inner, hidden, bias)
     for part in _CLOSING_NORMS if style.closing_norms else _NORMS:
         yield f"{name}.{part}.weight", (hidden,)
+
+
+def _experts(style: Style, sizes: Sizes, name: str) -> Named:
+    """gpt-oss has its matrices turned (modeling_gpt_oss.py, GptOssExperts)."""
+    many, hidden, inner = (
+        sizes("num_experts", "num_local_experts"),
+        sizes("hidden_size"),
+        sizes(str(style.expert_width)),
+    )
+    yield from linear(f"{name}.{'router' if style.is_oss else 'gate'}", hidden, many, style.is_oss)
+    for part, fan_in, fan_out in (("gate_up_proj", hidden, 2 * inner), ("down_proj", inner, hidden)):
+        yield f"{name}.experts.{part}", (many, fan_in, fan_out) if style.is_oss else (many, fan_out, fan_in)
+        if style.is_oss:
+            yield f"{name}.experts.{part}_bias", (many, fan_out)
 
 
 def _phi_block(sizes: Sizes, index: int) -> Named:

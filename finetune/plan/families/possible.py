@@ -22,6 +22,7 @@ ACTIVATIONS = {  # keys of configs, by family where they are not hidden_act
     "gemma2": "hidden_activation",
     "gemma3_text": "hidden_activation",
 }
+FIXED_ACTIVATION = ("mlp", "gpt_oss")
 KNOWN_ACTIVATIONS = """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh
 hardswish laplace leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh
 xielu""".split()  # transformers 5.23, activations.py, ACT2FN
@@ -71,6 +72,8 @@ def _decoder(kind: str, sizes: Sizes) -> Iterator[str]:
             f"a head is {width} wide, of which {turned} are rotated, but they must be an even number and no more than "
             "the head. Change head_dim, or hidden_size and num_attention_heads."
         )
+    if kind == "gpt_oss" and (share := sizes.share("partial_rotary_factor", 1.0)) != 1:
+        yield f"partial_rotary_factor is {share}, but a gpt_oss rotates whole heads. Take it out."
     if kind in STYLES and STYLES[kind].expert_width:
         chosen, many = sizes.maybe("num_experts_per_tok"), sizes("num_experts", "num_local_experts")
         if chosen is not None and chosen > many:
@@ -107,7 +110,7 @@ def _words(kind: str, sizes: Sizes) -> Iterator[str]:
         gate, _, act = sizes.word(place, "relu").rpartition("-")
         if gate not in ("", "gated"):
             yield f"{place} is {sizes.word(place, '')!r}, but it must be an activation, or gated-ACTIVATION."
-    if kind != "mlp" and act not in KNOWN_ACTIVATIONS:
+    if kind not in FIXED_ACTIVATION and act not in KNOWN_ACTIVATIONS:
         yield f"{place} is {act!r}, but transformers knows {', '.join(KNOWN_ACTIVATIONS)}."
     for name, share in sizes.config.items():
         if ("drop" in name or name.endswith("_pdrop")) and isinstance(share, int | float) and not 0 <= share <= 1:

@@ -29,7 +29,8 @@ FORWARDS: dict[str, Callable[[Setting], Value]] = {
     **dict.fromkeys(STYLES, llama_like),
 }
 
-EAGER_ALONE = ("gemma2",)  # no sdpa: it caps attention's scores (models/gemma2/modeling_gemma2.py, _supports_sdpa)
+# No sdpa: one caps attention's scores, the other has sinks (models/gpt_oss/modeling_gpt_oss.py, _supports_sdpa).
+EAGER_ALONE = ("gemma2", "gpt_oss")
 
 
 def build_tape(model: Model, batch: Batch, numbers: Numbers, checkpoint_interval: int = 0, part: Part | None = None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from finetune.plan.forward.parts import Batch, Setting
 from finetune.plan.tape import Tape
-from finetune.plan.values import FP32_BYTES, HALF_BYTES, Gemm, Value
+from finetune.plan.values import FP32_BYTES, HALF_BYTES, INT64_BYTES, Gemm, Value
 
 EAGER, MATH, FUSED = "eager", "math", "fused"
 
@@ -26,6 +26,7 @@ class Heads:
     casts_weights: bool = True  # to the precision of the values
     cached: bool = False  # keys and values come from a cache, head by head: no product needs a copy of them
     names_scores: bool = False  # eager attention has a name for them until it ends
+    sinks: str = ""  # the parameter that stands beside the scores of each head as one token more
 
     @property
     def repeats(self) -> bool:
@@ -80,6 +81,16 @@ def rotary(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
     one, two = tape.alias(x, half, "slice"), tape.alias(x, half, "slice")
     turned = cat(tape, tape.scale(two, "neg"), one)
     return tape.add(straight, tape.multiply(turned, sin))
+
+
+def rotary_halves(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
+    """The same, half by half (models/gpt_oss/modeling_gpt_oss.py, _apply_rotary_emb)."""
+    first, second = tape.chunk(x, x.elements // 2, x.elements // 2)
+    turned = (
+        tape.add(tape.multiply(one, cos), tape.multiply(other, sin))
+        for one, other in ((first, second), (second, first))
+    )
+    return cat(tape, *turned)
 
 
 def partly_turned(tape: Tape, x: Value, width: int, cos: Value, sin: Value, tokens: int) -> tuple[Value, Value]:
@@ -153,7 +164,7 @@ def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
         scores = tape.scale(tape.unary("tanh", tape.scale(scores)))
     for mask in masks:
         scores = scores if mask is None else tape.add(scores, mask)
-    weights = _shares(tape, scores, heads)
+    weights = _shares_with_sinks(tape, scores, heads) if heads.sinks else _shares(tape, scores, heads)
     if heads.fp32_softmax:
         weights = tape.cast(weights, query.bytes_each)
     elif heads.casts_weights:
@@ -175,6 +186,19 @@ def _shares(tape: Tape, scores: Value, heads: Heads) -> Value:
     if heads.fp32_softmax or (is_gpu and tape.numbers.autocast):
         scores = tape.cast(scores, FP32_BYTES)
     return tape.softmax(scores)
+
+
+def _shares_with_sinks(tape: Tape, scores: Value, heads: Heads) -> Value:
+    """softmax over the scores and the sink, in the precision of the scores and less the largest of each row; the sink's
+    share is dropped (models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward)."""
+    rows = heads.count * heads.tokens
+    joined = tape.op("cat", (scores,), scores.elements + rows, narrows=True, weights=(heads.sinks,),
+                     module=heads.sinks.rpartition(".")[0])  # fmt: skip
+    top = tape.op("max", (joined,), rows, extra_saved=INT64_BYTES * rows)
+    lowered = tape.add(joined, top)
+    shares = tape.softmax(lowered)
+    tape.hold(scores, lowered)
+    return tape.alias(shares, scores.elements, "slice")
 
 
 def _math(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask: Value | None) -> Value:

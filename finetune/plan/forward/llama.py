@@ -16,11 +16,12 @@ from finetune.plan.forward.attention import (
     kind_of,
     partly_turned,
     rotary,
+    rotary_halves,
     rotations,
     split_heads,
 )
 from finetune.plan.forward.losses import causal_head, class_head
-from finetune.plan.forward.moe import experts
+from finetune.plan.forward.moe import experts, oss_experts
 from finetune.plan.forward.parts import Setting, activation, rms_norm, stack
 from finetune.plan.values import Value
 
@@ -47,14 +48,14 @@ def llama_like(setting: Setting) -> Value:
         shared = _shared(setting, style, kinds)
 
     def key(index: int) -> Hashable:
-        return kinds[index], style.is_sparse(sizes, index)
+        return kinds[index], style.is_sparse(sizes, index), style.rotates(sizes, index)
 
     def block(index: int, x: Value) -> Value:
         return _block(setting, style, index, x, shared, kinds[index])
 
     last = stack(setting, x, layers, lambda i: f"model.layers.{i}", block, key, lambda i: shared.of(kinds[i]))
     with tape.segment("head"):
-        normed = rms_norm(tape, last, "model.norm", style.is_gemma)
+        normed = rms_norm(tape, last, "model.norm", style.casts_late)
         tape.hold(x, last, *shared.of(*shared.masks))
         if setting.head != CAUSAL:
             return class_head(setting, normed)
@@ -77,7 +78,7 @@ def _shared(setting: Setting, style: Style, kinds: list[str]) -> _Shared:
         masks[kind] = eager_mask(setting)
         if short and tape.numbers.attention == "sdpa":
             masks[kind] = (bool_mask(setting),)
-    width = int(style.head_width(sizes) * sizes.share("partial_rotary_factor", 1.0))
+    width = int(style.head_width(sizes) * sizes.share("partial_rotary_factor", 1.0)) // (2 if style.is_oss else 1)
     turns = dict.fromkeys(masks, rotations(tape, tokens, width))
     if style.two_rotations and len(masks) > 1:
         turns[WINDOW] = rotations(tape, tokens, width)
@@ -88,17 +89,19 @@ def _block(setting: Setting, style: Style, index: int, x: Value, shared: _Shared
     tape, sizes, name = setting.tape, setting.sizes, f"model.layers.{index}"
 
     def norm(x: Value, its_name: str) -> Value:
-        return rms_norm(tape, x, f"{name}.{its_name}", style.is_gemma)
+        return rms_norm(tape, x, f"{name}.{its_name}", style.casts_late)
 
     dropout = sizes.share("resid_pdrop") if style.joined else 0.0
     normed = norm(x, "input_layernorm")
-    out = _attention(setting, style, f"{name}.self_attn", normed, shared, kind)
+    out = _attention(setting, style, index, normed, shared, kind)
     tape.hold(normed)
     if style.closing_norms:
         out = norm(out, "post_attention_layernorm")
     x = tape.add(x, tape.dropout(out, dropout))
     normed = norm(x, "pre_feedforward_layernorm" if style.closing_norms else "post_attention_layernorm")
-    if style.expert_width and style.is_sparse(sizes, index):
+    if style.is_oss:
+        out = oss_experts(setting, f"{name}.mlp", normed)
+    elif style.expert_width and style.is_sparse(sizes, index):
         out = experts(setting, f"{name}.mlp", normed, style.expert_width, style.act)
     else:
         out = _mlp(setting, style, f"{name}.mlp", normed)
@@ -108,12 +111,14 @@ def _block(setting: Setting, style: Style, index: int, x: Value, shared: _Shared
     return tape.add(x, tape.dropout(out, dropout))
 
 
-def _attention(setting: Setting, style: Style, name: str, x: Value, shared: _Shared, layer_kind: str) -> Value:
+def _attention(setting: Setting, style: Style, index: int, x: Value, shared: _Shared, layer_kind: str) -> Value:
     tape, sizes, tokens, mask = setting.tape, setting.sizes, setting.batch.tokens, shared.masks[layer_kind]
+    name, rotates = f"model.layers.{index}.self_attn", style.rotates(sizes, index)
     count, width = sizes("num_attention_heads"), style.head_width(sizes)
     heads = Heads(setting.batch, count, width, sizes("num_key_value_heads", default=count),
                   sizes.share("attention_dropout"),
-                  softcap=_caps(sizes, "attn_logit_softcapping", style.attention_softcap))  # fmt: skip
+                  softcap=_caps(sizes, "attn_logit_softcapping", style.attention_softcap),
+                  sinks=f"{name}.sinks" if style.is_oss else "")  # fmt: skip
     kind = kind_of(tape, heads, bool(mask))
     if style.joined:
         joined = tape.linear(x, f"{name}.qkv_proj")
@@ -125,16 +130,17 @@ def _attention(setting: Setting, style: Style, name: str, x: Value, shared: _Sha
             made = tape.linear(x, f"{name}.{part}_proj")
             if style.head_norms and part != "v":
                 made = split_heads(tape, made, kind, rotated=True) if kind != FUSED else made
-                made = rms_norm(tape, made, f"{name}.{part}_norm", style.is_gemma)
+                made = rms_norm(tape, made, f"{name}.{part}_norm", style.casts_late)
             parts.append(made)
-    query, key, value = (split_heads(tape, part, kind, at < 2) for at, part in enumerate(parts))
-    turns = shared.rotations[layer_kind]
-    query_turned, key_turned = (
-        partly_turned(tape, part, width, *turns, tokens)[0] if style.joined else rotary(tape, part, *turns)
-        for part in (query, key)
-    )
-    tape.hold(query, key)
-    mixed = attend(setting, heads, query_turned, key_turned, value, *mask, joined=style.joined)
+    query, key, value = (split_heads(tape, part, kind, rotates and at < 2) for at, part in enumerate(parts))
+    turns, given = shared.rotations[layer_kind], (query, key)
+    if style.joined:
+        query, key = (partly_turned(tape, part, width, *turns, tokens)[0] for part in given)
+    elif rotates:
+        turn = rotary_halves if style.is_oss else rotary
+        query, key = (turn(tape, part, *turns) for part in given)
+    tape.hold(*given)
+    mixed = attend(setting, heads, query, key, value, *mask, joined=style.joined)
     return tape.linear(mixed, f"{name}.o_proj")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from finetune.plan.forward.parts import Setting, activation
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, INT64_BYTES, Gemm, Value
@@ -22,23 +24,71 @@ def experts(setting: Setting, name: str, x: Value, width: str, act: str) -> Valu
         best = tape.op("div", (best, total), pairs, saves=(best, total), scratch_back=3 * best.bytes)
     if not is_mixtral:  # models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeTopKRouter
         best = tape.cast(best, logits.bytes_each)
-    order = tape.op("sort", (), pairs, bytes_each=INT64_BYTES, needs_grad=False, scratch=2 * INT64_BYTES * pairs)
-    picked = tape.op("index", (x,), x.elements * chosen, saves=(order,), scratch_back=x.bytes)
-    share = tape.op("index", (best,), pairs, saves=(order,))
+    _, picked, share = _sorted(tape, x, best, chosen)
     both = _grouped(tape, picked, f"{name}.experts.gate_up_proj")
     gate, up = tape.chunk(both, *[both.elements // 2] * 2)
     mixed = tape.multiply(activation(tape, sizes.word("hidden_act", act), gate), up)
     out = _grouped(tape, mixed, f"{name}.experts.down_proj")
+    return _back(tape, x, out, share, picked)
+
+
+def oss_experts(setting: Setting, name: str, x: Value) -> Value:
+    """gpt-oss (models/gpt_oss/modeling_gpt_oss.py): the softmax is over the chosen alone, and biases are gathered as
+    long as the products."""
+    tape = setting.tape
+    chosen = setting.sizes("num_experts_per_tok", default=4)
+    pairs = setting.batch.positions * chosen
+    logits = tape.linear(x, f"{name}.router")
+    best = tape.op("topk", (logits,), pairs, extra_saved=INT64_BYTES * pairs)
+    shares = tape.softmax(best)
+    order, picked, share = _sorted(tape, x, shares, chosen)
+    bias = _bias(tape, f"{name}.experts.gate_up_proj_bias", order)
+    both = tape.add_in_place(_grouped(tape, picked, f"{name}.experts.gate_up_proj"), bias)
+    mixed = _clamped_gate(tape, both)
+    bias_below = _bias(tape, f"{name}.experts.down_proj_bias", order)
+    tape.hold(bias)
+    out = tape.add_in_place(_grouped(tape, mixed, f"{name}.experts.down_proj"), bias_below)
+    return _back(tape, x, out, share, bias_below, picked, best, logits)
+
+
+def _clamped_gate(tape: Tape, both: Value) -> Value:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate and up clamped (GptOssExperts._apply_gate)."""
+    half = both.elements // 2
+    gate, up = (tape.unary("clamp", tape.alias(both, half, "slice")) for _ in range(2))
+    glu = tape.multiply(gate, tape.unary("sigmoid", tape.scale(gate)))
+    mixed = tape.multiply(tape.shift(up), glu)
+    tape.hold(both, gate, up, glu)
+    return mixed
+
+
+def _bias(tape: Tape, name: str, order: Value) -> Value:
+    """That of each pair's expert. It is gathered before the product, which is why its gradient comes behind."""
+    return tape.op("index", (), order.elements * tape.shapes[name][1], saves=(order,), weights=(name,),
+                   module=name.rpartition(".")[0])  # fmt: skip
+
+
+def _sorted(tape: Tape, x: Value, shares: Value, chosen: int) -> tuple[Value, Value, Value]:
+    """The experts of all pairs of token and expert in order, and the token and the share of each pair."""
+    pairs = shares.elements
+    order = tape.op("sort", (), pairs, bytes_each=INT64_BYTES, needs_grad=False, scratch=2 * INT64_BYTES * pairs)
+    picked = tape.op("index", (x,), x.elements * chosen, saves=(order,), scratch_back=x.bytes)
+    return order, picked, tape.op("index", (shares,), pairs, saves=(order,))
+
+
+def _back(tape: Tape, x: Value, out: Value, share: Value, *named: Value) -> Value:
+    """What the experts made, weighed and summed where each token stood. Variables still name `named`."""
     weighed = tape.multiply(out, share)
-    inverse = tape.op("inverse", (), pairs, bytes_each=INT64_BYTES, needs_grad=False)
+    inverse = tape.op("inverse", (), share.elements, bytes_each=INT64_BYTES, needs_grad=False)
     back = tape.op("index", (weighed,), weighed.elements, saves=(inverse,), scratch_back=weighed.bytes)
-    tape.hold(picked, out, weighed)
+    tape.hold(*named, out, weighed)
     return tape.cast(tape.op("sum", (back,), x.elements), x.bytes_each)
 
 
 def _grouped(tape: Tape, x: Value, weight: str) -> Value:
-    """Each expert's share of the rows times its matrix (fan_out, fan_in)."""
-    many, fan_out, fan_in = tape.shapes[weight]
+    """Each expert's share of the rows times its matrix, which lies either way."""
+    many, *sides = tape.shapes[weight]
+    fan_in = sides[0] if f"{weight}_bias" in tape.shapes else sides[1]
+    fan_out = math.prod(sides) // fan_in
     rows = x.elements // fan_in
     each = max(rows // many, 1)
     of_input, of_weight = Gemm(each, fan_in, fan_out, many), Gemm(fan_out, fan_in, each, many)
