@@ -24,6 +24,7 @@ import comm_hooks_page
 import defaults
 import durability_page
 import faults_changed
+import generate
 import identity_cost
 import images
 import mutants
@@ -59,6 +60,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "defaults": lambda: defaults.page(_lines("defaults.jsonl")),
     "durability": durability_page.page,
     "faults_changed": lambda: faults_changed.page(_lines("faults_changed.jsonl")),
+    "generate": _of("generate", generate.page),
     "identity_cost": _of("identity_cost", identity_cost.page),
     "images": _of("images", images.page),
     "mutants": lambda: mutants.page(mutants.read_rows()),

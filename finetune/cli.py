@@ -101,6 +101,8 @@ def parser() -> argparse.ArgumentParser:
     add("--markdown", metavar="FILE", help="for a model card, its pictures in a folder beside it")
     _checkpoint_options(commands.add_parser("checkpoint", help="what is in a run folder, and whether it is whole"))
     _export_options(commands.add_parser("export", help="a checkpoint of any layout as a model that transformers opens"))
+    _generate_options(commands.add_parser("generate", help="write what a language model answers to a file of prompts"))
+    _chat_options(commands.add_parser("chat", help="talk to a language model in this terminal"))
     launches = "print the command that starts a recipe on the machine or cluster"
     _launch_options(commands.add_parser("launch", help=launches))
     _launch_options(commands.add_parser("train", help="start what `launch` prints, where that is one line"))
@@ -239,6 +241,43 @@ def _export_options(command: argparse.ArgumentParser) -> None:
     add("--max_shard_size", default="5GB", metavar="SIZE", help="of a file, such as 500MB (default 5GB)")
     add("--merge_adapter", action="store_true", help="LoRA: write the base model with the adapter in its weights")
     add("--base_model", metavar="FOLDER", help="for that, where the base model is (default: as the adapter says)")
+
+
+def _generate_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _answer_options(command)
+    add("--prompts", required=True, metavar="FILE", help="jsonl, json, csv or tsv with `prompt`, or `messages` that "
+        "end in a user's turn; or txt, each line a prompt")  # fmt: skip
+    add("--output", required=True, metavar="FILE", help="the answers, as jsonl, in the prompts' order; the same "
+        "command goes on where it was killed")  # fmt: skip
+    add("--prompt_column", metavar="NAME", help="where prompts are (default: messages, or prompt)")
+    add("--batch_size", type=int, default=8, metavar="N", help="prompts at a time on each rank (default 8)")
+    add("--truncate_prompts", action="store_true", help="cut off the beginning of what is longer than the model reads")
+    add("--deepspeed", metavar="CONFIG", help="zero3 or zero3_offload: ranks share the weights, or the CPU has them")
+    add("--overwrite", action="store_true", help="delete what is in --output")
+    add("--local_rank", help=argparse.SUPPRESS)  # which the deepspeed launcher adds
+
+
+def _chat_options(command: argparse.ArgumentParser) -> None:
+    _answer_options(command)
+    command.add_argument("--system", metavar="TEXT", help="the system's words, before all others")
+    command.set_defaults(deepspeed="none")
+
+
+def _answer_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", metavar="RUN_OR_MODEL", help="a run's folder, a model's, an adapter's, or a hub id")
+    add("--max_new_tokens", type=int, metavar="N", help="of an answer (default 256, or half of what the model reads)")
+    add("--temperature", type=float, metavar="X", help="0 takes the likeliest token (default: as the model's "
+        "generation_config.json says, else 0)")  # fmt: skip
+    add("--top_p", type=float, metavar="X", help="draw from the likeliest tokens that make up this share")
+    add("--seed", type=int, default=42, metavar="N", help="of what is drawn, for each prompt by itself (default 42)")
+    add("--stop", action="append", metavar="TEXT", help="end an answer before this text; may be said several times")
+    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="of the weights (default: "
+        "bfloat16 on a GPU that has it, float32 on a CPU)")  # fmt: skip
+    add("--chat_template", metavar="NAME|FILE", help="as in training; none: prompts as they stand (default: its own)")
+    add("--reasoning", choices=("keep", "strip"), default="keep", help="earlier thoughts in a conversation")
+    add("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
 
 
 if __name__ == "__main__":

@@ -191,7 +191,9 @@ def config_of(flags: list[str]) -> str | None:
 
 
 def default_config(recipe: str, launcher: str) -> str | None:
-    """As finetune.run.engine chooses it."""
+    """As finetune.run.engine chooses it; nothing to train, none."""
+    if Path(recipe).stem == "generate":
+        return None
     if Path(recipe).stem.endswith("_pipeline"):
         return "pipeline"
     return "zero2" if launcher == "deepspeed" else None

@@ -29,7 +29,9 @@ LIGHT_ROOM = [
         "finetune.report.published",
         "finetune.bench.runner",
         "finetune.commands.bench",
+        "finetune.commands.chat",
         "finetune.commands.check",
+        "finetune.commands.generate",
         "finetune.commands.launch",
         "finetune.launchers",
         "finetune.dsconfig.load",
@@ -81,6 +83,7 @@ ROOMS: dict[str, set[str]] = {
     | {"dsconfig", "errors", "host", "measure", "models", "plan", "report", "run", "training"},
     "report": {"errors", "plan", "privacy", "run", "safe_read"},
     "doctor": {"dsconfig", "host", "measure", "plan", "run", "upstream", "versions"},
+    "generation": {"data", "dsconfig", "errors", "models", "privacy", "run", "safe_read", "training"},
     "export": {"errors", "run", "safe_read", "training"},
     "cli": {"errors", "privacy"},
 }

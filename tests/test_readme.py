@@ -65,6 +65,7 @@ def write_files(folder: Path) -> None:
         Image.new("RGB", (32, 32), (index, index, index) if index % 2 else (255 - index,) * 3).save(
             place / f"{index}.png"
         )
+    (folder / "prompts.jsonl").write_text('{"prompt": "Say it"}\n{"prompt": "Say something else"}\n')
     turns = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "Yes."}]
     (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
 
@@ -128,6 +129,9 @@ def test_a_command_of_the_readme_works(
         port = free_port()
         command = command.replace("deepspeed --num_gpus", f"deepspeed --master_port {port} --num_gpus")
         command = command.replace("torchrun --", f"torchrun --master_port {port} --")
+    command = command.replace("path/to/model", str(causal_model)).replace(
+        "answers.jsonl", str(tmp_path / "answers.jsonl")
+    )
     if command.startswith("finetune bench"):
         command += f" --only wide-ddp --output_dir {tmp_path / 'bench'}"
     command = re.sub(r"runs/\w+ runs/\w+ --html ", f"{tmp_path / 'reported'} --html {tmp_path}/", command)

@@ -64,7 +64,7 @@ def test_before_its_time_limit_a_job_saves_goes_back_and_goes_on(cluster: dict[s
     cut = int(checkpoint.name.split("-")[1])
     said = log.read_text()
     assert f"stopped by SIGUSR1 after step {cut}. checkpoint-{cut} is saved" in said
-    assert "back into the queue" in said
+    assert "the job is requeued" in said
     until(lambda: steps_of(folder)[-1]["step"] >= cut + 20, 150, log)
     subprocess.run(["scancel", job], env=cluster, check=True)
     rows = [row for row in steps_of(folder) if row["step"] <= cut + 20]

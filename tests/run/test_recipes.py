@@ -34,7 +34,7 @@ RECIPES = [*map(described, DESCRIPTIONS), BENCHMARK]
 
 
 def test_every_recipe_has_its_description_by_its_name() -> None:
-    scripts = sorted(path.stem for path in (REPO / "recipes").glob("*.py"))
+    scripts = sorted(path.stem for path in (REPO / "recipes").glob("*.py") if path.stem != "generate")  # trains nothing
     assert sorted(recipe.name for recipe in RECIPES) == scripts
     assert len(scripts) > 4
 

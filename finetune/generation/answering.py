@@ -1,0 +1,166 @@
+"""From prompts to answers: batch by batch on every rank, collected and written by rank 0."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from finetune.generation.answers import Answers
+from finetune.generation.batches import Batch, batches_of, rounds_of
+from finetune.generation.encode import encode, fit, settle_template
+from finetune.generation.model import Writer, device_of, meet, open_writer
+from finetune.generation.prompts import Prompt
+from finetune.generation.sampling import Decoding, Stops, settle_decoding
+from finetune.privacy import shown
+from finetune.run.launch import Launch
+
+MOST_NEW = 256  # tokens, where --max_new_tokens does not say; less where the model reads few
+REPORT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """A model with all that its answers depend on."""
+
+    model: Any
+    tokenizer: Any
+    decoding: Decoding
+    stop: Sequence[str]
+    device: torch.device
+    ends: frozenset[int]
+
+    def answer(self, ids: Sequence[list[int]], batch: Batch, streamer: Any = None) -> list[dict[str, Any]]:
+        """What is said to prompts of these token ids, which have the batch's numbers. Padding is on the left, so that
+        all of them go on at one place; positions follow from the mask, in every model of transformers."""
+        width = max(map(len, ids))
+        pad = self.model.generation_config.pad_token_id
+        padded = torch.tensor([[pad] * (width - len(one)) + one for one in ids], device=self.device)  # (B, width)
+        mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in ids], device=self.device)
+        stops = Stops(self.tokenizer, self.stop, width, len(ids)) if self.stop else None
+        with torch.inference_mode():
+            made = self.model.generate(
+                input_ids=padded,
+                attention_mask=mask,
+                max_new_tokens=batch.limit,
+                logits_processor=self.decoding.processors(batch.numbers, self.device),
+                stopping_criteria=[stops] if stops else [],
+                streamer=streamer,
+            )
+        after = stops.after if stops else [None] * len(ids)
+        rows = zip(batch.numbers, ids, made[:, width:].tolist(), after, strict=True)
+        return [self._row(number, len(one), new, stopped) for number, one, new, stopped in rows]
+
+    def _row(self, number: int, read: int, new: list[int], stopped: int | None) -> dict[str, Any]:
+        ended = next((i + 1 for i, token in enumerate(new) if token in self.ends), None)
+        if ended is not None and (stopped is None or ended <= stopped):
+            new, reason = new[:ended], "end"
+        elif stopped is not None:
+            new, reason = new[:stopped], "stop"
+        else:
+            reason = "length"
+        text = str(self.tokenizer.decode(new, skip_special_tokens=True))
+        places = [text.find(one) for one in self.stop if one in text] if reason == "stop" else []
+        text = text[: min(places)] if places else text
+        return {"index": number, "text": text, "finish_reason": reason, "tokens": len(new), "prompt_tokens": read}
+
+
+def answerer_of(asked: argparse.Namespace, writer: Writer, launch: Launch) -> Answerer:
+    """The ranks have met."""
+    model, tokenizer = writer.build(launch), writer.tokenizer
+    config = model.generation_config
+    stop = [*(asked.stop or ()), *([config.stop_strings] if isinstance(config.stop_strings, str) else
+            config.stop_strings or ())]  # fmt: skip
+    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    # The tokenizer's as well: a chat model's folder may name the end of a text alone, and not that of a turn.
+    ends = [end for end in dict.fromkeys([*known, tokenizer.eos_token_id]) if end is not None]
+    config.eos_token_id = ends or None
+    # Its rows are masked, and what comes after an end is cut off: any token does.
+    config.pad_token_id = next((i for i in (tokenizer.pad_token_id, *ends) if i is not None), 0)
+    decoding = settle_decoding(asked, model)
+    return Answerer(model, tokenizer, decoding, stop, device_of(launch, writer.has_cuda), frozenset(ends))
+
+
+def most_new_of(asked: argparse.Namespace, positions: int) -> int:
+    return int(asked.max_new_tokens or min(MOST_NEW, max(1, positions // 2)))
+
+
+def answer_all(asked: argparse.Namespace, prompts: Sequence[Prompt], answers: Answers, launch: Launch) -> None:
+    """Raises RequestError for what only the model can tell, and RunError."""
+    writer = open_writer(asked, launch)
+    how = settle_template(writer.tokenizer, asked.chat_template)
+    ids, most_new = encode(writer.tokenizer, prompts), most_new_of(asked, writer.positions)
+    cut = fit(ids, prompts, writer.positions, most_new, asked.truncate_prompts)
+    there: Any = [answers.open(asked.overwrite) if launch.speaks else []]
+    meet(launch, writer)
+    if launch.world_size > 1:
+        distributed.broadcast_object_list(there, device=device_of(launch, writer.has_cuda))
+    done = set(there[0])
+    answerer = answerer_of(asked, writer, launch)
+    if launch.speaks:
+        what = f"generate: {len(prompts):,} prompts {how} to {writer.source.description}; {answerer.decoding}"
+        print(shown(f"{what}; at most {most_new:,} new tokens; {writer.place(launch)}"),
+              *([f"{cut:,} prompts were too long, and their beginnings are cut off"] if cut else []),
+              *([f"{len(done):,} answers are there already"] if done else []), sep="\n", flush=True)  # fmt: skip
+    batches = batches_of([len(one) for one in ids], writer.positions, most_new, asked.batch_size)
+    left = [Batch([n for n in batch.numbers if n not in done], batch.limit) for batch in batches]
+    report = _Report(len(prompts), len(done), launch.speaks)
+    for some in rounds_of([batch for batch in left if batch.numbers], launch.world_size):
+        rows = _answered(answerer, ids, some, launch, writer.shards)
+        if launch.speaks:
+            answers.add([_named(row, prompts[row["index"]]) for row in rows])
+        report.add(rows)
+    if launch.speaks:
+        answers.finish()
+        print(shown(f"{answers.path}: {len(prompts):,} answers; {report}"), flush=True)
+    if distributed.is_initialized():
+        distributed.barrier()  # none leaves while others still talk to it
+
+
+def _answered(answerer: Answerer, ids: Any, some: list[Batch], launch: Launch, shards: bool) -> list[dict[str, Any]]:
+    """What all ranks have answered, on rank 0, a batch each. Where a rank has none it does the first once more if the
+    others need its share of the weights."""
+    mine = some[launch.rank] if launch.rank < len(some) else some[0] if shards else None
+    rows = answerer.answer([ids[number] for number in mine.numbers], mine) if mine else []
+    rows = rows if launch.rank < len(some) else []
+    if launch.world_size == 1:
+        return rows
+    found: Any = [None] * launch.world_size if launch.speaks else None
+    distributed.gather_object(rows, found)
+    return [row for one in found or () for row in one]
+
+
+def _named(row: dict[str, Any], prompt: Prompt) -> dict[str, Any]:
+    return row if prompt.id is None else {"index": row["index"], "id": prompt.id, **row}
+
+
+class _Report:
+    """How far it is, on stderr each half a minute, and what it came to."""
+
+    def __init__(self, prompts: int, done: int, speaks: bool) -> None:
+        self.prompts, self.done, self.speaks = prompts, done, speaks
+        self.reasons: Counter[str] = Counter()
+        self.tokens = 0
+        self.start = self.said = time.monotonic()
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        self.done += len(rows)
+        self.tokens += sum(row["tokens"] for row in rows)
+        self.reasons.update(row["finish_reason"] for row in rows)
+        if self.speaks and time.monotonic() - self.said > REPORT_SECONDS:
+            self.said = time.monotonic()
+            print(f"{self.done:,} of {self.prompts:,} prompts; {self._rate()}", file=sys.stderr, flush=True)
+
+    def _rate(self) -> str:
+        return f"{self.tokens:,} tokens, {self.tokens / max(time.monotonic() - self.start, 1e-9):,.0f} a second"
+
+    def __str__(self) -> str:
+        ended = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.reasons.items()))
+        return f"{self._rate()}; finished by {ended}" if ended else self._rate()

@@ -1,0 +1,94 @@
+"""Prompts as token ids: by the chat template where the model has one, as they stand where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from finetune.data.chat.conversation import rendered
+from finetune.data.chat.templates import is_ours, read_template
+from finetune.data.encoding import refuse_unknown_characters
+from finetune.data.tokenizer import letters_of
+from finetune.errors import RequestError, first_line, plain
+from finetune.generation.prompts import Prompt
+from finetune.safe_read.bounded import each_bounded
+
+NO_TEMPLATE = "none"  # of --chat_template: prompts as they stand
+AT_A_TIME = 1024  # conversations; a process is forked for them
+
+
+def settle_template(tokenizer: Any, asked: str | None) -> str:
+    """Give `tokenizer` the template that is `asked` for, and say which there is. Raises RequestError."""
+    if asked == NO_TEMPLATE:
+        tokenizer.chat_template = None
+    elif asked:
+        tokenizer.chat_template = read_template(asked)
+    if not tokenizer.chat_template:
+        return "as plain text"
+    return f"by the chat template {asked}" if asked else "by the model's chat template"
+
+
+def encode(tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of all prompts. Raises RequestError, naming the line."""
+    is_chat = bool(tokenizer.chat_template)
+    texts = _rendered(tokenizer, prompts) if is_chat else [_plain(prompt) for prompt in prompts]
+    letters = letters_of(tokenizer)
+    for prompt, text in zip(prompts, texts, strict=True):
+        refuse_unknown_characters(letters, text, prompt.place)
+    found: list[list[int]] = tokenizer(texts, add_special_tokens=not is_chat, verbose=False)["input_ids"]
+    begins: Any = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
+    for number, ids in enumerate(found):
+        if not is_chat and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+            ids.pop()  # of a tokenizer that ends every text: nothing goes on from there
+        if not ids and begins is None:
+            raise RequestError(f"{prompts[number].place}: is empty, and the tokenizer has no token to begin with.")
+        if not ids:
+            ids.append(begins)
+    return found
+
+
+def fit(ids: list[list[int]], prompts: Sequence[Prompt], positions: int, most_new: int, truncates: bool) -> int:
+    """How many prompts were too long for the model's `positions`. Their beginnings are cut off, which leaves room for
+    `most_new` tokens or half of the model's, or else RequestError is raised."""
+    long = [number for number, one in enumerate(ids) if len(one) >= positions]
+    if long and not truncates:
+        first = long[0]
+        others = f", and {len(long) - 1:,} more are as long" if len(long) > 1 else ""
+        raise RequestError(
+            f"{prompts[first].place}: has {len(ids[first]):,} tokens, but the model reads {positions:,} with its answer"
+            f"{others}. Shorten it, or have the beginning cut off by --truncate_prompts."
+        )
+    for number in long:
+        del ids[number][: -max(positions - most_new, positions // 2)]
+    return len(long)
+
+
+def _plain(prompt: Prompt) -> str:
+    if isinstance(prompt.content, str):
+        return prompt.content
+    raise RequestError(
+        f"{prompt.place}: has `messages`, but the model has no chat template. Give one by --chat_template (chatml, "
+        "llama3, ...), or texts in `prompt`."
+    )
+
+
+def _rendered(tokenizer: Any, prompts: Sequence[Prompt]) -> list[str]:
+    def render(prompt: Prompt) -> str:
+        content = prompt.content
+        turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        try:
+            return rendered(tokenizer, turns, prompt.tools, prompt=True)
+        except (TemplateError, TypeError) as error:
+            raise RequestError(
+                f"{prompt.place}: the chat template takes no such conversation ({plain(first_line(error))}). Mend it, "
+                "or give another template by --chat_template."
+            ) from error
+
+    if is_ours(tokenizer.chat_template):
+        return [render(prompt) for prompt in prompts]
+    found: list[str] = []
+    for start in range(0, len(prompts), AT_A_TIME):
+        found += each_bounded(render, prompts[start : start + AT_A_TIME], "the chat template")
+    return found

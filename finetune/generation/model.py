@@ -1,0 +1,132 @@
+"""The model that answers: whole on each rank, or its weights spread over them and the CPU by ZeRO-3."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from finetune.dsconfig.context import Context
+from finetune.dsconfig.load import load
+from finetune.errors import RequestError
+from finetune.models.adapters import with_adapter
+from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source
+from finetune.models.source import Kept, positions_of
+from finetune.run.flags.adapter import AdapterArguments
+from finetune.run.flags.language import CausalModelArguments
+from finetune.run.launch import Launch, accelerate_uses_deepspeed
+from finetune.training import runtime
+
+WAIT = timedelta(hours=2)  # for ranks whose answers are longer
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+MODEL_FLAG = "--model_name_or_path "  # how errors of finetune.models begin; here the model is named without a flag
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model before its weights are read. `ds_config` is that of ZeRO-3, None where each rank has the whole model."""
+
+    arguments: CausalModelArguments
+    source: CausalSource
+    dtype: str
+    has_cuda: bool
+    ds_config: dict[str, Any] | None
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.source.tokenizer
+
+    @property
+    def positions(self) -> int:
+        return positions_of(self.source.config.get_text_config())
+
+    @property
+    def shards(self) -> bool:
+        return self.ds_config is not None
+
+    def place(self, launch: Launch) -> str:
+        """Where it answers, in words."""
+        spread = "ZeRO-3 over " if self.shards else ""
+        device = torch.cuda.get_device_name() if self.has_cuda else "CPU"
+        return f"{spread}{launch.world_size} rank(s) on {device}, {self.dtype}"
+
+    def build(self, launch: Launch) -> Any:
+        """Once the ranks have met: with its adapter, on its device, or as ZeRO-3 keeps it."""
+        kept_alive = self._shard_while_reading()
+        model = build_causal_lm(self.arguments, self.source, self.tokenizer, 0, Kept(self.dtype))
+        model = with_adapter(model, AdapterArguments(), self.source.adapter, "text-generation").eval()
+        if not self.shards:
+            return model.to(device_of(launch, self.has_cuda))
+        import deepspeed
+
+        # Without an optimizer this is DeepSpeed's ZeRO-Inference: hooks that gather each layer's weights for its turn.
+        engine = deepspeed.initialize(model=model, config=self.ds_config)[0]
+        engine.module.kept_alive = (engine, kept_alive)  # transformers looks for its config as long as it generates
+        return engine.module.eval()
+
+    def _shard_while_reading(self) -> Any:
+        if not self.shards:
+            return None
+        from transformers.integrations import HfDeepSpeedConfig
+
+        return HfDeepSpeedConfig(self.ds_config)
+
+
+def open_writer(asked: argparse.Namespace, launch: Launch) -> Writer:
+    """Raises RequestError for a model that is not there or cannot be had so."""
+    runtime.quiet_libraries(launch)
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    dtype = DTYPES[runtime.choose_precision(True)] if has_cuda else "float32"
+    dtype = dtype if asked.dtype == "auto" else asked.dtype
+    if dtype == "float16" and not has_cuda:
+        raise RequestError("--dtype float16 is for GPUs without bf16. Give bfloat16 or float32 on a CPU.")
+    arguments = CausalModelArguments(model_name_or_path=asked.model, trust_remote_code=asked.trust_remote_code)
+    try:
+        source = find_causal_source(arguments, None)
+    except RequestError as error:
+        raise RequestError(str(error).replace(MODEL_FLAG, "")) from error
+    return Writer(arguments, source, dtype, has_cuda, _ds_config(asked, launch, dtype, has_cuda))
+
+
+def _ds_config(asked: argparse.Namespace, launch: Launch, dtype: str, has_cuda: bool) -> dict[str, Any] | None:
+    """Of a ZeRO-3 config for training what generating takes: which weights lie where."""
+    by_accelerate = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") if accelerate_uses_deepspeed() else None
+    name = asked.deepspeed or by_accelerate
+    if name in (None, "none"):
+        return None
+    folder = str(Path(getattr(asked, "output", ".")).expanduser().absolute().parent)
+    precision = {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
+    zero = load(name, Context(launch.world_size, launch.local_world_size, has_cuda, folder, precision)).config
+    zero = zero.get("zero_optimization") or {}
+    if zero.get("stage") != 3:
+        raise RequestError(
+            f"--deepspeed {name}: stages 0 to 2 spread gradients and optimizer states, of which generating has none. "
+            "Give zero3 or zero3_offload, or leave it out: each rank then has the whole model."
+        )
+    kept = {key: value for key, value in zero.items() if value != "auto" and key != "offload_optimizer"}
+    enabled = {key: {"enabled": value} for key, value in precision.items()}
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": kept, **enabled}
+
+
+def meet(launch: Launch, writer: Writer) -> None:
+    """The threads of this rank, its GPU, and the others. Raises RunError where they do not meet."""
+    runtime.set_threads(launch, writer.has_cuda)
+    if writer.has_cuda:
+        torch.cuda.set_device(launch.local_rank)
+    with runtime.explained_meeting(launch):
+        if writer.shards:
+            runtime.prepare_deepspeed(launch, writer.has_cuda, WAIT.total_seconds())
+        elif launch.world_size > 1:
+            distributed.init_process_group("nccl" if writer.has_cuda else "gloo", timeout=WAIT)
+
+
+def device_of(launch: Launch, has_cuda: bool) -> torch.device:
+    return torch.device("cuda", launch.local_rank) if has_cuda else torch.device("cpu")
