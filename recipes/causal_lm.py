@@ -48,7 +48,7 @@ def main(run):
         session,
         model,
         data,
-        compute_metrics=language_metrics(data.account.tokens_per_byte, data.account.tokens_per_character),
+        compute_metrics=language_metrics(*data.account.rates),
         preprocess_logits=row_figures,
         callbacks=[samples],
     )

@@ -47,7 +47,7 @@ def main(run):
         session,
         language_pipeline(session, source, data),
         data,
-        compute_metrics=language_metrics(data.account.tokens_per_byte, data.account.tokens_per_character),
+        compute_metrics=language_metrics(*data.account.rates),
         weights=Path(source.pretrained) if source.pretrained else None,
         collator=data.collator if is_dynamic else data.same_length_collator(),
         dynamic=is_dynamic,

@@ -45,6 +45,7 @@ SETTINGS = {
     "CONTRIBUTING.md": ["more than half a minute", "must catch 95%"],
     "docs/bench.md": ["2,048 of 256", "2 ms", "95%", "0.05"],
     "docs/causal_lm.md": ["(1e-3, 6e-4, 3e-4)"],
+    "docs/data.md": ["a Jaccard similarity of 0.8 or more"],
     "docs/check.md": ["twice", "half", "1.0", "4.46", "4.47", "0.16", "8.0"],
     "docs/checkpoints.md": ["the last 4 MiB are compared", "64 MiB", "half", "two minutes", "90 s"],
     "docs/compression.md": [

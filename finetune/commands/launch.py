@@ -7,6 +7,7 @@ import ipaddress
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from finetune.commands.recipe import find
@@ -69,7 +70,7 @@ def _refuse(asked: argparse.Namespace, recipe: str) -> None:
     """Raises RequestError with all that is wrong with the recipe's flags, and what the launch lacks."""
     faults = list(_missing(asked))
     known = recipes().get(Path(recipe).stem) if Path(recipe).resolve().parent == RECIPES else None
-    if known and not {"-h", "--help"} & set(asked.flags):
+    if known and not {"-h", "--help"} & set(asked.flags) and not _is_elsewhere(asked):
         ranks = (asked.nodes or 1) * (asked.gpus_per_node or 2) if faults else _cluster(asked).ranks
         try:
             resolve(known, asked.flags, Launch(world_size=ranks), is_here=False)
@@ -77,6 +78,13 @@ def _refuse(asked: argparse.Namespace, recipe: str) -> None:
             faults.append(str(error))
     if faults:
         raise RequestError("\n".join(faults))
+
+
+def _is_elsewhere(asked: argparse.Namespace) -> bool:
+    """Whether the flags are in a YAML of the machine that the line is for."""
+    words = [word for flag in asked.flags for word in flag.split("=", 1)]
+    given = [path for flag, path in pairwise(words) if flag == "--config"]
+    return asked.command == "launch" and any(path.startswith("/") and not Path(path).exists() for path in given)
 
 
 def _missing(asked: argparse.Namespace) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from finetune.data.account import CorpusAccount, note_of_cuts
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.changes import UnchangedFiles
 from finetune.data.chat.conversation import Learning
@@ -20,65 +21,27 @@ from finetune.data.chat.ends import note_of_ends, turn_ends
 from finetune.data.chat.remarks import notes_of
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, read_template
 from finetune.data.columns import CHAT, TEXT, of_chats_alone
-from finetune.data.documents import ENDS, Corpus, open_corpus
+from finetune.data.documents import ENDS, Corpus, open_corpora
 from finetune.data.encoding import Encoder, UnknownCharacterError, write_tokens
+from finetune.data.mixture import Joined, joined, note_of_shares
 from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_fit_decreasing, one_each, wrapped
 from finetune.data.token_stream import TokenStream
 from finetune.data.tokenizer import identity, made_by, train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.language import BlockArguments, CorpusArguments
 from finetune.run.launch import Launch
+from finetune.run.mixture import parts_of
 
-FORMAT = 4  # raise it when what is cached changes
+FORMAT = 6  # raise it when what is cached changes
+OF_NO_TOKEN = (*OF_NO_EFFECT, "chat_template", "train_file")  # flags that are looked at by what they name
 TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary on
-
-
-@dataclass(frozen=True)
-class CorpusAccount:
-    """What was found, for the log and the model card. Counts are of documents, tokens, characters and UTF-8 bytes."""
-
-    source: str
-    kind: str
-    columns: str  # which are read, and which are not; nothing where there are none
-    notes: tuple[str, ...]  # what else there is to say
-    documents: dict[str, int]
-    tokens: dict[str, int]
-    characters: dict[str, int]
-    bytes: dict[str, int]
-    learnt: dict[str, int]  # tokens: all, or of conversations those of the assistant
-    turn_ends: list[int]  # tokens that end the assistant's turns; none where it has none
-    blocks: dict[str, int]
-    left_over: int  # tokens at the end of the training text that fill no block
-    padding_share: float | None  # of the training blocks; None where it depends on which rows meet in a batch
-    block_size: int
-    packing: str
-
-    @property
-    def tokens_per_byte(self) -> float:
-        """Of the held-out text: learnt tokens by the bytes that they stand for."""
-        return self.learnt["validation"] / max(self.bytes["validation"], 1)
-
-    @property
-    def tokens_per_character(self) -> float:
-        """Of the held-out text, likewise."""
-        return self.learnt["validation"] / max(self.characters["validation"], 1)
-
-    def describe(self) -> str:
-        """One line for the log: what is used, and which flags change it."""
-        more = "; --train_file takes your own" if self.source.startswith("built-in") else ""
-        counts = ", ".join(f"{count:,} {split}" for split, count in self.tokens.items())
-        counts = counts if "train" in self.tokens else f"streamed; {counts}"
-        rest = f", {self.left_over} left over" if self.left_over else ""
-        rest += "" if self.source.startswith("built-in") or not self.columns else f"; {self.columns}"
-        rest += "".join(f"; {note}" for note in self.notes)
-        return f"data: {self.source} ({counts} tokens{rest}; blocks of {self.block_size}, {self.packing}{more})"
 
 
 @dataclass(frozen=True)
 class CorpusData:
     """Splits `train` and `validation` as blocks, with all that belongs to them. `train` may be a stream."""
 
-    splits: dict[str, PackedDataset | TokenStream]
+    splits: dict[str, PackedDataset | Joined | TokenStream]
     account: CorpusAccount
     tokenizer: Any
 
@@ -104,9 +67,12 @@ class CorpusData:
 
     @property
     def lengths(self) -> Any:
-        """Tokens in each training block, to group by; None where all blocks have one length, or nobody knows."""
+        """Tokens in each training block, to group by; None where all blocks have one length, where their order is a
+        mixture's, or where nobody knows."""
         train = self.splits["train"]
-        return train.lengths if isinstance(train, PackedDataset) and self.account.packing == "none" else None
+        if self.account.packing != "none" or isinstance(train, TokenStream) or getattr(train, "weights", None):
+            return None
+        return train.lengths
 
 
 def prepare_corpus(
@@ -153,43 +119,58 @@ class _Job:
     seed: int
 
     def key(self) -> str:
-        arguments = self.arguments
+        arguments, files = self.arguments, [part.path for part in parts_of(self.arguments.train_file)]
         return cache_key(
             FORMAT,
             platform.python_version(),  # the built-in text is Python's own
-            {name: value for name, value in asdict(arguments).items() if name not in (*OF_NO_EFFECT, "chat_template")},
+            {name: value for name, value in asdict(arguments).items() if name not in OF_NO_TOKEN},
             # Blocks are cut when they are loaded; a tokenizer from scratch is made for their size.
             None if self.tokenizer else [self.blocks.tokenizer, self.blocks.bpe_vocab_size, self.block_size],
-            file_states(arguments.dataset_name, arguments.train_file, arguments.validation_file),
+            file_states(arguments.dataset_name, *files, arguments.validation_file),
             None if self.tokenizer is None else [*identity(self.tokenizer), self.tokenizer.chat_template],
             self.seed,
         )
 
     def make(self, folder: Path) -> None:
-        """Read, tokenize, and write tokens and what was counted. A stream's training text is left where it is."""
-        corpus = open_corpus(self.arguments, self.seed)
-        self._check_turns(corpus.kind)
-        tokenizer = self.tokenizer or self._train_tokenizer(corpus)
-        account: dict[str, Any] = {"turn_ends": []} | {
-            name: getattr(corpus, name) for name in ("source", "kind", "columns", "notes")
-        }
-        workers = self.arguments.preprocessing_num_workers or os.cpu_count() or 1
-        tables = {"validation": corpus.validation}
-        if not self.arguments.streaming:
-            tables = {"train": corpus.train, **tables}
+        """Read, tokenize, and write tokens and what was counted, of each file. A stream's training text is left where
+        it is."""
+        corpora = open_corpora(self.arguments, self.seed)
+        first, several = corpora[0], len(corpora) > 1
+        self._check_turns(first.kind)
+        tokenizer = self.tokenizer or self._train_tokenizer(corpora)
+        account: dict[str, Any] = {"turn_ends": [], "of_each": []}
+        account |= {name: getattr(first, name) for name in ("source", "kind", "columns", "notes")}
+        if several:
+            account["source"] = " + ".join(corpus.source for corpus in corpora)
+            account["columns"] = "; ".join(f"{one.source}: {one.columns}" for one in corpora if one.columns)
         remarks: Any = 0
-        for split, table in tables.items():
-            (folder / split).mkdir()
-            counts, found = write_tokens(folder / split, table, corpus.kind, tokenizer, workers, self._learning)
-            remarks = np.add(remarks, found)
-            if not counts["learnt"]:
-                raise RequestError(_nothing_learnt(corpus, split))
-            for name, count in counts.items():
-                account.setdefault(name, {})[split] = count
-        if corpus.kind == CHAT:
-            account |= self._account_of_turns(Tokens.open(folder / "validation"), tokenizer, account, remarks)
+        for number, corpus in enumerate(corpora):
+            found: dict[str, dict[str, int]] = {}
+            for split, table in self._tables(number, corpus).items():
+                (folder / f"{split}-{number}").mkdir()
+                encoder = Encoder(tokenizer, corpus.formats[split], self._learning, corpus.places[split])
+                counts, said = write_tokens(folder / f"{split}-{number}", table, encoder, self._workers)
+                remarks = np.add(remarks, said)
+                if not counts["learnt"]:
+                    raise RequestError(f"{corpus.source}: " * several + _nothing_learnt(corpus, split))
+                for name, count in counts.items():
+                    found.setdefault(name, {})[split] = count
+                    sums = account.setdefault(name, {})
+                    sums[split] = sums.get(split, 0) + count
+            account["of_each"].append(found)
+        if first.kind == CHAT:
+            account |= self._account_of_turns(Tokens.open(folder / "validation-0"), tokenizer, account, remarks)
         tokenizer.save_pretrained(str(folder / "tokenizer"))
         (folder / "account.json").write_text(json.dumps(account, indent=1))
+
+    @property
+    def _workers(self) -> int:
+        return self.arguments.preprocessing_num_workers or os.cpu_count() or 1
+
+    def _tables(self, number: int, corpus: Corpus) -> dict[str, Any]:
+        """To tokenize: a file of --validation_file is held out once."""
+        tables = {} if self.arguments.streaming else {"train": corpus.train}
+        return tables | ({"validation": corpus.validation} if corpus.was_held_out or number == 0 else {})
 
     @property
     def _learning(self) -> Learning:
@@ -210,21 +191,22 @@ class _Job:
             notes.append(note_of_ends(tokens, tokenizer))
         return {"notes": [*account["notes"], *notes], "turn_ends": ends}
 
-    def _train_tokenizer(self, corpus: Corpus) -> Any:
-        if corpus.kind != TEXT:
+    def _train_tokenizer(self, corpora: list[Corpus]) -> Any:
+        first = corpora[0]
+        if first.kind != TEXT:
             raise RequestError(
-                f"the data has {corpus.kind}, which a tokenizer from scratch does not suit. Give a model's own by "
+                f"the data has {first.kind}, which a tokenizer from scratch does not suit. Give a model's own by "
                 "--model_name_or_path or --tokenizer_name."
             )
-        train = corpus.train
         texts: Any
         if self.arguments.streaming:
-            texts, single = (row["text"] for row in train.take(TOKENIZER_DOCUMENTS)), False
+            texts, single = (row["text"] for row in first.train.take(TOKENIZER_DOCUMENTS)), False
         else:
             # A text's characters are known whole, whichever part of it is held out.
-            whole = self.blocks.tokenizer == "char" and corpus.was_held_out
-            texts = chain(train["text"], corpus.validation["text"]) if whole else train["text"]
-            single = ENDS in train.column_names and sum(train[ENDS]) <= 1
+            whole = self.blocks.tokenizer == "char" and first.was_held_out
+            tables = [table for one in corpora for table in (one.train, *([one.validation] if whole else []))]
+            texts = chain.from_iterable(table["text"] for table in tables)
+            single = len(corpora) == 1 and ENDS in first.train.column_names and sum(first.train[ENDS]) <= 1
         kind, size = self.blocks.tokenizer, self.blocks.bpe_vocab_size
         return train_text_tokenizer(kind, texts, size, self.block_size, with_end=not single)
 
@@ -234,36 +216,58 @@ class _Job:
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
         if found["kind"] == CHAT and not tokenizer.chat_template:
             tokenizer.chat_template = DEFAULT_TEMPLATE  # saved with the model, which has learnt by it
-        held_out = Tokens.open(folder / "validation")
-        splits: dict[str, Any] = {"validation": self._blocks(held_out, keep_tail=True)}
-        left_over = 0
-        padding: float | None = 0.0
+        each = found.pop("of_each")
+        parts, split_of = parts_of(self.arguments.train_file), dict[str, Any]()
+        for split in ("validation",) if self.arguments.streaming else ("validation", "train"):
+            numbers = [number for number, counts in enumerate(each) if split in counts["tokens"]]
+            split_of[split] = [self._blocks(Tokens.open(folder / f"{split}-{n}"), split != "train") for n in numbers]
+        names = [part.name for part in parts] if len(parts) > 1 else [""]
+        splits: dict[str, Any] = {"validation": joined(split_of["validation"])}
+        figures: dict[str, Any] = {"left_over": 0, "padding_share": None}
         if self.arguments.streaming:
-            padding = None
-            splits["train"] = self._stream(tokenizer, found["kind"])
+            splits["train"] = self._stream(tokenizer)
         else:
-            train = self._blocks(Tokens.open(folder / "train"), keep_tail=False)
-            if not len(train):
-                raise RequestError(
-                    f"the training text has {found['tokens']['train']:,} tokens, less than one block of "
-                    f"{self.block_size} and the token after it. Give more text, or a smaller --block_size."
-                )
-            splits["train"] = train
-            if self.blocks.packing == "wrapped":
-                left_over = (found["tokens"]["train"] - 1) % self.block_size
-            elif self.blocks.packing == "bfd":
-                padding = 1 - float(train.lengths.mean()) / int(train.lengths.max())
-            else:
-                padding = None
+            weights = [part.weight for part in parts if part.weight is not None]
+            splits["train"] = train = joined(split_of["train"], weights or None)
+            learnt = {name: counts["learnt"]["train"] for name, counts in zip(names, each, strict=True)}
+            figures |= self._figures(split_of["train"], train.lengths)
+            found["notes"] += self._notes_of_training(names, train, split_of["train"], found["kind"], learnt)
+        blocks = {split: [len(one) for one in some] for split, some in split_of.items()}
         account = CorpusAccount(
             **found,
-            blocks={name: len(split) for name, split in splits.items() if isinstance(split, PackedDataset)},
-            left_over=left_over,
-            padding_share=padding,
+            **figures,
+            blocks={split: sum(some) for split, some in blocks.items()},
+            sources={
+                name: {split: some[i] for split, some in blocks.items() if len(some) == len(names)}
+                for i, name in enumerate(names if len(parts) > 1 else [])
+            },
             block_size=self.block_size,
             packing=self.blocks.packing,
         )
         return CorpusData(splits, account, tokenizer)
+
+    def _figures(self, train: list[PackedDataset], lengths: Any) -> dict[str, Any]:
+        """Of the training blocks, what depends on how they are packed."""
+        if self.blocks.packing == "wrapped":
+            rest = sum((len(part.tokens.ids) - 1) % self.block_size for part in train)
+            return {"left_over": rest, "padding_share": 0.0}
+        is_packed = self.blocks.packing == "bfd"
+        return {"padding_share": 1 - float(lengths.mean()) / int(lengths.max()) if is_packed else None}
+
+    def _notes_of_training(
+        self, names: list[str], train: Any, parts: list[PackedDataset], kind: str, learnt: dict[str, int]
+    ) -> list[str]:
+        """Raises RequestError for a file without a block."""
+        notes = []
+        for name, part in zip(names, parts, strict=True):
+            if not len(part):
+                raise RequestError(
+                    f"the training text{f' of {name}' if name else ''} has {len(part.tokens.ids):,} tokens, less than "
+                    f"one block of {self.block_size} and the token after it. Give more text, or a smaller --block_size."
+                )
+            cuts = note_of_cuts(part.tokens, kind, learnt[name], self.block_size, self.blocks.packing)
+            notes += [f"{name}: {note}" if name else note for note in cuts]
+        return [*notes, note_of_shares(names, train, learnt)] if len(parts) > 1 else notes
 
     def _blocks(self, tokens: Tokens, keep_tail: bool) -> PackedDataset:
         return PackedDataset(tokens, self._cut(tokens.starts, keep_tail), self.blocks.document_mask).with_labels()
@@ -273,20 +277,20 @@ class _Job:
             return wrapped(starts, self.block_size, keep_tail)[0]
         return (best_fit_decreasing if self.blocks.packing == "bfd" else one_each)(starts, self.block_size)
 
-    def _stream(self, tokenizer: Any, kind: str) -> TokenStream:
-        documents = open_corpus(self.arguments, self.seed).train
+    def _stream(self, tokenizer: Any) -> TokenStream:
+        (corpus,) = open_corpora(self.arguments, self.seed)
         carries, mask = self.blocks.packing == "wrapped", self.blocks.document_mask
-        files = UnchangedFiles([self.arguments.train_file])
-        return TokenStream(
-            documents, Encoder(tokenizer, kind, self._learning), self._cut, carries, mask, self.seed, files
-        )
+        files = UnchangedFiles(part.path for part in parts_of(self.arguments.train_file))
+        encoder = Encoder(tokenizer, corpus.formats["train"], self._learning, corpus.places["train"])
+        return TokenStream(corpus.train, encoder, self._cut, carries, mask, self.seed, files)
 
 
 def _nothing_learnt(corpus: Corpus, split: str) -> str:
     if corpus.kind != CHAT:
         return f"the {split} data has nothing to learn: no text is left of it. Check the file."
     table = corpus.train if split == "train" else corpus.validation
-    roles = sorted({str(turn.get("role")) for row in islice(table, 1000) for turn in row["messages"]})
+    conversations = (corpus.formats[split].conversation(row)[0] for row in islice(table, 1000))
+    roles = sorted({str(turn.get("role")) for turns in conversations for turn in turns})
     return (
         f"the {split} data has nothing to learn: the turns of role `assistant` are, and the roles here are "
         f"{', '.join(roles)}. Rename the model's role to `assistant`."

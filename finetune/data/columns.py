@@ -59,13 +59,14 @@ class Labels:
 
 def said_columns(read: Mapping[str, Sequence[str]], others: Sequence[str]) -> str:
     """Which columns are read, by what they are read as, and which are not; of many some."""
-    shown = [f"{_some(names)} as {what}" for what, names in read.items() if names]
-    return f"reads {', '.join(shown)}" + (f", not {_some(others)}" if others else "")
+    shown = [f"{listed(names)} as {what}" for what, names in read.items() if names]
+    return f"reads {', '.join(shown)}" + (f", not {listed(others)}" if others else "")
 
 
-def _some(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], joint: str = " + ") -> str:
+    """In words; of many some."""
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return " + ".join(map(plain, names[:MAX_SHOWN])) + more
+    return joint.join(map(plain, names[:MAX_SHOWN])) + more
 
 
 def label_text(value: Any) -> str:

@@ -19,6 +19,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from finetune.data.cache import cache_home, cache_key, file_state
 from finetune.data.image_samples import Pictures
+from finetune.data.mixture import Joined
 from finetune.data.packing import PackedDataset
 
 BLOCK_BYTES = 4 * 2**20
@@ -75,6 +76,8 @@ def of_rows(split: Any) -> str | None:
         files = [Path(str(array.filename)) for array in mapped]
         whole = kept(files, lambda: _of_arrays((tokens.ids, tokens.learnt)), str([len(array) for array in mapped]))
         return of_text([whole, _of_arrays((tokens.starts, *vars(blocks).values())), split.document_mask])
+    if isinstance(split, Joined):
+        return of_text([[of_rows(part) for part in split.parts], [str(weight) for weight in split.weights or ()]])
     if isinstance(split, Pictures):
         return _of_arrays((split.pixels, split.labels))
     return None

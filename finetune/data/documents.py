@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from finetune.data.builtin import manual_topics
 from finetune.data.charset import UTF8, as_utf8, encoding_notes
 from finetune.data.columns import TEXT, said_columns
+from finetune.data.duplicates import find_duplicates
 from finetune.data.files import TEXT_FILES, open_file, open_hub
-from finetune.data.find_columns import find_document_columns
+from finetune.data.formats import Format, check_renames, find_format, renames_of
+from finetune.data.places import NUMBER, Place
 from finetune.data.streaming import is_drawn
 from finetune.errors import RequestError
+from finetune.run.mixture import parts_of
 from finetune.safe_read.files import open_plain
 
 PIECE_CHARACTERS = 1 << 14  # a text file is read and tokenized in pieces of about this size, cut at line ends
@@ -29,23 +33,80 @@ ENDS = "__ends__"  # a column of our own: false where a document goes on in the 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Rows of one kind: `text` (with `__ends__`, false where a document goes on in the next row), `messages`, or
-    `prompt` and `completion`. `source` says where they come from. `train` of a stream is an IterableDataset."""
+    """Rows of one kind, in a format for each split: of texts `text` alone (with `__ends__`, false where a document goes
+    on in the next row). `source` says where they come from. `train` of a stream is an IterableDataset."""
 
     kind: str
     train: Any
     validation: Dataset
+    formats: dict[str, Format]  # by split
+    places: dict[str, Place]
     source: str
     was_held_out: bool  # `validation` is a part of the same text
     columns: str  # which are read, and which are not; nothing of a single text
     notes: tuple[str, ...]  # what else there is to say
 
+    def words(self, split: str) -> Callable[[dict[str, Any]], str]:
+        """What a row of a split says. A row that cannot be is told when it is tokenized."""
 
-def open_corpus(arguments: Any, seed: int) -> Corpus:
-    """The training and the held-out documents. Raises RequestError."""
+        def said(row: dict[str, Any]) -> str:
+            try:
+                return str(row["text"]) if self.kind == TEXT else self.formats[split].words(row)
+            except RequestError:
+                return repr(row)
+
+        return said
+
+
+def open_corpora(arguments: Any, seed: int) -> list[Corpus]:
+    """The training and the held-out documents, a corpus for each training file. Raises RequestError."""
+    paths: list[str | None] = [part.path for part in parts_of(arguments.train_file)]
+    found = [open_corpus(replace(arguments, train_file=path), seed, len(paths) < 2) for path in paths or [None]]
+    if others := [one for one in found if one.kind != found[0].kind]:
+        raise RequestError(
+            f"{found[0].source} has {found[0].kind}, but {others[0].source} has {others[0].kind}. Mix files of one "
+            "kind: --column_mapping may make them so."
+        )
+    return found if arguments.streaming else _without_duplicates(found, arguments.drop_duplicates)
+
+
+def _without_duplicates(corpora: list[Corpus], drops: bool) -> list[Corpus]:
+    """All files are looked at as one; nothing of pieces of a text."""
+    some = [one for one in corpora if ENDS not in one.train.column_names]
+    held_out = [one for one in some if ENDS not in one.validation.column_names][
+        : None if some and some[0].was_held_out else 1
+    ]
+
+    def words(corpus: Corpus, split: str) -> Iterator[str]:
+        return map(corpus.words(split), corpus.train if split == "train" else corpus.validation)
+
+    training = chain.from_iterable(words(one, "train") for one in some)
+    found = find_duplicates(
+        training, chain.from_iterable(words(one, "validation") for one in held_out), *([None] if drops else [])
+    )
+    note = found.note(sum(len(one.train) for one in some), sum(len(one.validation) for one in held_out), drops)
+    if note:
+        corpora = [replace(corpora[0], notes=(*corpora[0].notes, note)), *corpora[1:]]
+    if not drops:
+        return corpora
+    kept, first = [], 0
+    for one in corpora:
+        if ENDS not in one.train.column_names:
+            keep = np.flatnonzero(found.keep[first : first + len(one.train)])
+            first += len(one.train)
+            if not len(keep):
+                raise RequestError(f"--drop_duplicates: of {one.source} nothing is left. Drop the flag, or the file.")
+            one = replace(one, train=one.train.select(keep))
+        kept.append(one)
+    return kept
+
+
+def open_corpus(arguments: Any, seed: int, is_alone: bool = True) -> Corpus:
+    """Of one file or data set, which may be one of several. Raises RequestError."""
     given, encoding = None, arguments.encoding
     if arguments.validation_file:
         given = _open("validation_file", arguments.validation_file, encoding)
+    file, other = arguments.train_file or arguments.validation_file, arguments.validation_file
     if arguments.dataset_name:
         name, config = arguments.dataset_name, arguments.dataset_config_name
         train = open_hub(name, config, "train", arguments.streaming)
@@ -63,13 +124,18 @@ def open_corpus(arguments: Any, seed: int) -> Corpus:
     else:
         train, held_out = Dataset.from_dict({"text": manual_topics()}), None
         source = "built-in reference manual of Python"
-    kind, train, columns = _settle(train, arguments.text_column_name, "the training data")
+    form, train, columns = _settle(train, arguments, "the training data", is_alone)
     was_held_out = held_out is None
+    places = dict.fromkeys(("train", "validation"), Place.of_file(file) if file else Place(source))
+    formats = dict.fromkeys(places, form)
     most, percentage = arguments.max_eval_samples, arguments.validation_split_percentage
     if held_out is not None:
-        other, held_out, _ = _settle(held_out, arguments.text_column_name, "the validation data")
-        if other != kind:
-            raise RequestError(f"the training data has {kind}, but the validation data has {other}. Give both alike.")
+        formats["validation"], held_out, _ = _settle(held_out, arguments, "the validation data", is_alone)
+        places["validation"] = Place.of_file(other) if other else Place(f"{source}, validation")
+        if (kind := formats["validation"].kind) != form.kind:
+            raise RequestError(
+                f"the training data has {form.kind}, but the validation data has {kind}. Give both alike."
+            )
         if isinstance(held_out, IterableDataset):
             held_out = Dataset.from_list(list(held_out.take(most or HELD_OUT_DOCUMENTS)))
     else:
@@ -79,7 +145,7 @@ def open_corpus(arguments: Any, seed: int) -> Corpus:
             train, held_out = _hold_out(train, percentage, seed)
     train, held_out = _first(train, arguments.max_train_samples), _first(held_out, most)
     notes = encoding_notes(arguments, ("train", "validation"))
-    return Corpus(kind, train, held_out, source, was_held_out, columns, notes)
+    return Corpus(form.kind, train, held_out, formats, places, source, was_held_out, columns, notes)
 
 
 def _first(documents: Any, most: int | None) -> Any:
@@ -119,22 +185,28 @@ def _read_piece(file: Any) -> str:
     return str(file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS))
 
 
-def _settle(table: Any, column: str | None, where: str) -> tuple[str, Any, str]:
-    """The kind, the documents with these columns alone, and which they are in words; nothing of a single text."""
-    names = _names(table)
-    kind, read = find_document_columns(names, table, column, where)
-    said = said_columns({"text": read}, [name for name in names if name not in read])
-    if kind != TEXT:
-        return kind, table.select_columns(list(read)), said
-    (found,) = read
+def _settle(table: Any, arguments: Any, where: str, needs_all: bool) -> tuple[Format, Any, str]:
+    """The format, the documents with its columns alone, and which they are in words; nothing of a single text."""
+    renames = check_renames(renames_of(arguments.column_mapping), _names(table), where, needs_all)
+    table = table.rename_columns(renames) if renames else table
+    names, renamed = _names(table), {new: old for old, new in renames.items()}
+    form = find_format(names, table, arguments.text_column_name, where)
+    if form.kind != TEXT:
+        said = form.describe(names, renamed, len(table) if isinstance(table, Dataset) else None)
+        table = table.select_columns(list(form.columns))
+        numbered = isinstance(table, Dataset)
+        return form, table.add_column(NUMBER, np.arange(len(table))) if numbered else table, said
+    (found,) = form.columns
+    others = [renamed.get(name, name) for name in names if name != found]
+    said = said_columns({"text": [renamed.get(found, found)]}, others)
     table = table.select_columns([found, *([ENDS] if ENDS in names else [])])
     table = table.rename_column(found, "text") if found != "text" else table
     if ENDS in names:
-        return TEXT, table, ""
+        return form, table, ""
     table = table.filter(_has_words, input_columns="text", batched=True)
     if isinstance(table, Dataset) and not len(table):
         raise RequestError(f"{where}: every document is empty. Check the file.")
-    return TEXT, table, said
+    return form, table, said
 
 
 def _names(table: Any) -> list[str]:

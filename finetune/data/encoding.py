@@ -14,10 +14,12 @@ from datasets import Features, List, Value
 from finetune.data.chat.conversation import Learning, completion, conversation
 from finetune.data.chat.remarks import REMARKS
 from finetune.data.chat.templates import is_ours
-from finetune.data.columns import CHAT, TEXT, TOOLS
+from finetune.data.columns import CHAT, TEXT
 from finetune.data.documents import ENDS
+from finetune.data.formats import Format
 from finetune.data.packing import TokenWriter, dtype_of
-from finetune.data.tokenizer import letters_of
+from finetune.data.places import NUMBER, Place
+from finetune.data.tokenizer import letters_of, rows_of
 from finetune.errors import RequestError
 from finetune.safe_read.bounded import each_bounded
 
@@ -28,21 +30,22 @@ CHAT_ROWS = 1024  # a process is forked for each batch of conversations
 
 
 class Encoder:
-    """Rows of text, conversations, or prompts with completions, to columns `ids`, `learnt` (a truth value for each id;
-    not for plain text, of which all is learnt), `ends`, `characters` and `bytes` of what is learnt, and `remarks` on
-    conversations (chat/remarks.py).
+    """Rows of a format to columns `ids`, `learnt` (a truth value for each id; not for plain text, of which all is
+    learnt), `ends`, `characters` and `bytes` of what is learnt, and `remarks` on conversations (chat/remarks.py).
 
     A class, for the processes that tokenize must be handed it.
     """
 
-    def __init__(self, tokenizer: Any, kind: str, learning: Learning | None = None) -> None:
-        self.tokenizer, self.kind, self.learning = tokenizer, kind, learning
+    def __init__(
+        self, tokenizer: Any, form: Format, learning: Learning | None = None, place: Place | None = None
+    ) -> None:
+        self.tokenizer, self.form, self.learning, self.place = tokenizer, form, learning, place
         self.letters = letters_of(tokenizer)
-        self.dtype = dtype_of(len(tokenizer))
+        self.dtype = dtype_of(rows_of(tokenizer))
 
     def __call__(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Raises RequestError for a row that cannot be, quoting it: its number is not that of the file any more."""
-        return self._text(rows) if self.kind == TEXT else self._turns(rows)
+        """Raises RequestError for a row that cannot be, saying where it is and quoting it."""
+        return self._text(rows) if self.form.kind == TEXT else self._turns(rows)
 
     def _text(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         texts = rows["text"]
@@ -71,12 +74,13 @@ class Encoder:
         return ids
 
     def _turns(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        if self.kind == CHAT:
-            messages = rows["messages"]
-            made = self._conversations(list(zip(messages, rows.get(TOOLS) or [None] * len(messages), strict=True)))
-        else:
-            pairs = zip(rows["prompt"], rows["completion"], strict=True)
-            made = [completion(self.tokenizer, prompt, answer, self.learning) for prompt, answer in pairs]
+        every = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+        is_strange = self.form.kind == CHAT and not is_ours(self.tokenizer.chat_template)
+        made: list[Any] = (
+            each_bounded(self._encoded, every, "the tokenizer's chat template")
+            if is_strange
+            else list(map(self._encoded, every))
+        )
         texts = [
             self.tokenizer.decode([i for i, used in zip(ids, learnt, strict=True) if used], skip_special_tokens=True)
             for ids, learnt, _ in made
@@ -90,13 +94,15 @@ class Encoder:
             "remarks": [remarks for _, _, remarks in made],
         }
 
-    def _conversations(self, every: list[tuple[Any, Any]]) -> list[Any]:
-        def encode(row: tuple[Any, Any]) -> Any:
-            return conversation(self.tokenizer, *row, self.learning)
-
-        if is_ours(self.tokenizer.chat_template):
-            return list(map(encode, every))
-        return each_bounded(encode, every, "the tokenizer's chat template")
+    def _encoded(self, row: dict[str, Any]) -> Any:
+        try:
+            if self.form.kind == CHAT:
+                return conversation(self.tokenizer, *self.form.conversation(row), self.learning)
+            return completion(self.tokenizer, row["prompt"], row["completion"], self.learning)
+        except RequestError as error:
+            if self.place is None:
+                raise
+            raise RequestError(f"{self.place.of(row.get(NUMBER))}: {error}") from error
 
 
 def _by_size(texts: list[str]) -> Iterator[list[str]]:
@@ -113,19 +119,17 @@ def _by_size(texts: list[str]) -> Iterator[list[str]]:
         yield some
 
 
-def write_tokens(
-    folder: Path, table: Any, kind: str, tokenizer: Any, workers: int, learning: Learning | None = None
-) -> tuple[dict[str, int], list[int]]:
+def write_tokens(folder: Path, table: Any, encoder: Encoder, workers: int) -> tuple[dict[str, int], list[int]]:
     """Tokenize a table into `folder`, by `workers` processes and never whole in memory; what it counted by name, and
     how many conversations each of the REMARKS is of."""
-    dtype = dtype_of(len(tokenizer))
+    dtype, kind = encoder.dtype, encoder.form.kind
     features = {"ids": List(Value(dtype)), "ends": Value("bool"), "characters": Value("int64"), "bytes": Value("int64")}
     if kind != TEXT:
         features |= {"learnt": List(Value("bool")), "remarks": List(Value("int64"))}
     scratch = folder / "encoded"
     scratch.mkdir()
     encoded = table.map(
-        Encoder(tokenizer, kind, learning),
+        encoder,
         batched=True,
         batch_size=CHAT_ROWS if kind == CHAT else BATCH_ROWS,
         writer_batch_size=BATCH_ROWS,

@@ -136,7 +136,8 @@ def csv_options(said: str, path: Path, has_header: bool | None) -> dict[str, Any
             raise RequestError(f"{said}: {_too_long(number, len(row), len(rows[0]))}")
     usual = statistics.mode([len(row) for row in rows[1:]] or [0])
     are_most = 2 * sum(len(row) == usual for row in rows) > len(rows)
-    if 1 < usual < len(rows[0]) and are_most:  # which pandas would fill up with nothing
+    named = len(rows[0]) - next((i for i, name in enumerate(reversed(rows[0])) if name.strip()), len(rows[0]))
+    if 1 < usual < named and are_most:  # which pandas would fill up with nothing
         raise RequestError(f"{said}: {_too_long(numbered[0][0], len(rows[0]), usual)}")
     header = _has_header(rows) if has_header is None else has_header
     names = rows[0] if header else [f"column_{i + 1}" for i in range(len(rows[0]))]

@@ -1,12 +1,12 @@
-"""Which columns of a table hold the text and the label, the words and their tags, or documents: as flags say, or found
-where that is unambiguous. Imports no torch."""
+"""Which columns of a table hold the text and the label, or the words and their tags: as flags say, or found where that
+is unambiguous. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from finetune.data.columns import CHAT, COMPLETION, LINE, TEXT, TOOLS, Columns
+from finetune.data.columns import LINE, Columns
 from finetune.errors import RequestError
 from finetune.run.flags.text import TokenDataArguments
 
@@ -100,34 +100,6 @@ def _find_text(head: Sequence[dict[str, Any]], label: str | None, where: str) ->
 def _describe(head: Sequence[dict[str, Any]]) -> str:
     shown = "; ".join(f"{name} (such as {str(value)[:30]!r})" for name, value in head[0].items())
     return f"It has the columns: {shown}."
-
-
-def find_document_columns(
-    names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str | None, where: str
-) -> tuple[str, tuple[str, ...]]:
-    """What kind of documents the rows of a table or stream hold, and the columns that matter. Raises RequestError."""
-    if column is None and "messages" in names:
-        return CHAT, ("messages", *([TOOLS] if TOOLS in names else []))
-    if column is None and {"prompt", "completion"} <= set(names):
-        return COMPLETION, ("prompt", "completion")
-    lower = {name.lower(): name for name in names}
-    found = column or next((lower[name] for name in TEXT_NAMES if name in lower), None)
-    if found is None and len(names) == 1:
-        found = names[0]
-    if found is None or found not in names:
-        given = f" (--text_column_name {column})" if column else ""
-        raise RequestError(
-            f"{where}: no column with text found{given}; it has {', '.join(names)}. Name one by --text_column_name, or "
-            "give `messages`, or `prompt` and `completion`."
-        )
-    if column is None and found == "prompt":
-        raise RequestError(f"{where}: has `prompt` without `completion`. Add it, or say --text_column_name prompt.")
-    if not isinstance(value := next(iter(rows))[found], str | None):
-        raise RequestError(
-            f"{where}: column {found} holds {type(value).__name__} ({str(value)[:80]}), not text. Name another by "
-            "--text_column_name, or give conversations as `messages` with `role` and `content`."
-        )
-    return TEXT, (found,)
 
 
 def find_token_columns(names: Sequence[str], arguments: TokenDataArguments, said: str, is_labelled: bool) -> Columns:

@@ -12,11 +12,13 @@ from typing import Any
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.columns import LINE, of_chats_alone
 from finetune.data.files import KINDS, TEXT_FILES, csv_options
-from finetune.data.find_columns import HEAD_ROWS, find_columns, find_document_columns, find_token_columns
+from finetune.data.find_columns import HEAD_ROWS, find_columns, find_token_columns
+from finetune.data.formats import check_renames, find_format, renames_of
 from finetune.data.tag_schemes import PARSED, SHOWN, find_scheme, read_conll, refuse_untagged, spelt_alike
 from finetune.errors import RequestError
 from finetune.run.flags.language import CorpusArguments
 from finetune.run.flags.text import DataArguments, TokenDataArguments
+from finetune.run.paths import named_in
 from finetune.safe_read.files import open_plain
 
 HEAD_CHARACTERS = 10 << 20  # of which `datasets` makes its first table of JSON, whose columns all others must have
@@ -27,8 +29,12 @@ Rows = list[dict[str, Any]]
 def look_at_columns(run: Any) -> None:
     """Raises RequestError as the preparation of the data would, by the first rows of --train_file. Of a file that is
     not as its name says, the preparation says more."""
-    name, flags = run.value("train_file"), run.recipe.flags
-    path = Path(name or "").expanduser()
+    for name in named_in(run.value("train_file")):
+        _look(run, name)
+
+
+def _look(run: Any, name: str) -> None:
+    flags, path = run.recipe.flags, Path(name).expanduser()
     suffix = path.suffix.lower()
     wants_text = "text_column_name" in flags
     kind = "text" if wants_text and suffix in TEXT_FILES else KINDS.get(suffix)
@@ -37,23 +43,26 @@ def look_at_columns(run: Any) -> None:
     wants_label = "text_column_names" in flags and not run.value("label_column_names")
     if not path.is_file() or kind is None or not (wants_text or wants_tokens or wants_label):
         return
-    rows, where = [{"text": ""}] if kind == "text" else _head(run, path, kind), "the training data"
+    rows, where = [{"text": ""}] if kind == "text" else _head(run, name, kind), "the training data"
     if not rows:
         return
     if wants_label:
         data = run[DataArguments]
         find_columns(rows, data.text_column_names, data.label_column_name, where)
     elif wants_tokens:
-        _look_at_tags(rows, run)
+        _look_at_tags(rows, run, name)
     else:
-        corpus = run[CorpusArguments]
-        found, _ = find_document_columns(list(rows[0]), rows, corpus.text_column_name, where)
-        for name in of_chats_alone(found, corpus):
-            raise RequestError(f"{run.said(name)}, which is for conversations, but {where} has {found}. Drop it.")
+        asked = run[CorpusArguments]
+        is_alone = len(named_in(run.value("train_file"))) < 2
+        renames = check_renames(renames_of(asked.column_mapping), list(rows[0]), where, is_alone)
+        rows = [{renames.get(name, name): value for name, value in row.items()} for row in rows]
+        found = find_format(list(rows[0]), rows, asked.text_column_name, where).kind
+        for flag in of_chats_alone(found, asked):
+            raise RequestError(f"{run.said(flag)}, which is for conversations, but {where} has {found}. Drop it.")
 
 
-def _look_at_tags(rows: Rows, run: Any) -> None:
-    said = f"--train_file {run.value('train_file')}"
+def _look_at_tags(rows: Rows, run: Any, name: str) -> None:
+    said = f"--train_file {name}"
     if list(rows[0]) == ["tokens", LINE]:
         refuse_untagged([word for row in rows[:SHOWN] for word in row["tokens"]], said)
     column = str(find_token_columns(list(rows[0]), run[TokenDataArguments], said, True).label)
@@ -62,10 +71,9 @@ def _look_at_tags(rows: Rows, run: Any) -> None:
         find_scheme(spelt_alike(tags)[0])
 
 
-def _head(run: Any, path: Path, kind: str) -> Rows:
+def _head(run: Any, name: str, kind: str) -> Rows:
     """The first rows, all with the same columns; none where they cannot be read."""
-    name = run.value("train_file")
-    said = f"--train_file {name}"
+    path, said = Path(name).expanduser(), f"--train_file {name}"
     open_plain(path, name=said).close()
     try:
         text = path if kind == "parquet" else as_utf8("train_file", name, run.value("encoding"), streaming=True)

@@ -18,6 +18,8 @@ TOKEN = re.compile(
     r"""\s*(?:(?P<call>[A-Za-z_][\w.]*)?(?P<open>[\[({])|(?P<close>[])}])|(?P<comma>,)"""
     r"""|[bu]?(?P<quoted>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<bare>[^][\s,'"(){}]+))\s*"""
 )
+LISTS = ("array", "list", "tuple", "set", "frozenset", "tensor", "deque", "Index")  # calls that make one
+WHOLE = re.compile(r"[+-]?\d+")
 CLOSED_BY = {"[": "]", "(": ")", "{": "}"}
 BOOLS = {"True": "1", "true": "1", "False": "0", "false": "0"}
 NOTHING = ("None", "null", "NULL", "nan", "NaN")
@@ -29,6 +31,12 @@ SHOWN_CHARACTERS = 60
 
 class _NoListError(Exception):
     pass
+
+
+class _Quoted(str):
+    """A word that stood in quotes: 'true' and '3.10' are names there."""
+
+    __slots__ = ()
 
 
 class _Opened:
@@ -44,10 +52,10 @@ class _Opened:
         if kind == "comma":
             self.commas += 1
         elif kind == "quoted":
-            self.items.append(_unquoted(text))
+            self.items.append(_Quoted(_unquoted(text)))
         elif self.call and "=" in text:
             self.options = len(self.items) if self.options is None else self.options
-        elif self.bracket == "{" and ":" in text:
+        elif self.bracket == "{" and ":" in (text[0], text[-1]):  # Postgres quotes no colon: {10:30}
             self.items.append(ODD)
         else:
             self.has_words |= not (NUMBER.fullmatch(text) or text in (*NOTHING, *BOOLS, CUT))
@@ -84,7 +92,10 @@ def _read(text: str) -> Any:
             raise _NoListError
         at, kind = found.end(), str(found.lastgroup)
         if kind == "open":
-            if found["call"] and found["open"] != "(":
+            is_first = len(opened) == 1
+            if (call := found["call"]) and (
+                found["open"] != "(" or (is_first and call.rpartition(".")[2] not in LISTS)
+            ):
                 raise _NoListError
             opened.append(_Opened(found["open"], found["call"]))
         elif kind == "close":
@@ -148,7 +159,7 @@ def lists_of_text(table: Dataset, column: str, said: str) -> Dataset:
 
 
 def _fault(row: list[Any] | None) -> str:
-    if row and CUT in row:
+    if any(item == CUT and not isinstance(item, _Quoted) for item in row or ()):
         return "numpy has left out its middle"
     is_odd = any(isinstance(item, list) for item in row or ())
     return "it holds lists or objects, or words without quotes and commas" if is_odd else ""
@@ -156,13 +167,18 @@ def _fault(row: list[Any] | None) -> str:
 
 def _typed(lists: list[Any]) -> tuple[str, list[Any]]:
     """Numbers where all are such, True and False among them."""
-    items = {item for row in lists for item in row or ()}
-    if not all(item is not None and NUMBER.fullmatch(BOOLS.get(item, item)) for item in items):
+    numbers = [_number(item) for row in lists for item in row or ()]
+    if any(one is None or abs(one) >= MOST_WHOLE for one in numbers):
         return "string", lists
-    number = {item: float(BOOLS.get(item, item)) for item in items}
-    if any(abs(one) >= MOST_WHOLE for one in number.values()):
-        return "string", lists
-    is_whole = all(one.is_integer() for one in number.values())
-    made = int if is_whole else float
-    found = [None if row is None else [made(number[item]) for item in row] for row in lists]
+    is_whole = all(one is not None and one.is_integer() for one in numbers)
+    each = map(int if is_whole else float, numbers)  # type: ignore[arg-type]
+    found = [None if row is None else [next(each) for _ in row] for row in lists]
     return "int64" if is_whole else "float64", found
+
+
+def _number(item: str | None) -> float | None:
+    """None for a name, as all in quotes are but whole numbers."""
+    if isinstance(item, _Quoted):
+        return float(item) if WHOLE.fullmatch(item) else None
+    text = BOOLS.get(item, item) if item is not None else ""
+    return float(text) if NUMBER.fullmatch(text) else None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import lcm
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,3 +61,70 @@ class GlobalBatchSampler(Sampler[int]):
         longest = int(np.argmax(self.lengths[batches].max(axis=1)[shuffled]))
         shuffled[[0, longest]] = shuffled[[longest, 0]]
         return batches[shuffled].ravel()
+
+
+class MixtureSampler(GlobalBatchSampler):
+    """Samples of several sources, one after the other in a data set of the `sizes`, in shares by `weights`: after any
+    number of samples of the run, in its first epoch or a later one, each source has had its share to less than one. A
+    source goes round in an order of its own for each round, and in the next epoch goes on where it was. An epoch has as
+    many samples as the data set."""
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[Fraction], global_batch_size: int, seed: int) -> None:
+        super().__init__(sum(sizes), global_batch_size, seed)
+        self.sizes, self.weights = sizes, weights
+        self.begins = [
+            (0, [0] * len(sizes))
+        ]  # of each epoch that is known: samples before it, and those of each source
+
+    def __iter__(self) -> Iterator[int]:
+        while len(self.begins) <= self.epoch + 1:
+            before, counts = self.begins[-1]
+            sources = interleaved(self.weights, counts, len(self))
+            taken = np.bincount(sources, minlength=len(counts)).tolist()
+            self.begins.append((before + len(self), [a + b for a, b in zip(counts, taken, strict=True)]))
+        counts = self.begins[self.epoch][1]
+        sources = interleaved(self.weights, counts, len(self))
+        order: npt.NDArray[np.int64] = np.zeros(len(self), dtype=np.int64)
+        for source, size in enumerate(self.sizes):
+            places = np.flatnonzero(sources == source)
+            order[places] = sum(self.sizes[:source]) + self._of(source, size, counts[source], len(places))
+        for some in np.array_split(order, -(-len(order) // LISTED)):
+            yield from some.tolist()
+
+    def _of(self, source: int, size: int, first: int, count: int) -> npt.NDArray[np.int64]:
+        """The samples `first` and following of those that the run takes of one source."""
+        rounds = range(first // size, -(-(first + count) // size))
+        orders = [np.random.default_rng((self.seed, source, one)).permutation(size) for one in rounds]
+        begin = first - first // size * size
+        return np.concatenate([np.zeros(0, np.int64), *orders])[begin : begin + count]
+
+
+def interleaved(weights: Sequence[Fraction], counts: Sequence[int], samples: int) -> npt.NDArray[np.uint8]:
+    """Which source each of the next `samples` is of, where `counts` of each have been taken: by Tijdeman, The chairman
+    assignment problem (1980), which keeps each of k sources within 1 - 1 / (2k - 2) of its share. In whole numbers, so
+    that all ranks agree."""
+    scale = lcm(*(weight.denominator for weight in weights))
+    shares = [int(weight * scale) for weight in weights]
+    total, most = sum(shares), 2 * len(shares) - 2
+    owed = [share * sum(counts) - total * count for share, count in zip(shares, counts, strict=True)]
+    found = bytearray(samples)
+    sources = range(len(shares))
+    for n in range(samples):
+        chosen, soonest = 0, float("inf")
+        for i in sources:
+            owed[i] += shares[i]
+            if owed[i] * most >= total:
+                due = ((most - 1) * total - most * owed[i]) / shares[i]
+                if due < soonest:
+                    chosen, soonest = i, due
+        owed[chosen] -= total
+        found[n] = chosen
+    return np.frombuffer(bytes(found), dtype=np.uint8)
+
+
+def sampler_of(dataset: Any, global_batch_size: int, seed: int, lengths: Any) -> GlobalBatchSampler:
+    """The order in which a data set is trained on: by its `weights` if it has any, else shuffled, by `lengths` if there
+    are some."""
+    if weights := getattr(dataset, "weights", None):
+        return MixtureSampler(dataset.sizes, weights, global_batch_size, seed)
+    return GlobalBatchSampler(len(dataset), global_batch_size, seed, lengths)

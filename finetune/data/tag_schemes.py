@@ -80,7 +80,7 @@ class Scheme:
 def refuse_untagged(words: Sequence[str], said: str) -> None:
     """Of a file of one column, by some of its lines. Raises RequestError."""
     mark = next((mark for mark in MARKS if all(mark in word for word in words)), None)
-    found = f"columns are parted by {mark!r}" if mark else "each line is one word without a tag"
+    found = f"columns are separated by {mark!r}" if mark else "each line is one word without a tag"
     raise RequestError(f"{said}: {found}. Give a word and its tag on each line, with a tab or blanks between.")
 
 
@@ -90,7 +90,7 @@ def spelt_alike(rows: Sequence[Sequence[str] | None]) -> tuple[list[list[str]], 
     tags = {tag for row in rows for tag in row or ()}
     inside = {tag for tag in tags if tag.upper() != OUTSIDE}
     alone = {tag: f"{tag.upper()}-{UNTYPED}" for tag in inside if tag.upper() in PREFIXES}
-    is_untyped = {f"B-{UNTYPED}", f"I-{UNTYPED}"} <= set(alone.values())
+    is_untyped = {"B", "I"} <= {PREFIXES[tag.upper()] for tag in alone}
     names: dict[str, str] = {}
     for spelt in [alone] if is_untyped else [_by_prefix(inside, one) for one in SPELLINGS]:
         bare = inside - spelt.keys()
@@ -102,7 +102,7 @@ def spelt_alike(rows: Sequence[Sequence[str] | None]) -> tuple[list[list[str]], 
     changed = sorted(tag for tag, name in names.items() if tag != name)
     if not changed:
         return [list(row or ()) for row in rows], ""
-    note = f"tags are spelt anew: {changed[0]} is read as {names[changed[0]]}"
+    note = f"tags are rewritten: {changed[0]} is read as {names[changed[0]]}"
     return [[names[tag] for tag in row or ()] for row in rows], note
 
 

@@ -41,6 +41,11 @@ def made_by(folder: Path, tokenizer: Any) -> bool:
     return trained.is_dir() and identity(AutoTokenizer.from_pretrained(str(trained))) == identity(tokenizer)
 
 
+def rows_of(tokenizer: Any) -> int:
+    """Of the embeddings that it needs: ids may have gaps, and then there are fewer tokens than the highest id says."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
+
+
 def letters_of(tokenizer: Any) -> frozenset[str] | None:
     """The characters that a character tokenizer knows; None for a tokenizer of another kind, which knows them all or
     has a token for the unknown."""

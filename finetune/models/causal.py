@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.activations import ACT2FN
 
+from finetune.data.tokenizer import rows_of
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
@@ -21,6 +22,7 @@ from finetune.models.source import (
     positions_of,
     refuse_without_weights,
 )
+from finetune.run.decoders import refuse_encoder
 from finetune.run.facts import tokens_of
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.sizes import gptlite_shape
@@ -46,6 +48,7 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
     tokenizer = None
     if model:
         config = from_pretrained(AutoConfig, model.flag, model.base, arguments)
+        refuse_encoder(config.to_dict().get, f"--{model.flag} {model.base}")
         refuse_without_weights(model.base)
     else:
         config = scratch_config(arguments)
@@ -94,8 +97,8 @@ def build_causal_lm(
         chosen["attn_implementation"] = arguments.attn_implementation
     is_local = source.hub_id is None
     model = load_weights(AutoModelForCausalLM, source.pretrained, source.config, is_local, arguments, kept, **chosen)
-    if len(tokenizer) > embedded:
-        model.resize_token_embeddings(len(tokenizer))
+    if (rows := rows_of(tokenizer)) > embedded:
+        model.resize_token_embeddings(rows)
     return model
 
 
@@ -107,13 +110,13 @@ def settled_config(arguments: CausalModelArguments, source: CausalSource, tokeni
         config._attn_implementation = arguments.attn_implementation
     if source.pretrained is not None:
         embedded = config.get_text_config().vocab_size
-        if len(tokenizer) > embedded and not arguments.resize_embeddings:
+        if (rows := rows_of(tokenizer)) > embedded and not arguments.resize_embeddings:
             raise RequestError(
-                f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {embedded:,}. Use the model's own "
+                f"the tokenizer has {rows:,} tokens, but the model embeds {embedded:,}. Use the model's own "
                 "tokenizer, or add rows for the new tokens by --resize_embeddings True."
             )
         return config
-    config.vocab_size = len(tokenizer)
+    config.vocab_size = rows_of(tokenizer)
     config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
     return config

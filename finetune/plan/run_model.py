@@ -20,6 +20,7 @@ from finetune.run.flags.images import ImageModelArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.flags.text import CONLL
 from finetune.run.launch import Launch
+from finetune.run.paths import named_in
 from finetune.run.resolve import resolve
 from finetune.run.run import Run
 from finetune.run.sizes import DISTILBERT_SIZES, distilbert_shape, gptlite_shape, resnet_shape
@@ -73,7 +74,7 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
 
 
 def _has_tagged_words(run: Run) -> bool:
-    return any(Path(str(run.value(name) or "")).suffix.lower() in CONLL for name in FILES)
+    return any(Path(path).suffix.lower() in CONLL for name in FILES for path in named_in(run.value(name)))
 
 
 def run_of_record(folder: Path, launch: Launch) -> Run:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from finetune.errors import RequestError
 from finetune.run import schedules
+from finetune.run.mixture import parts_of
 from finetune.run.paths import METRICS
 from finetune.run.sizes import IMAGE_SIZES
 
@@ -233,6 +235,18 @@ def _of_language(run: Run) -> Iterator[str]:
         yield f"{run.said('streaming')}: nobody knows how long a stream is. Say how long to train by --max_steps."
     if streaming and not _trains_on(run):
         yield f"{run.said('streaming')}: there is nothing to stream. Give --train_file or --dataset_name."
+    try:
+        parts = parts_of(value("train_file"))
+    except RequestError as error:
+        yield str(error)
+        return
+    if streaming and len(parts) > 1:
+        yield f"{run.said('streaming')}, but {run.said('train_file')}: a stream is of one file. Drop --streaming."
+    if run.given.get("group_by_length") and any(part.weight for part in parts):
+        yield (
+            f"{run.said('group_by_length')}, but {run.said('train_file')}: samples that are mixed by weights keep "
+            "their order. Drop one of them."
+        )
     if streaming and value("dataloader_num_workers") > 1:
         yield (
             f"{run.said('dataloader_num_workers')}: a stream is read by one process. Give 1 to have it tokenized "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -37,10 +38,13 @@ class Flag:
     path: str | None = None
     range: Range | None = None
     group: type | None = None  # the dataclass that it is a field of; None for the Trainer's
+    pairs: bool = False  # of words such as name=value, which a YAML may write as an object
 
     def read(self, given: Any) -> Any:
         """The value that `given` means: words of a command line (a list of texts) or a value of YAML. Raises ValueError
         with what is wrong."""
+        if isinstance(given, dict) and self.pairs:
+            given = [f"{name}={value}" for name, value in given.items()]
         if isinstance(given, dict) and self.kind != "json":
             raise ValueError("must be a plain value, and this is an object")
         if self.many:
@@ -109,18 +113,27 @@ def _whole(given: Any) -> int:
 
 def _object(given: Any) -> Any:
     if not isinstance(given, str) or not given.lstrip().startswith("{"):
-        return given if isinstance(given, dict) else str(given)
+        return {key: _as_number(value) for key, value in given.items()} if isinstance(given, dict) else str(given)
     try:
         return json.loads(given)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not valid JSON ({error})") from error
 
 
+def _as_number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-5 as a text."""
+    if isinstance(value, str) and EXPONENT.fullmatch(value):
+        return float(value)
+    return value
+
+
+EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?e[+-]?\d+", re.IGNORECASE)
 READERS: dict[str, Callable[[Any], Any]] = {"bool": _bool, "int": _int, "float": _float}
 
 
 def flags_of(groups: Sequence[type]) -> tuple[Flag, ...]:
-    """Those of dataclasses, whose fields have `metadata={"help": ...}` and may have "choices", "path" and "range"."""
+    """Those of dataclasses, whose fields have `metadata={"help": ...}` and may have "choices", "path", "range" and
+    "pairs"."""
     found = []
     for group in groups:
         hints = typing.get_type_hints(group)
@@ -139,6 +152,7 @@ def flags_of(groups: Sequence[type]) -> tuple[Flag, ...]:
                     about.get("path"),
                     about.get("range"),
                     group,
+                    about.get("pairs", False),
                 )
             )
     return tuple(found)

@@ -100,7 +100,7 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "world_size": (": the launcher says how many ranks there are",),
     "zero_stage": ("deepspeed",),
 }
-CLOSE, OF_FIRST = 0.6, 0.75  # of difflib's ratio; where only the first word is alike
+CLOSE, OF_FIRST = 0.6, 0.68  # of difflib's ratio; where only the first word is alike
 BEGINNING = 4  # letters
 
 

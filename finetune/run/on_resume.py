@@ -67,10 +67,11 @@ NEVER = frozenset(
 ROWS = frozenset(
     """
     dataset_name dataset_config_name train_file train_dir cifar_dir
-    encoding text_column_name text_column_names label_column_name label_column_names tokens_column_name tags_column_name
+    encoding column_mapping text_column_name text_column_names label_column_name label_column_names
+    tokens_column_name tags_column_name
     image_column_name image_size task streaming max_train_samples validation_fraction
     validation_split_percentage clean_line_breaks skip_bad_rows max_seq_length block_size packing document_mask
-    chat_template train_on reasoning
+    chat_template train_on reasoning drop_duplicates
     """.split()
 )
 # And the model, with the weights that it begins from, its labels and its tokenizer, whatever is said.

@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.run.flag import FILE, FOLDER, METRIC, NAME_OR_PATH, TEMPLATE
 from finetune.run.meanings import nearest
+from finetune.run.mixture import path_of
 
 TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
 METRICS = tuple(sorted(path.stem for path in Path(__file__).parents[1].glob("metrics/[!_]*.py")))
@@ -24,7 +25,11 @@ def missing_inputs(run: Any) -> Iterator[str]:
 
 
 def named_in(value: Any) -> list[str]:
-    """The paths that a flag's value names: one, several, or none."""
+    """The paths that a flag's value names: one, several (maybe with weights), or none."""
+    return [path_of(one) if isinstance(value, list) else one for one in _words(value)]
+
+
+def _words(value: Any) -> list[str]:
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
 
 

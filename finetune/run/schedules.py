@@ -108,6 +108,8 @@ def _fault(known: Mapping[str, Any], given: Mapping[str, Any], one_of: Sequence[
         usual = known[name]
         if name in WORDS and value not in WORDS[name]:
             return f"{name} is {value!r}, and must be one of {', '.join(WORDS[name])}"
+        if isinstance(usual, bool) and not isinstance(value, bool):
+            return f"{name} is {value!r}, and must be true or false"
         is_word = isinstance(usual, str | bool) and usual != REQUIRED
         if not (is_word or (value is None and usual is None) or (type(value) in (int, float) and math.isfinite(value))):
             return f"{name} is {value!r}, and must be a number"
@@ -122,7 +124,9 @@ def optim_mistakes(run: Run) -> Iterator[str]:
     known = snapshot()["optim_args"].get(optim, [])
     pairs = [pair.partition("=") for pair in str(text).replace(" ", "").split(",")]
     for name, equals, value in pairs:
-        if name not in known:
+        if not name:
+            yield f"{run.said('optim_args')}: there is a comma too many. Write name=value, with commas between."
+        elif name not in known:
             takes = f"{', '.join(known)} alone" if known else "none. Drop it"
             yield f"{run.said('optim_args')}, with {name}, but {run.said('optim')}, which takes {takes}."
         elif not equals or not value:

@@ -102,6 +102,7 @@ VOID = (
     Void(("dataset_config_name", "image_column_name"), "dataset_name", (None,), "Add --dataset_name."),
     Void(("group_by_length",), "packing", ("wrapped", "bfd"), "Blocks have one length. Drop it."),
     Void(("group_by_length",), "streaming", (True,), "A stream is taken as it comes. Drop it."),
+    Void(("drop_duplicates",), "streaming", (True,), "A stream is not compared with itself. Drop one of them."),
     Void(("document_mask",), "packing", ("none",), "A block has one document. Drop it."),
     Void(("encoding",), "train_file", (None,), "It is of files. Drop it.", unless=("validation_file", "test_file")),
     Void(("class_weights", "label_smoothing_factor"), "task", ("regression",), "It is for classes. Drop it."),

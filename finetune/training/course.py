@@ -18,6 +18,7 @@ from finetune.run.conflicts import BY_METRIC
 from finetune.run.files import IDENTITY, STATE_FILE
 from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH, TEMPLATE
 from finetune.run.on_resume import EVALUATED, ROWS
+from finetune.run.paths import named_in
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.flags_of_before import changed_flags, compared_flags, refuse_changed
@@ -160,8 +161,9 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     for name, flag in run.recipe.flags.items():
         given = run.value(name)
         if name in ROWS | EVALUATED and given and flag.path in (FILE, FOLDER, NAME_OR_PATH, TEMPLATE):
-            digest = digests.of_files(Path(given).expanduser(), whole=not (streams and name in ROWS))
-            files[name] = digest or digests.hub_revision(given) or str(given)
+            whole = not (streams and name in ROWS)
+            found = [_digest(path, whole) for path in named_in(given)]
+            files[name] = found[0] if len(found) == 1 else digests.of_text(found)
     if streams:
         # Nobody has read a stream yet: what is asked for stands for it, without the rows that are held out of it.
         asked = {name: files.get(name, run.value(name)) for name in run.recipe.flags if name in ROWS}
@@ -175,8 +177,12 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
         tokens = digests.of_text(processor.to_dict())
     model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
     base = (run.value("model_name_or_path"), run.value("model_revision"), bool(run.value("use_peft")))
-    found: dict[str, dict[str, Any]] = {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model}
-    return {**found, "base": digests.of_base(*base), "engine": _of_engine(session.ds_config or {})}
+    facts: dict[str, dict[str, Any]] = {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model}
+    return {**facts, "base": digests.of_base(*base), "engine": _of_engine(session.ds_config or {})}
+
+
+def _digest(name: str, whole: bool) -> str:
+    return digests.of_files(Path(name).expanduser(), whole) or digests.hub_revision(name) or name
 
 
 def _of_engine(ds_config: Mapping[str, Any]) -> dict[str, Any]:

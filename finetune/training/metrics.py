@@ -162,11 +162,19 @@ def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, An
             training.eval_steps = training.eval_steps or training.save_steps
 
 
-def language_metrics(tokens_per_byte: float, tokens_per_character: float) -> Callable[[Any], dict[str, float]]:
-    """A `compute_metrics` over the rows' figures (N, 3): loss in nats, right guesses, tokens (models.chunked_loss)."""
+def language_metrics(
+    tokens_per_byte: float, tokens_per_character: float, sources: Mapping[str, int] | None = None
+) -> Callable[[Any], dict[str, float]]:
+    """A `compute_metrics` over the rows' figures (N, 3): loss in nats, right guesses, tokens (models.chunked_loss).
+    Where the rows are of several `sources`, so many of each in this order, `NAME_loss` is of one; a pipeline's
+    evaluation has sums alone (1, 3)."""
 
     def metrics(evaluated: Any) -> dict[str, float]:
-        nats, right, count = first_output(evaluated.predictions).sum(axis=0)
+        rows = first_output(evaluated.predictions)
+        nats, right, count = rows.sum(axis=0)
+        ends = np.cumsum(list((sources or {}).values()))
+        each = np.split(rows, ends[:-1]) if sources and len(rows) == ends[-1] else []
+        sums = [part.sum(axis=0) for part in each]
         loss = nats / count
         bits = loss / math.log(2)
         return {
@@ -175,6 +183,7 @@ def language_metrics(tokens_per_byte: float, tokens_per_character: float) -> Cal
             "bits_per_byte": float(bits * tokens_per_byte),
             "bits_per_character": float(bits * tokens_per_character),
             "token_accuracy": float(right / count),
+            **{f"{name}_loss": float(part[0] / part[2]) for name, part in zip(sources or (), sums, strict=False)},
         }
 
     return metrics

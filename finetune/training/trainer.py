@@ -24,7 +24,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from finetune.data.changes import UnchangedFiles, mapped_files
 from finetune.data.packing import REAL_TOKENS
-from finetune.data.sampling import GlobalBatchSampler
+from finetune.data.sampling import GlobalBatchSampler, sampler_of
 from finetune.data.streaming import TextStream
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
 from finetune.errors import InterruptedRunError, RequestError
@@ -173,7 +173,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
             )
         args = self.args
         seed = args.data_seed if args.data_seed is not None else args.seed
-        sampler = GlobalBatchSampler(len(dataset), self.global_batch_size, seed, self.lengths)
+        sampler = sampler_of(dataset, self.global_batch_size, seed, self.lengths)
         self.add_callback(Epochs(sampler, dataset))
         self.global_batches = sampler
         return sampler

@@ -267,6 +267,30 @@ def test_blocks_in_which_nothing_is_learnt_are_left_out(tmp_path: Path) -> None:
         prepared(tokenizer, block_size=32, train_file=chats(tmp_path, "gpt", ["a", "b", "c"]))
 
 
+@pytest.mark.parametrize(
+    ("packing", "said"),
+    [
+        ("none", "9 of 18 conversations are longer than --block_size 32 and are cut, so that 95% of what is learnt"),
+        ("bfd", "9 of 18 conversations are longer than --block_size 32 and are cut, so that 95% of what is learnt"),
+        ("wrapped", "conversations do not lie whole in a block of 32 and are cut"),
+    ],
+)
+def test_conversations_that_blocks_cut_are_counted_with_what_is_learnt_without_a_beginning(
+    packing: str, said: str, tmp_path: Path
+) -> None:
+    tokenizer = train_text_tokenizer("byte", [], 0, 64, with_end=True)
+    rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * n}] for n in [1, 200] * 9]
+    kept = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
+    for name, some in (("a", rows), ("v", kept)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in some))
+    flags = {"train_file": str(tmp_path / "a.jsonl"), "validation_file": str(tmp_path / "v.jsonl")}
+    data = prepared(tokenizer, 32, {"packing": packing}, **flags)
+    predicted = 32 + 1 - len("<|user|>\na\n<|assistant|>\n")  # of a long answer and its end, by the first block
+    assert round((201 - predicted) / (201 + 2), 2) == 0.95
+    assert said in data.account.describe()
+    assert "cut" not in prepared(tokenizer, 400, {"packing": "bfd"}, **flags).account.describe()
+
+
 def test_what_is_held_out_of_the_manual_is_not_in_its_training_text() -> None:
     for seed in range(3):
         data = prepare_corpus(CorpusArguments(), BlockArguments(), None, block_size=128, seed=seed, launch=Launch())
@@ -315,7 +339,7 @@ def test_a_validation_file_may_not_have_characters_that_the_training_text_lacks(
     ("row", "message"),
     [
         ({"text": 5}, r"column text holds int \(5\), not text"),
-        ({"conversations": [{"from": "human"}]}, r"column conversations holds list .*`messages` with `role`"),
+        ({"content": [{"by": "human"}]}, r"column content holds list .*`messages` with `role`"),
         ({"prompt": "words"}, "has `prompt` without `completion`"),
     ],
     ids=["numbers", "lists", "prompts alone"],
@@ -339,7 +363,7 @@ def test_text_of_another_encoding_is_refused_and_line_ends_are_alike(tmp_path: P
 def test_a_table_without_text_lists_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("price,size\n1,2\n3,4\n")
-    with pytest.raises(RequestError, match=r"it has price, size\. Name one by --text_column_name"):
+    with pytest.raises(RequestError, match=r"it has price, size\. Name one by --text_column_name, or rename columns"):
         prepared(train_file=str(path))
 
 
@@ -352,13 +376,13 @@ def test_the_manual_is_there_on_every_python() -> None:
 @pytest.mark.parametrize(
     ("row", "flags", "said"),
     [
-        ({"document": "a b c", "summary": "d"}, {}, "reads document as text, not summary"),
+        ({"document": "a b c", "author": "d"}, {}, "reads document as text, not author"),
+        ({"said": "a b c"}, {"column_mapping": ["said=text"]}, "reads said as text"),
         (
             {"document": "a b c", "summary": "d e f"},
             {"text_column_name": "summary"},
             "reads summary as text, not document",
         ),
-        ({"prompt": "a b", "completion": "c d", "id": "1"}, {}, "reads prompt + completion as text, not id"),
         ({"text": "a b c"}, {}, "reads text as text"),
     ],
 )

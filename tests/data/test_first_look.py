@@ -42,7 +42,7 @@ ROWS = {
         ("token_cls", "--train_file a.jsonl --tags_column_name ner", "no column 'ner'; it has words, tags, pos"),
         ("token_cls", "--train_file a.jsonl", ""),
         ("token_cls", "--train_file a.conll", ""),
-        ("token_cls", "--train_file b.conll", "columns are parted by ','"),
+        ("token_cls", "--train_file b.conll", "columns are separated by ','"),
         ("token_cls", "--train_file c.conll", r"tags are numbers \(1\)"),
         ("token_cls", "--train_file d.conll", "line 2 has 1 columns"),
         ("token_cls", "--train_file a.csv", "no column 'tokens or words'.* Texts with a label each are for .*seq_cls"),

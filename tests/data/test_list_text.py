@@ -48,7 +48,11 @@ def test_what_python_and_json_write_is_read_back(write: Any, row: list[str]) -> 
         ("tensor([1, 0])", ["1", "0"]),
         ("[np.str_('art=law'), np.int64(1)]", ["art=law", "1"]),
         ("[u'art', b'law']", ["art", "law"]),
+        ("['well', '...']", ["well", "..."]),
+        ("{at,10:30}", ["at", "10:30"]),
         ("[not relevant]", None),
+        ("print()", None),
+        ("train(lr=0.1)", None),
         ("(see below)", None),
         ("add(x, y)", None),
         ("(0, 10]", None),
@@ -109,3 +113,19 @@ def test_words_stay_words(cells: list[str]) -> None:
 def test_lists_that_are_not_whole_and_not_everywhere_are_refused(cells: list[str], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         lists_of_text(column(*cells), "labels", "the train data")
+
+
+@pytest.mark.parametrize(
+    ("cells", "kind", "lists"),
+    [
+        (["['true', 'a']", "['false']"], "string", [["true", "a"], ["false"]]),
+        (["['3.10', '3.9']"], "string", [["3.10", "3.9"]]),
+        (["['well', '...']", "['no', 'way']"], "string", [["well", "..."], ["no", "way"]]),
+        (["['1', '0']", "['0', '1']"], "int64", [[1, 0], [0, 1]]),
+        (["[True, False]", "[False, False]"], "int64", [[1, 0], [0, 0]]),
+    ],
+)
+def test_quoted_words_are_names_but_for_whole_numbers(cells: list[str], kind: str, lists: list[list[Any]]) -> None:
+    found = lists_of_text(Dataset.from_dict({"text": cells, "labels": cells}), "labels", "it")
+    assert found.features["labels"] == List(Value(kind))
+    assert found["labels"][:] == lists

@@ -63,13 +63,14 @@ def test_plain_types_are_entities_of_neighbours_where_some_words_have_none_and_e
         ("b-per i-per o", "B-per I-per O"),
         ("B-PER o", "B-PER O"),
         ("B I O", "B-entity I-entity O"),
+        ("B M E S", "B-entity M-entity E-entity S-entity"),
     ],
 )
 def test_a_prefix_in_another_spelling_is_read_and_said(tags: str, read_as: str) -> None:
     rows, note = spelt_alike([tags.split(), None])
     assert rows == [read_as.split(), []]
     changed = sorted((old, new) for old, new in zip(tags.split(), read_as.split(), strict=True) if old != new)
-    assert note == "tags are spelt anew: {} is read as {}".format(*changed[0])
+    assert note == "tags are rewritten: {} is read as {}".format(*changed[0])
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_tags_in_another_spelling_are_understood_and_said() -> None:
     found = clean({"train": table(tags=tags), "validation": table(tags=tags)})
     assert found.labels.names == tuple(name[:2] + name[2:].lower() for name in NAMES)
     assert found.splits["train"]["label"][:] == [[3, 4, 0, 0, 1], [0, 0], [3, 0]]
-    assert found.notes[0].startswith("tags are spelt anew: b_loc is read as B-loc")
+    assert found.notes[0].startswith("tags are rewritten: b_loc is read as B-loc")
 
 
 def test_ids_of_a_data_set_that_names_them_are_read_by_name() -> None:
@@ -116,8 +116,8 @@ def test_bad_sentences_are_refused(tables: dict[str, Dataset], said: str) -> Non
         ("a.csv", "tokens,tags\n\"['a', 'b']\",\"['O']\"\n", r"has 1 of 1 .* another number"),
         ("a.csv", "tokens,tags\na b,O O\n", "holds no lists of words. .*recipes/seq_cls.py"),
         ("a.conll", "Ada\nlives\n", "each line is one word without a tag"),
-        ("a.conll", "Ada,B-PER\nlives,O\n", "columns are parted by ','"),
-        ("a.txt", "Ada;B-PER\nlives;O\n", "columns are parted by ';'"),
+        ("a.conll", "Ada,B-PER\nlives,O\n", "columns are separated by ','"),
+        ("a.txt", "Ada;B-PER\nlives;O\n", "columns are separated by ';'"),
         ("a.jsonl", '{"words": ["a"], "pos": ["O"]}\n', r"has no column 'tags or ner_tags or .*it has words, pos"),
     ],
 )  # fmt: skip

@@ -141,6 +141,37 @@ def test_a_run_goes_on_inside_its_second_epoch_as_if_never_cut(
         assert again.column(name) == pytest.approx(column, rel=1e-5)
 
 
+def test_a_mixture_trains_alike_on_two_ranks_and_goes_on_inside_a_later_epoch_as_if_never_cut(tmp_path: Path) -> None:
+    for name, word, rows in (("a", "the cat sat on ", 40), ("b", "in 7 + 5 = ", 12)):
+        lines = (json.dumps({"text": f"{word * (i % 3 + 1)}{i}"}) + "\n" for i in range(rows))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    words = [f"{tmp_path}/a.jsonl:0.3", f"{tmp_path}/b.jsonl:0.7"]
+    values = {"train_file": words, "packing": "none", "tokenizer": "byte", "save_strategy": "steps", "save_steps": 7}
+    values |= {"max_steps": 9}  # an epoch has 6 steps
+    truth = train("python", tmp_path / "truth", {**values, "per_device_train_batch_size": GLOBAL_BATCH})
+    assert "mixed by blocks, an epoch of 47: a 30.0%, 14 of 36, the others in later epochs" in truth.output
+    found = truth.json("eval_results.json")
+    assert min(found["eval_a_loss"], found["eval_b_loss"]) < found["eval_loss"]
+    assert found["eval_loss"] < max(found["eval_a_loss"], found["eval_b_loss"])
+    values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    run = train("torchrun", tmp_path / "run", values, ranks=2)
+    for name in ("eval_a_loss", "eval_b_loss"):
+        assert run.json("eval_results.json")[name] == pytest.approx(found[name], rel=1e-3)
+    for name in ("loss", "grad_norm"):
+        assert run.column(name) == pytest.approx(truth.column(name), rel=1e-3)
+    wanted = run.column("loss")
+    shutil.rmtree(run.folder / "checkpoint-9")
+    (run.folder / "README.md").unlink()
+    again = train("torchrun", run.folder, {**values, "resume": "auto"}, ranks=2)
+    assert "going on from checkpoint-7" in again.output
+    assert again.column("loss")[-2:] == pytest.approx(wanted[-2:], rel=1e-6)
+    other = {**values, "train_file": [words[0], words[1].replace("0.7", "0.6")], "resume": "auto"}
+    shutil.rmtree(run.folder / "checkpoint-9")
+    refused = train("torchrun", run.folder, other, ranks=2, check=False)
+    assert refused.status, "torchrun makes 1 of it"
+    assert "train rows are not those of checkpoint-7" in refused.errors[0]
+
+
 def test_checkpointing_changes_no_gradient_not_even_with_dropout(uneven: dict[str, Any], tmp_path: Path) -> None:
     values = {**uneven, "config_overrides": TINY["config_overrides"].replace("layers=2", "layers=4") + ",dropout=0.2"}
     plain = train("python", tmp_path / "plain", values)

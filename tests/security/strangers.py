@@ -122,6 +122,7 @@ def load_model(folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     from finetune.data.encoding import Encoder
+    from finetune.data.formats import Format
     from finetune.models.causal import build_causal_lm, find_causal_source
     from finetune.models.source import from_pretrained
     from finetune.run.flags.language import CausalModelArguments
@@ -131,7 +132,7 @@ def load_model(folder: Path) -> None:
     for auto in (AutoConfig, AutoTokenizer):
         from_pretrained(auto, "model_name_or_path", str(folder), asked)
     source = find_causal_source(asked, 16)
-    Encoder(source.tokenizer, "messages")(
+    Encoder(source.tokenizer, Format("messages", "messages", ("messages",)))(
         {"messages": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]}
     )
     build_causal_lm(asked, source, source.tokenizer, 0)

@@ -20,6 +20,7 @@ from finetune.cli import main
 from finetune.data.columns import Labels
 from finetune.data.encoding import Encoder
 from finetune.data.files import open_file, open_hub
+from finetune.data.formats import Format
 from finetune.data.tokenizer import train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.privacy import shown
@@ -101,7 +102,7 @@ def test_a_chat_template_is_stopped_that_has(template: str) -> None:
     tokenizer.chat_template = TEMPLATES[template]
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(RequestError, match="chat template"):
-        Encoder(tokenizer, "messages")({"messages": [turns]})
+        Encoder(tokenizer, Format("messages", "messages", ("messages",)))({"messages": [turns]})
 
 
 def test_what_a_child_gives_is_in_order_and_its_refusals_are_ours() -> None:

@@ -31,7 +31,8 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Learning:
-    """Of which turns the tokens are learnt (--train_on), and whether thoughts are among them (--reasoning)."""
+    """Of which turns the tokens are learnt (--train_on), and whether thoughts are among them (--reasoning). A turn of
+    the `weight` 0, as OpenAI writes it, is read alone."""
 
     train_on: str = "assistant"
     reasoning: str = "keep"
@@ -95,6 +96,7 @@ def _encoded(tokenizer: Any, turns: list[Turn], tools: Schemas, learning: Learni
     learns_all = learning.train_on == "all"
     spans = [] if learns_all else _spans(tokenizer, layout, tools)
     last = max((i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT), default=-1)
+    spans = [span for span in spans if turns[span.turn].get("weight") != 0]
     if learning.train_on == "last":
         spans = [span for span in spans if span.turn == last]
     encoded = tokenizer(layout.whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

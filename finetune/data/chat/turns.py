@@ -19,7 +19,7 @@ Turn = dict[str, Any]
 def turns_of(messages: Any, reasoning: str) -> list[Turn]:
     """Turns of `role`, `content` (a text, or left out), `tool_calls` and whatever else a template may read; nothing of
     them is None. `reasoning` "strip" leaves the thoughts out."""
-    found = _from_json(messages)
+    found = from_json(messages)
     if not isinstance(found, list) or not found or not all(map(_is_turn, found)):
         raise RequestError(
             "`messages` must be a list of turns with `role` and `content` (or `tool_calls`), but one is "
@@ -30,8 +30,8 @@ def turns_of(messages: Any, reasoning: str) -> list[Turn]:
 
 def tools_of(tools: Any) -> list[dict[str, Any]] | None:
     """The functions that a row offers, as JSON schemas; None without any."""
-    found = _from_json(tools)
-    found = [_from_json(one) for one in found] if isinstance(found, list) else found
+    found = from_json(tools)
+    found = [from_json(one) for one in found] if isinstance(found, list) else found
     if not found:
         return None
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
@@ -72,7 +72,7 @@ def _turn(turn: Turn, strips: bool) -> Turn:
         if "arguments" in function:
             # OpenAI writes a text here, which most templates would write as JSON once more; vLLM reads it, too
             # (entrypoints/chat_utils.py).
-            read = _from_json(function["arguments"])
+            read = from_json(function["arguments"])
             function["arguments"] = read if isinstance(read, dict) else function["arguments"]
     if strips and turn["role"] == ASSISTANT:
         turn = {name: value for name, value in turn.items() if name not in THOUGHTS}
@@ -105,7 +105,7 @@ def _text_of_part(part: Any) -> str:
     )
 
 
-def _from_json(value: Any) -> Any:
+def from_json(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:

@@ -28,11 +28,13 @@ def bf16_has_its_own_name(config: Config, run: Context) -> Iterator[Finding]:
     is off where no flag asks for it; DeepSpeed then takes that."""
     is_left = config.is_on("bfloat16.enabled") and not config.has("bf16") and not run.arguments.get("bf16")
     if is_left and run.engine != "deepspeed":
-        yield error(
+        is_off = run.arguments.get("bf16") is False
+        yield (error if is_off else warning)(
             "DS105",
             "bfloat16.enabled",
-            "bfloat16.enabled is true, but accelerate, and so the Trainer, reads bf16 alone, and adds one that is off: "
-            "the run trains in fp32. Rename bfloat16 to bf16.",
+            "bfloat16.enabled is true, but accelerate, and so the Trainer, reads bf16 alone, and adds one that is off"
+            f"{'' if is_off else ' unless --bf16 or its mixed_precision asks for it'}: "
+            "the run then trains in fp32. Rename bfloat16 to bf16.",
         )
 
 

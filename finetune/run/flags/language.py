@@ -55,13 +55,21 @@ class CorpusArguments:
         default=None, metadata={"help": "hub data set, or a local folder in its layout", "path": NAME_OR_PATH}
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "configuration of the hub data set"})
-    train_file: str | None = field(
-        default=None, metadata={"help": "txt, csv, tsv, json(l) or parquet file", "path": FILE}
+    train_file: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "txt, csv, tsv, json(l) or parquet; several, maybe with shares: a.jsonl:0.7 b.jsonl:0.3",
+            "path": FILE,
+        },
     )
     validation_file: str | None = field(
         default=None, metadata={"help": "likewise; default: a part of train", "path": FILE}
     )
     encoding: str | None = field(default=None, metadata={"help": ENCODING})
+    column_mapping: list[str] | None = field(
+        default=None,
+        metadata={"help": "columns by other names, as in context=input response=output", "pairs": True},
+    )
     text_column_name: str | None = field(default=None, metadata={"help": "default: found by its name"})
     chat_template: str | None = field(
         default=None,
@@ -81,9 +89,13 @@ class CorpusArguments:
     validation_split_percentage: float = field(
         default=10.0, metadata={"help": "of train, held out", "range": Range(above=0, below=100)}
     )
+    drop_duplicates: bool = field(
+        default=False,
+        metadata={"help": "train on no document twice, nor on one that shares 13 words with held-out ones"},
+    )
     streaming: bool = field(default=False, metadata={"help": "read training text on the way, and keep nothing of it"})
     max_train_samples: int | None = field(
-        default=None, metadata={"help": "the first so many documents", "range": AT_LEAST_ONE}
+        default=None, metadata={"help": "the first so many documents of each file", "range": AT_LEAST_ONE}
     )
     max_eval_samples: int | None = field(
         default=None, metadata={"help": "likewise for validation", "range": AT_LEAST_ONE}

@@ -22,7 +22,7 @@ from transformers.trainer_utils import PredictionOutput, SaveStrategy, TrainOutp
 
 from finetune.data.changes import mapped_files
 from finetune.data.image_samples import Pictures
-from finetune.data.sampling import GlobalBatchSampler
+from finetune.data.sampling import sampler_of
 from finetune.errors import InterruptedRunError
 from finetune.models.pipeline import PipelineModel
 from finetune.run.flags.guards import GuardArguments
@@ -116,7 +116,7 @@ class PipelineTrainer(EvaluatesOnce):
         self.micro_batches = args.gradient_accumulation_steps
         self.global_batch_size = args.train_batch_size * self.micro_batches * self.pipelines
         seed = args.data_seed if args.data_seed is not None else args.seed
-        self.sampler = GlobalBatchSampler(len(self.train_dataset), self.global_batch_size, seed, lengths)
+        self.sampler = sampler_of(self.train_dataset, self.global_batch_size, seed, lengths)
         self.steps_per_epoch = len(self.sampler) // self.global_batch_size
         by_epochs = math.ceil(args.num_train_epochs * self.steps_per_epoch)
         self.max_steps = args.max_steps if args.max_steps > 0 else by_epochs

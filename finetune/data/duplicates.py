@@ -1,0 +1,116 @@
+"""Documents that are there twice, or nearly so, and held-out ones that the training data has in part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+MOST_CHARACTERS = 20_000_000  # of training text that is looked at, unless duplicates are to be dropped
+# Words and signs; of scripts without blanks between words each letter.
+WORD = re.compile(r"[^\W\u3040-\u30ff\u3400-\u9fff]+|[^\s\w]|[\u3040-\u30ff\u3400-\u9fff]")
+SHINGLE, RUN = 5, 13  # words; GPT-3 (arXiv 2005.14165, appendix C) looked for runs of 13
+COMMON = 10  # documents; a run of words that more of them have is a set phrase, as there
+BANDS, ROWS = 16, 8  # of a MinHash of 128: pairs of a Jaccard similarity of 0.8 meet in 95 of 100
+ALIKE = 0.8
+Hashes: TypeAlias = npt.NDArray[np.uint64]
+STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Found:
+    """`keep` (looked at,) is False for training documents that are to go; the others are counts of documents."""
+
+    keep: npt.NDArray[np.bool_]
+    exact: int
+    near: int
+    overlapping: int  # held-out documents
+
+    def note(self, training: int, held_out: int, dropped: bool) -> str:
+        """Nothing where there is nothing to say."""
+        if not (self.exact or self.near or self.overlapping):
+            return ""
+        some = f" (of the first {len(self.keep):,})" if len(self.keep) < training else ""
+        what = f"{self.exact:,} exact and {self.near:,} near duplicates among {training:,} training documents{some}"
+        overlap = f"{self.overlapping:,} of {held_out:,} held-out ones have {RUN} words in a row of theirs"
+        end = (
+            f"{int((~self.keep).sum()):,} dropped" if dropped else "--drop_duplicates True leaves these out of training"
+        )
+        return f"{what}; {overlap}; {end}"
+
+
+def find_duplicates(training: Iterable[str], held_out: Iterable[str], most: int | None = MOST_CHARACTERS) -> Found:
+    """Of two documents that are alike the first is kept. One that shares a run of RUN words with a held-out document,
+    or all of its words where it has fewer, is not to be trained on, unless more than COMMON have that run."""
+    known: dict[str, int] = {}
+    texts = []
+    for text in training:
+        if most is not None and most < 0:
+            break
+        texts.append(_words(text, known))
+        most = None if most is None else most - len(text)
+    runs = [np.unique(_runs(words, RUN)) for words in texts]
+    owned, counts = np.unique(np.concatenate([*runs, np.zeros(0, np.uint64)]), return_counts=True)
+    telling = owned[counts <= COMMON]
+    others = [np.unique(_runs(_words(text, known), RUN)) for text in held_out]
+    asked = np.intersect1d(np.concatenate([*others, np.zeros(0, np.uint64)]), telling)
+    overlapping = sum(_has(run, asked) for run in others)
+    exact, near = _twice(texts)
+    in_both = np.array([_has(run, asked) for run in runs], dtype=bool)
+    return Found(~(exact | near | in_both), int(exact.sum()), int(near.sum()), overlapping)
+
+
+def _twice(texts: list[Hashes]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Which are as an earlier one, and which nearly so: by the places where their MinHashes agree."""
+    random = np.random.default_rng(0)
+    factors = random.integers(1, 2**63, (BANDS * ROWS, 1), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    exact: npt.NDArray[np.bool_] = np.zeros(len(texts), dtype=bool)
+    near: npt.NDArray[np.bool_] = exact.copy()
+    seen: set[bytes] = set()
+    signatures: dict[int, Hashes] = {}
+    bands: dict[bytes, int] = {}
+    for number, words in enumerate(texts):
+        name = xxhash.xxh3_128_digest(words.tobytes())
+        exact[number] = name in seen
+        seen.add(name)
+        if exact[number] or len(words) < SHINGLE:
+            continue
+        shingles = _runs(words, SHINGLE)
+        own = ((shingles[None] ^ (shingles[None] >> np.uint64(31))) * factors).min(axis=1)
+        keys = [bytes([band]) + own[band * ROWS : (band + 1) * ROWS].tobytes() for band in range(BANDS)]
+        candidates = {bands[key] for key in keys if key in bands}
+        near[number] = any(float((own == signatures[one]).mean()) >= ALIKE for one in candidates)
+        if not near[number]:
+            signatures[number] = own
+            for key in keys:
+                bands.setdefault(key, number)
+    return exact, near
+
+
+def _has(run: Hashes, asked: Hashes) -> bool:
+    """Whether some are among those that are asked for, which are sorted."""
+    places = np.searchsorted(asked, run)
+    return bool(len(asked)) and bool((asked[np.minimum(places, len(asked) - 1)] == run).any())
+
+
+def _words(text: str, known: dict[str, int]) -> Hashes:
+    """A number for each word, whatever its case."""
+    found = WORD.findall(text.lower())
+    for word in found:
+        if word not in known:
+            known[word] = xxhash.xxh3_64_intdigest(word.encode())
+    return np.fromiter(map(known.__getitem__, found), dtype=np.uint64, count=len(found))
+
+
+def _runs(words: Hashes, size: int) -> Hashes:
+    """A number for each run of `size` words; of fewer words one for all."""
+    size = min(size, len(words))
+    found: Hashes = np.zeros(len(words) - size + 1 if size else 0, dtype=np.uint64)
+    for place in range(size):
+        found = found * STEP + words[place : len(words) - size + place + 1]
+    return found

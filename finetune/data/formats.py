@@ -1,0 +1,239 @@
+"""The layouts that documents come in, known by their columns: texts, conversations, or prompts with a completion.
+Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.data.chat.turns import ASSISTANT, Turn, from_json, quoted
+from finetune.data.columns import CHAT, COMPLETION, TEXT, TOOLS, listed
+from finetune.data.find_columns import TEXT_NAMES
+from finetune.errors import RequestError
+
+SYSTEM = "system"
+NOT_LEARNT = 0  # OpenAI's `weight` of an assistant's turn that is read alone
+# ShareGPT's names of roles, and what vendors have made of them.
+ROLE_OF = {"human": "user", "user": "user", "observation": "tool", "function_response": "tool"} | dict.fromkeys(
+    ("gpt", "model", "chatgpt", "bot", "assistant", "function_call"), ASSISTANT
+)
+SUMMARISED = ("article", "dialogue", "document", *TEXT_NAMES)
+PAIRS = ("chosen", "rejected")  # answers, the better and the worse
+OUT_OF_THE_WAY = "--column_mapping NAME=OTHER renames a column, --text_column_name NAME learns one as plain text"
+
+
+@dataclass(frozen=True)
+class Format:
+    """`kind` is what a row becomes: TEXT, CHAT or COMPLETION; `columns` are those that are read."""
+
+    name: str
+    kind: str
+    columns: tuple[str, ...]
+
+    def conversation(self, row: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The turns and the tools of a row. Raises RequestError, quoting what is none."""
+        return _led_by(row.get(SYSTEM), TURNS[self.name](row)), row.get(TOOLS)
+
+    def words(self, row: Mapping[str, Any]) -> str:
+        """What a row says, without the rules of its system and its tools: by this rows are compared."""
+        if self.kind != CHAT:
+            return "\n".join(str(row[name] or "") for name in self.columns)
+        turns = self.conversation(row)[0]
+        own = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+        said = [str(turn.get("content") or turn.get("tool_calls") or "") for turn in own if turn.get("role") != SYSTEM]
+        return "\n".join(said)
+
+    def describe(self, names: Sequence[str], renamed: Mapping[str, str], rows: int | None) -> str:
+        """The line on a table of columns `names`, some `renamed` (new name to old), of so many `rows`, if known."""
+        read = [renamed.get(name, name) for name in self.columns]
+        others = [renamed.get(name, name) for name in names if name not in self.columns]
+        into = " -> messages" if self.kind == CHAT and read[0] != "messages" else ""
+        unit = "conversations" if self.kind == CHAT else "rows"
+        counted = f", {rows:,} {unit}" if rows is not None else ""
+        left_out = f"; left out: {listed(others, ', ')}" if others else ""
+        return f"{self.name}{counted}; columns {listed(read, ' + ')}{into}{left_out}"
+
+
+MESSAGES, SHAREGPT, ALPACA = "messages", "ShareGPT", "Alpaca"
+LAYOUTS = (  # a name, the columns that it must have, and those that it may have
+    (MESSAGES, ("messages",), (TOOLS, SYSTEM)),
+    (SHAREGPT, ("conversations",), (TOOLS, SYSTEM)),
+    (ALPACA, ("instruction", "output"), ("input", "history", SYSTEM, TOOLS)),
+    ("prompt/completion", ("prompt", "completion"), (TOOLS, SYSTEM)),
+    ("prompt/response", ("prompt", "response"), (TOOLS, SYSTEM)),
+    ("question/answer", ("question", "answer"), (TOOLS, SYSTEM)),
+)
+
+
+def find_format(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str | None, where: str) -> Format:
+    """What the rows of a table or stream hold, by the names of its columns and its first row; `column` is the text's,
+    where --text_column_name gives it. Raises RequestError where that is not clear."""
+    found = [layout for layout in LAYOUTS if set(layout[1]) <= set(names)] if column is None else []
+    if len(found) > 1:
+        kinds = " and ".join(f"{name} ({' + '.join(needed)})" for name, needed, _ in found)
+        raise RequestError(
+            f"{where}: the rows have the columns of {kinds}, and which is meant is not clear; they are "
+            f"{', '.join(names)}. {OUT_OF_THE_WAY}."
+        )
+    if not found:
+        return _text(names, rows, column, where)
+    name, needed, optional = found[0]
+    first = next(iter(rows))
+    columns = (*needed, *(one for one in optional if one in names))
+    if len(needed) == 1:
+        turn = _first_turn(first[needed[0]])
+        name = SHAREGPT if {"from", "value"} <= turn.keys() else MESSAGES
+        return Format(name, CHAT, columns)
+    if name == "prompt/completion" and not any(_first_turn(first[one]) for one in needed):
+        return Format(name, COMPLETION, needed)
+    return Format(name, CHAT, columns)
+
+
+def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str | None, where: str) -> Format:
+    if column is None and set(PAIRS) <= set(names):
+        first = next(iter(rows))
+        better = "messages" if _first_turn(first["chosen"]) else "completion" if "prompt" in names else "text"
+        raise RequestError(
+            f"{where}: the rows look like preferences, a better and a worse answer each (chosen, rejected), for which "
+            f"there is no recipe yet. This one learns the better answer alone by --column_mapping chosen={better}."
+        )
+    lower = {name.lower(): name for name in names}
+    article = next((lower[name] for name in SUMMARISED if name in lower), None)
+    if column is None and article is not None and "summary" in names:
+        raise RequestError(
+            f"{where}: the rows look like texts with a summary each ({article}, summary), and the summary would "
+            "not be learnt. There is no recipe for text to text yet; this one learns the summary as an answer by "
+            f"--column_mapping {article}=prompt summary=completion, or the text alone by --text_column_name {article}."
+        )
+    found = column or next((lower[name] for name in TEXT_NAMES if name in lower), None)
+    if found is None and len(names) == 1:
+        found = names[0]
+    if found is None or found not in names:
+        given = f" (--text_column_name {column})" if column else ""
+        layouts = ", ".join("`" + "` and `".join(needed) + "`" for _, needed, _ in LAYOUTS)
+        raise RequestError(
+            f"{where}: no column with text found{given}; it has {', '.join(names)}. Name one by --text_column_name, or "
+            f"rename columns by --column_mapping NAME=OTHER to one of: {layouts}."
+        )
+    if column is None and found == "prompt":
+        raise RequestError(f"{where}: has `prompt` without `completion`. Add it, or say --text_column_name prompt.")
+    if not isinstance(value := next(iter(rows))[found], str | None):
+        raise RequestError(
+            f"{where}: column {found} holds {type(value).__name__} ({str(value)[:80]}), not text. Name another by "
+            "--text_column_name, or give conversations as `messages` with `role` and `content`."
+        )
+    return Format("text", TEXT, (found,))
+
+
+def renames_of(words: Sequence[str] | None) -> dict[str, str]:
+    """The words of --column_mapping, each a column and its new name. Raises RequestError."""
+    found: dict[str, str] = {}
+    for word in words or ():
+        old, equals, new = (part.strip() for part in word.partition("="))
+        if not (old and equals and new) or old in found or new in found.values():
+            raise RequestError(
+                f"--column_mapping {word}: must be OLD=NEW, a column's name and its new one, each but once."
+            )
+        found[old] = new
+    return found
+
+
+def check_renames(
+    renames: Mapping[str, str], names: Sequence[str], where: str, needs_all: bool = True
+) -> dict[str, str]:
+    """Those for a table of columns `names`, which may have the new ones already, or unless it `needs_all`, as the only
+    one does, neither. Raises RequestError."""
+    found = {old: new for old, new in renames.items() if old in names}
+    for old, new in renames.items():
+        if needs_all and old not in names and new not in names:
+            raise RequestError(
+                f"{where} has no column {old!r} (--column_mapping {old}={new}); it has {', '.join(names)}."
+            )
+        if old in found and new in names and new not in found:
+            raise RequestError(
+                f"{where} has a column {new!r} beside {old!r} (--column_mapping {old}={new}). Rename that one, too, "
+                f"as by --column_mapping {new}=other_{new}."
+            )
+    return found
+
+
+def _first_turn(value: Any) -> dict[str, Any]:
+    """Of what may be a conversation, as it is or in JSON; nothing of what is none."""
+    found = from_json(value)
+    first = found[0] if isinstance(found, list) and found else found
+    return first if isinstance(first, dict) and not {"role", "from"}.isdisjoint(first) else {}
+
+
+def _led_by(rules: Any, turns: Any) -> Any:
+    """With what a column says for the system, where the turns do not begin with its words."""
+    if not isinstance(rules, str) or not rules.strip() or not isinstance(turns, list):
+        return turns
+    begins = bool(turns) and isinstance(turns[0], dict) and turns[0].get("role") == SYSTEM
+    return turns if begins else [{"role": SYSTEM, "content": rules}, *turns]
+
+
+def _messages(row: Mapping[str, Any]) -> Any:
+    column = next(name for name in ("messages", "conversations") if name in row)
+    return from_json(row[column])
+
+
+def _sharegpt(row: Mapping[str, Any]) -> list[Turn]:
+    found = _messages(row)
+    if not isinstance(found, list) or not found or not all(isinstance(t, dict) and t.get("from") for t in found):
+        raise RequestError(f"a conversation must be a list of turns with `from` and `value`: {quoted(found)}.")
+    return [_sharegpt_turn(turn) for turn in found]
+
+
+def _sharegpt_turn(turn: Turn) -> Turn:
+    name, value = str(turn["from"]), turn.get("value")
+    weight = {"weight": turn["weight"]} if turn.get("weight") is not None else {}
+    role = ROLE_OF.get(name.lower(), name)
+    calls = from_json(value) if name.lower() == "function_call" else None
+    if calls is None:
+        return {"role": role, "content": value, **weight}
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise RequestError(f"a `function_call` must be JSON with `name` and `arguments`: {quoted(value)}.")
+    return {"role": role, "tool_calls": [{"type": "function", "function": call} for call in calls], **weight}
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[Turn]:
+    past = from_json(row.get("history")) or []
+    if not isinstance(past, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in past):
+        raise RequestError(f"`history` must be a list of pairs, a question and its answer each: {quoted(past)}.")
+    asked = "\n\n".join(str(row[name]) for name in ("instruction", "input") if str(row.get(name) or "").strip())
+    pairs = [*past, [asked, row["output"]]]
+    return [turn for question, answer in pairs for turn in (*_said("user", question), *_said(ASSISTANT, answer))]
+
+
+def _answered(prompt: str, answer: str) -> Callable[[Mapping[str, Any]], list[Turn]]:
+    """Of a prompt and its answer, texts or turns: what the assistant says in a prompt is read alone."""
+
+    def turns(row: Mapping[str, Any]) -> list[Turn]:
+        before = [
+            {**turn, "weight": NOT_LEARNT} if turn.get("role") == ASSISTANT else turn
+            for turn in _said("user", row[prompt])
+        ]
+        return [*before, *_said(ASSISTANT, row[answer])]
+
+    return turns
+
+
+def _said(role: str, value: Any) -> list[Turn]:
+    """A text as a turn of `role`, and turns as they are."""
+    if isinstance(value, str) and not _first_turn(value):
+        return [{"role": role, "content": value}]
+    found = from_json(value)
+    turns = found if isinstance(found, list) else [found]
+    if not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise RequestError(f"must be a text, or turns with `role` and `content`: {quoted(value)}.")
+    return turns
+
+
+TURNS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    MESSAGES: _messages,
+    SHAREGPT: _sharegpt,
+    ALPACA: _alpaca,
+    **{name: _answered(*needed) for name, needed, _ in LAYOUTS if len(needed) == 2 and name != ALPACA},
+}

@@ -1,0 +1,57 @@
+"""Blocks of several files as one data set, and what there is to say of their shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from finetune.data.packing import PackedDataset
+
+
+class Joined(Dataset[Any]):
+    """The blocks of `parts`, one after the other. With `weights` the sampler takes such shares (sampling.py)."""
+
+    def __init__(self, parts: Sequence[PackedDataset], weights: Sequence[Fraction] | None = None) -> None:
+        self.parts, self.weights = tuple(parts), weights
+        self.sizes = [len(part) for part in parts]
+        self.ends = np.cumsum(self.sizes)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        part = int(np.searchsorted(self.ends, index, side="right"))
+        return self.parts[part][index - int(self.ends[part]) + self.sizes[part]]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([part.lengths for part in self.parts])
+
+
+def joined(parts: Sequence[PackedDataset], weights: Sequence[Fraction] | None = None) -> PackedDataset | Joined:
+    return parts[0] if len(parts) == 1 else Joined(parts, weights)
+
+
+def note_of_shares(names: Sequence[str], split: Joined, learnt: Mapping[str, int]) -> str:
+    """What an epoch takes of each file; `learnt` are the tokens that are, of each in all."""
+    weights = split.weights or [Fraction(size) for size in split.sizes]
+    samples = [float(weight / sum(weights)) * len(split) for weight in weights]
+    tokens = [learnt[name] / size * taken for name, size, taken in zip(names, split.sizes, samples, strict=True)]
+    shown = [
+        f"{name} {taken / len(split):.1%}, {_taken(taken, size)}, {count / sum(tokens):.1%} of what is learnt"
+        for name, size, taken, count in zip(names, split.sizes, samples, tokens, strict=True)
+    ]
+    return f"mixed by blocks, an epoch of {len(split):,}: {'; '.join(shown)}"
+
+
+def _taken(samples: float, size: int) -> str:
+    if round(samples) == size:
+        return f"each of {size:,} once"
+    if samples < size:
+        return f"{samples:,.0f} of {size:,}, the others in later epochs"
+    return f"each of {size:,} repeated {samples / size:.2f} times"

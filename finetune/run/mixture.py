@@ -1,0 +1,57 @@
+"""Several training files, maybe with weights: `--train_file a.jsonl:0.7 b.jsonl:0.3`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from finetune.errors import RequestError
+
+WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, the name of its figures, and its share of the samples before they are brought to a sum of 1; None where
+    all samples of all files are taken once an epoch."""
+
+    path: str
+    name: str
+    weight: Fraction | None
+
+
+def parts_of(given: str | Sequence[str] | None) -> tuple[Part, ...]:
+    """What --train_file names. Raises RequestError for weights that cannot be."""
+    words = [given] if isinstance(given, str) else list(given or ())
+    split = [_split(word) for word in words]
+    weights = [weight for _, weight in split]
+    said = f"--train_file {' '.join(words)}"
+    if len({path for path, _ in split}) < len(words):
+        raise RequestError(f"{said}: a file is there twice. Give it once, with the sum of its weights.")
+    if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
+        raise RequestError(f"{said}: some files have a weight, and others none. Give all one, or none.")
+    if len(words) == 1 and weights[0] is not None:
+        raise RequestError(f"{said}: a weight is a share among several files, and this is one. Drop it.")
+    if wrong := [weight for weight in weights if weight is not None and weight <= 0]:
+        raise RequestError(f"{said}: a weight is {float(wrong[0]):g}, but it must be more than 0. Leave the file out.")
+    names: list[str] = []
+    for path, _ in split:
+        stem = re.sub(r"\W+", "_", Path(path).stem) or "file"
+        same = sum(name == stem or name.startswith(f"{stem}_") for name in names)
+        names.append(f"{stem}_{same + 1}" if stem in names else stem)
+    return tuple(Part(path, name, weight) for (path, weight), name in zip(split, names, strict=True))
+
+
+def path_of(word: str) -> str:
+    """Without its weight."""
+    return _split(word)[0]
+
+
+def _split(word: str) -> tuple[str, Fraction | None]:
+    path, colon, weight = word.rpartition(":")
+    if not (colon and path and WEIGHT.fullmatch(weight)) or Path(word).expanduser().exists():
+        return word, None
+    return path, Fraction(weight)

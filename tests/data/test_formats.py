@@ -1,0 +1,215 @@
+"""Layouts of data sets, found by their columns: the same turns are learnt whatever they are written as."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPO
+
+from finetune.data.causal_lm import prepare_corpus
+from finetune.data.first_look import look_at_columns
+from finetune.data.formats import LAYOUTS, find_format
+from finetune.data.packing import IGNORED
+from finetune.data.tokenizer import train_text_tokenizer
+from finetune.errors import RequestError
+from finetune.run.choose import recipes
+from finetune.run.flags.language import BlockArguments, CorpusArguments
+from finetune.run.launch import Launch
+from finetune.run.resolve import resolve
+
+USER, MODEL = {"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+AGAIN = [{"role": "user", "content": "And three?"}, {"role": "assistant", "content": "Seven."}]
+CALL = {"name": "add", "arguments": {"a": 2}}
+CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
+
+
+def said(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"from": role, "value": text} for role, text in turns]
+
+
+CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+    ("messages", {"messages": [USER, MODEL], "id": 1}, [USER, MODEL]),
+    ("messages", {"messages": json.dumps([USER, MODEL])}, [USER, MODEL]),
+    ("messages", {"conversations": [USER, MODEL], "system": "Be brief."}, [SYSTEM, USER, MODEL]),
+    ("messages", {"messages": [SYSTEM, USER, MODEL], "system": "Be long."}, [SYSTEM, USER, MODEL]),
+    ("ShareGPT", {"conversations": said(("human", "Two and two?"), ("gpt", "Four."))}, [USER, MODEL]),
+    (
+        "ShareGPT",
+        {
+            "conversations": said(
+                ("system", "Be brief."),
+                ("user", "Two and two?"),
+                ("function_call", json.dumps(CALL)),
+                ("observation", "4"),
+                ("assistant", "Four."),
+            ),
+            "tools": "[]",
+        },
+        [SYSTEM, USER, CALLED, {"role": "tool", "content": "4"}, MODEL],
+    ),
+    ("Alpaca", {"instruction": "Two and two?", "input": "", "output": "Four.", "text": "all"}, [USER, MODEL]),
+    (
+        "Alpaca",
+        {"instruction": "Add.", "input": "2, 2", "output": "Four.", "system": "Be brief."},
+        [SYSTEM, {"role": "user", "content": "Add.\n\n2, 2"}, MODEL],
+    ),
+    (
+        "Alpaca",
+        {"instruction": "And three?", "output": "Seven.", "history": [["Two and two?", "Four."]]},
+        [USER, MODEL, *AGAIN],
+    ),
+    (
+        "prompt/completion",
+        {"prompt": [USER, MODEL, AGAIN[0]], "completion": [AGAIN[1]]},
+        [USER, {**MODEL, "weight": 0}, *AGAIN],
+    ),
+    ("prompt/response", {"prompt": "Two and two?", "response": "Four.", "score": 3}, [USER, MODEL]),
+    ("question/answer", {"question": "Two and two?", "answer": "Four."}, [USER, MODEL]),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "turns"), CASES)
+def test_a_format_is_known_by_its_columns_and_gives_turns(
+    name: str, row: dict[str, Any], turns: list[dict[str, Any]]
+) -> None:
+    found = find_format(list(row), [row], None, "a.jsonl")
+    assert (found.name, found.kind) == (name, "messages")
+    assert found.conversation(row)[0] == turns
+
+
+def test_texts_stay_a_prompt_and_its_completion_without_turns() -> None:
+    row = {"prompt": '[{"a": 1}] Two and two?', "completion": "Four.", "id": 1}
+    found = find_format(list(row), [row], None, "a.jsonl")
+    assert (found.kind, found.columns) == ("completion", ("prompt", "completion"))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [USER], "prompt": "a", "completion": "b"}, r"messages \(messages\) and prompt/completion"),
+        (
+            {"instruction": "a", "context": "b", "response": "c"},
+            r"it has instruction, context, response\..*--column_mapping",
+        ),
+        ({"dialogue": "a b", "summary": "c"}, "--column_mapping dialogue=prompt summary=completion, or the text alone"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"no recipe yet.*--column_mapping chosen=completion"),
+        ({"chosen": [USER, MODEL], "rejected": [USER]}, r"look like preferences.*--column_mapping chosen=messages"),
+        ({"chosen": "Human: a", "rejected": "b"}, "--column_mapping chosen=text"),
+    ],
+    ids=["two formats", "unknown", "summaries", "preferences", "preferences in turns", "preferences in texts"],
+)
+def test_what_is_not_clear_or_would_be_learnt_wrongly_is_refused_with_a_mend(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        find_format(list(row), [row], None, "the training data")
+
+
+def prepared(path: Path, block_size: int = 64, **flags: Any) -> Any:
+    return prepare_corpus(
+        CorpusArguments(train_file=str(path), **flags),
+        BlockArguments(packing="none"),
+        train_text_tokenizer("byte", [], 0, 64, with_end=True),
+        block_size=block_size,
+        seed=1,
+        launch=Launch(),
+    )
+
+
+def learnt(data: Any) -> list[str]:
+    rows = [data.splits["train"][i]["labels"] for i in range(len(data.splits["train"]))]
+    return [data.tokenizer.decode(row[row != IGNORED].tolist()) for row in rows]
+
+
+def write(path: Path, rows: list[Any], between: str = "") -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" + between for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_format_is_said_with_what_is_read_and_what_is_left_out(streaming: bool, tmp_path: Path) -> None:
+    rows = [{"id": i, "source": "x", "talk": said(("human", f"{i}?"), ("gpt", f"{i}."))} for i in range(40)]
+    path = write(tmp_path / "a.jsonl", rows)
+    data = prepared(path, column_mapping=["talk=conversations"], streaming=streaming)
+    assert data.account.describe().startswith(
+        f"data: ShareGPT{'' if streaming else ', 40 conversations'}; columns talk -> messages; left out: id, source; "
+        "from a.jsonl ("
+    )
+    if streaming:
+        item = next(iter(data.splits["train"].blocks(0)))
+        assert data.tokenizer.decode(item["labels"][item["labels"] != IGNORED].tolist()).endswith("<|endoftext|>")
+        return
+    assert sorted(learnt(data))[0].endswith(f".{data.tokenizer.eos_token}")
+
+
+def test_of_a_conversation_that_is_a_prompt_only_the_completion_is_learnt(tmp_path: Path) -> None:
+    rows = [{"prompt": [USER, MODEL, AGAIN[0]], "completion": [AGAIN[1]]}] * 4
+    data = prepared(write(tmp_path / "a.jsonl", rows), block_size=200)
+    assert set(learnt(data)) == {f"Seven.{data.tokenizer.eos_token}"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"conversations": [{"value": "a"}]}, "a list of turns with `from` and `value`"),
+        ({"conversations": said(("human", "a"), ("function_call", "no call"))}, "`name` and `arguments`"),
+    ],
+)
+def test_a_row_that_cannot_be_is_named_by_file_and_line(bad: dict[str, Any], message: str, tmp_path: Path) -> None:
+    rows = [{"conversations": said(("human", "a"), ("gpt", "b"))}] * 9
+    path = write(tmp_path / "a.jsonl", [*rows, bad], between="\n")
+    with pytest.raises(RequestError, match=rf"^a\.jsonl line 19: .*{message}"):
+        prepared(path)
+
+
+DOCS = (REPO / "docs" / "data.md").read_text()
+COMMANDS = [line for line in DOCS.splitlines() if line.startswith("python recipes/")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_documentation_is_understood(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("chats.jsonl"), [{"conversations": said(("human", "a"), ("gpt", "b"))}])
+    write(Path("more.jsonl"), [{"question": "a", "answer": "b"}])
+    write(Path("dolly.jsonl"), [{"instruction": "a", "context": "b", "response": "c"}])
+    recipe, *words = command.removeprefix("python recipes/").split()
+    look_at_columns(resolve(recipes()[recipe.removesuffix(".py")], words, Launch(), is_here=False))
+
+
+def test_the_documentation_has_every_format() -> None:
+    assert len(COMMANDS) >= 2
+    for name, needed, _ in LAYOUTS:
+        assert name in DOCS
+        assert all(f"`{column}`" in DOCS or "/" in name for column in needed)
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        ("talk=messages", "has no column 'talk'"),
+        ("id=body", "has a column 'body' beside 'id'"),
+        ("id", "must be OLD=NEW"),
+        ("title=text id=text", "each but once"),
+        ("title=text", ""),
+        ("body=question title=answer", ""),
+    ],
+)
+def test_columns_are_renamed_before_they_are_looked_at(
+    words: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.jsonl"), [{"id": "1", "title": "x", "body": "y z"}])
+    Path("a.yaml").write_text("column_mapping:\n" + "".join(f"  {w.replace('=', ': ')}\n" for w in words.split()))
+    for how in (["--column_mapping", *words.split()], ["--config", "a.yaml"] if words.count("=") else None):
+        if how is None:
+            continue
+        run = resolve(recipes()["causal_lm"], ["--train_file", "a.jsonl", *how], Launch(), is_here=False)
+        if not wrong:
+            look_at_columns(run)
+            continue
+        with pytest.raises(RequestError, match=wrong):
+            look_at_columns(run)

@@ -1,0 +1,85 @@
+"""A model that cannot learn to write is refused by its config.json, before torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import RequestError
+from finetune.run.choose import recipes
+from finetune.run.decoders import ENCODERS, look_at_model
+from finetune.run.launch import Launch
+from finetune.run.resolve import resolve, resolve_here
+
+
+def model(folder: Path, **config: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("recipe", ["causal_lm", "causal_lm_pipeline"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "bert"}, r"of an encoder \(bert\).*recipes/seq_cls.py"),  # MiniLM's, too
+        ({"model_type": "distilbert"}, "of an encoder"),
+        ({"model_type": "roberta", "is_decoder": False}, "of an encoder"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, r"an encoder with a decoder \(t5\).*no recipe yet"),
+        ({"model_type": "bert", "is_decoder": True}, ""),
+        ({"model_type": "llama"}, ""),
+    ],
+    ids=["BERT", "DistilBERT", "RoBERTa", "T5", "BERT as a decoder", "Llama"],
+)
+def test_an_encoder_is_no_causal_language_model(
+    recipe: str, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    words = ["--model_name_or_path", str(model(tmp_path, **config))]
+    run = resolve(recipes()[recipe], words, Launch(), is_here=False)
+    if not message:
+        look_at_model(run)
+        return
+    with pytest.raises(RequestError, match=message):
+        look_at_model(run)
+
+
+def test_it_is_said_before_the_run_starts_and_other_recipes_take_it(tmp_path: Path) -> None:
+    words = ["--model_name_or_path", str(model(tmp_path, model_type="bert")), "--output_dir", str(tmp_path / "run")]
+    with pytest.raises(RequestError, match="of an encoder"):
+        resolve_here(recipes()["causal_lm"], words, Launch())
+    look_at_model(resolve(recipes()["seq_cls"], words, Launch(), is_here=False))
+
+
+def test_every_model_that_fills_in_masks_is_known() -> None:
+    from transformers.models.auto import modeling_auto as auto
+
+    text_to_text = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    assert set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES) - set(text_to_text) <= ENCODERS
+
+
+def test_a_hub_models_config_is_looked_at_as_well(tmp_path: Path) -> None:
+    from finetune.models.causal import find_causal_source
+    from finetune.run.flags.language import CausalModelArguments
+
+    config = model(tmp_path, model_type="bert", vocab_size=8, hidden_size=8, num_attention_heads=1)
+    with pytest.raises(RequestError, match="of an encoder"):
+        find_causal_source(CausalModelArguments(model_name_or_path=str(config)), None)
+
+
+def test_a_vocabulary_with_gaps_needs_rows_up_to_its_highest_id() -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from finetune.data.packing import dtype_of
+    from finetune.data.tokenizer import rows_of
+    from finetune.models.causal import CausalSource, settled_config
+    from finetune.models.gptlite import GPTLiteConfig
+    from finetune.run.flags.language import CausalModelArguments
+
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, unk_token="a")))
+    assert (len(made), rows_of(made), dtype_of(rows_of(made))) == (2, 70_001, "uint32")
+    source = CausalSource(GPTLiteConfig(vocab_size=300), made, 8, "somewhere", "a model", None)
+    with pytest.raises(RequestError, match=r"70,001 tokens, but the model embeds 300"):
+        settled_config(CausalModelArguments(), source, made)
