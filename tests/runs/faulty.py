@@ -4,7 +4,7 @@
     {"kind": "nan", "rank": 0, "batch": 5}      an embedding gives NaN for the fifth micro-batch that it ever sees there
     {"kind": "gradient", "rank": 0, "batch": 5} as nan, but in the gradient of the embedding's output
     {"kind": "clock", "rank": 0, "batch": 5}    the machine's clock is set back by a day before the fifth batch
-    {"kind": "cut", "rank": 0, "batch": 5, "file": "train/tokens.bin"}  a mapped file of that name is cut off after it
+    {"kind": "cut", "rank": 0, "batch": 5, "file": "train-0/tokens.bin"}  a mapped file of that name is cut off after it
 A rank is one of $RANK. A poisoned micro-batch is known by its content, so that it is so again when it is run again.
 """
 

@@ -152,12 +152,12 @@ def test_no_more_memory_is_told_with_the_plan_and_the_cheapest_changes(tmp_path:
 
 def test_a_mapped_file_that_is_cut_off_in_mid_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    fault = {"kind": "cut", "rank": 0, "batch": 5, "file": "train/tokens.bin"}
+    fault = {"kind": "cut", "rank": 0, "batch": 5, "file": "train-0/tokens.bin"}
     values = {**SMALL_LANGUAGE, "save_strategy": "steps", "save_steps": 2}
     run = faulty("python", tmp_path / "run", values, fault, LANGUAGE, status=1)
     (said,) = run.errors
     assert "tokens.bin has changed since the run began to read it" in said
-    (cut,) = (file for file in (tmp_path / "cache").rglob("train/tokens.bin") if file.stat().st_size == 4096)
+    (cut,) = (file for file in (tmp_path / "cache").rglob("train-0/tokens.bin") if file.stat().st_size == 4096)
     shutil.rmtree(cut.parent.parent)  # as the message says: it is made anew
     resumed = launch("python", run.folder, {**values, "resume": "auto"}, recipe=LANGUAGE)
     assert [row["step"] for row in resumed.steps] == list(range(1, 13))
