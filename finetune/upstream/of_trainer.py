@@ -209,4 +209,16 @@ PUBLIC = (
     ),
 )
 
-ROWS = (*PRIVATE, *CALLED, *PUBLIC)
+SNAPSHOT = tuple(
+    Row(
+        "run/make_trainer_flags.py",
+        f"transformers.trainer_optimizer:{name}",
+        "read",
+        "which --optim_args an optimizer knows; the Trainer passes others over without a word",
+        "trainer_optimizer.py: each maker reads what it knows from ctx.optim_args",
+        "a public list of them",
+    )
+    for name in ("_OPTIMIZER_HANDLERS", "_get_bitsandbytes_optimizer")
+)
+
+ROWS = (*PRIVATE, *CALLED, *PUBLIC, *SNAPSHOT)

@@ -34,7 +34,8 @@ def test_a_head_is_counted_once_and_an_embedding_that_is_only_looked_up_never(ti
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40", None),
         ("NVIDIA RTX A1000", None),
-        ("NVIDIA A10G", None),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA A2", None),
     ],
 )
 def test_a_card_has_its_own_peak_or_none(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
