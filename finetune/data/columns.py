@@ -19,7 +19,6 @@ TOOLS = "tools"  # a column beside `messages`: the functions that a conversation
 MAX_SHOWN = 5
 FEW = 20  # labels that are whole numbers: more of them may be amounts
 WHOLE = re.compile(r"([+-]?\d+)\.0*")  # as pandas writes integers of a column that has held a NaN
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 HIDDEN_LABEL = -1  # GLUE's test sets on the hub
 MULTI_LABEL = "multi_label_classification"  # transformers' word for it
 TOKENS = "token_classification"

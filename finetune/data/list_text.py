@@ -11,8 +11,9 @@ from typing import Any
 
 from datasets import Dataset, List, Value
 
-from finetune.data.columns import NUMBER, is_empty
+from finetune.data.columns import is_empty
 from finetune.errors import RequestError
+from finetune.run.flag import NUMBER
 
 TOKEN = re.compile(
     r"""\s*(?:(?P<call>[A-Za-z_][\w.]*)?(?P<open>[\[({])|(?P<close>[])}])|(?P<comma>,)"""

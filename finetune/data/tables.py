@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def clean_tables(
     if known is None and "train" not in tables:
         known = _known_without_training(tables, arguments, trained)
     columns = known[0] if known else _columns_of(tables["train"], arguments)
-    notes = [note_of_lists(table, str(columns.label)) for table in tables.values()][:1]
+    notes = [note_of_lists(table, str(columns.label)) for table in islice(tables.values(), 1)]
     tables, names = name_lists(tables, columns.label, arguments.task, trained)
     if known is None and names is None:
         names = _class_names(tables["train"], columns.label)

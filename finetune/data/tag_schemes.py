@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.data.charset import UTF8
-from finetune.data.columns import NUMBER
 from finetune.errors import RequestError
+from finetune.run.flag import NUMBER
 
 PARSED = (".json", ".jsonl", ".parquet", ".csv")  # every other file is CoNLL text
 OUTSIDE = "O"  # the tag of no entity

@@ -127,6 +127,7 @@ def _as_number(value: Any) -> Any:
     return value
 
 
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?e[+-]?\d+", re.IGNORECASE)
 READERS: dict[str, Callable[[Any], Any]] = {"bool": _bool, "int": _int, "float": _float}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from finetune.run.flag import NUMBER
 from finetune.run.snapshot import REQUIRED, snapshot
 
 if TYPE_CHECKING:
@@ -140,7 +140,6 @@ NO_NUMBERS = (
     *("nesterov", "centered", "use_kahan_summation", "bf16_stochastic_round", "decouple_lr", "kahan_sum"),
     *("proj", "proj_type", "scale_type"),
 )
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def rule_of(kind: Any, total: int, given: dict[str, Any] | None) -> Rule | None:
