@@ -29,7 +29,7 @@ from releases import in_words, versions
 
 from finetune.run.choose import recipes
 from finetune.run.flag import Flag
-from finetune.run.on_resume import CLASSES
+from finetune.run.on_resume import TABLE, named
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "tests"))
@@ -197,15 +197,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", help=f"of {', '.join(OWN)}")
     parser.add_argument("--flags", nargs="*", default=[])
-    parser.add_argument("--class", dest="kind", choices=list(CLASSES), help="only the flags of one class")
+    parser.add_argument("--class", dest="kind", choices=[of for _, _, of in TABLE], help="only flags of one class")
     parser.add_argument("--out", type=Path, default=OUT / "resume_flags.jsonl")
     options = parser.parse_args()
-    only = options.flags or sorted(CLASSES[options.kind] if options.kind else [])
     ranks = WarmRanks()
     done = {(row["run"], row["flag"], str(row["value"])) for row in rows_of(options.out)}
     with tempfile.TemporaryDirectory() as home, options.out.open("a") as out:
         for name in options.runs or OWN:
             campaign = Campaign(name, Path(home), ranks)
+            only = options.flags or sorted(named(recipes()[campaign.run.recipe].flags, (options.kind,)))
             for flag, value in cases(campaign.run, EVERY | campaign.run.flags | BASE, only):
                 if (name, flag, str(value)) in done:
                     continue

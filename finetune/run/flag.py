@@ -8,13 +8,13 @@ import re
 import types
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from finetune.run.meanings import nearest_choice
 from finetune.run.range import Range
 
-# What `metadata={"path": ...}` of a field may say. All but "output" must be there, and are not deleted by
+# What `path` of a flag may say. All but "output" must be there, and are not deleted by
 # --overwrite_output_dir.
 FILE, FOLDER = "file", "folder"
 NAME_OR_PATH = "name or path"  # a hub id, a shipped name, or a path
@@ -39,6 +39,7 @@ class Flag:
     range: Range | None = None
     group: type | None = None  # the dataclass that it is a field of; None for the Trainer's
     pairs: bool = False  # of words such as name=value, which a YAML may write as an object
+    on_resume: str = ""  # a class of on_resume.py
 
     def read(self, given: Any) -> Any:
         """The value that `given` means: words of a command line (a list of texts) or a value of YAML. Raises ValueError
@@ -132,30 +133,36 @@ EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?e[+-]?\d+", re.IGNORECASE)
 READERS: dict[str, Callable[[Any], Any]] = {"bool": _bool, "int": _int, "float": _float}
 
 
+def flag(
+    default: Any,
+    help: str,
+    on_resume: str,
+    *,
+    choices: Sequence[str] = (),
+    path: str | None = None,
+    range: Range | None = None,
+    pairs: bool = False,
+) -> Any:
+    """A field of a dataclass of flags: all that there is to say of one, but its name and type."""
+    metadata = {
+        "help": help,
+        "on_resume": on_resume,
+        "choices": tuple(choices),
+        "path": path,
+        "range": range,
+        "pairs": pairs,
+    }
+    return field(default=default, metadata=metadata)
+
+
 def flags_of(groups: Sequence[type]) -> tuple[Flag, ...]:
-    """Those of dataclasses, whose fields have `metadata={"help": ...}` and may have "choices", "path", "range" and
-    "pairs"."""
+    """Those of dataclasses, whose fields are made by `flag`."""
     found = []
     for group in groups:
         hints = typing.get_type_hints(group)
         for one in fields(group):
             kind, many = kind_of(hints[one.name])
-            assert one.default is not MISSING, f"{group.__name__}.{one.name} has no default"
-            about = one.metadata
-            found.append(
-                Flag(
-                    one.name,
-                    kind,
-                    one.default,
-                    about["help"],
-                    many,
-                    tuple(about.get("choices", ())),
-                    about.get("path"),
-                    about.get("range"),
-                    group,
-                    about.get("pairs", False),
-                )
-            )
+            found.append(Flag(one.name, kind, one.default, many=many, group=group, **one.metadata))
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from finetune.run.flag import FILE, NAME_OR_PATH, OUTPUT, Flag
+from finetune.run.on_resume import OF_TRAINER
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, RATE, STEPS, Range
 from finetune.run.schedules import Schedule
 from finetune.run.snapshot import snapshot
@@ -43,4 +44,4 @@ def trainer_flags() -> tuple[Flag, ...]:
 
 def _ours(name: str, choices: Sequence[str]) -> dict[str, Any]:
     every = (*choices, *MORE_CHOICES.get(name, ()))
-    return {"choices": every, "path": PATHS.get(name), "range": RANGES.get(name)}
+    return {"choices": every, "path": PATHS.get(name), "range": RANGES.get(name), "on_resume": OF_TRAINER[name]}

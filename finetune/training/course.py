@@ -17,7 +17,7 @@ from finetune.errors import RequestError
 from finetune.run.conflicts import BY_METRIC
 from finetune.run.files import IDENTITY, STATE_FILE
 from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH, TEMPLATE
-from finetune.run.on_resume import EVALUATED, ROWS
+from finetune.run.on_resume import EVALUATED, ROWS, named
 from finetune.run.paths import named_in
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
@@ -160,13 +160,13 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     streams = data.splits.get("train") is not None and rows["train"] is None
     for name, flag in run.recipe.flags.items():
         given = run.value(name)
-        if name in ROWS | EVALUATED and given and flag.path in (FILE, FOLDER, NAME_OR_PATH, TEMPLATE):
-            whole = not (streams and name in ROWS)
+        if flag.on_resume in (ROWS, EVALUATED) and given and flag.path in (FILE, FOLDER, NAME_OR_PATH, TEMPLATE):
+            whole = not (streams and flag.on_resume == ROWS)
             found = [_digest(path, whole) for path in named_in(given)]
             files[name] = found[0] if len(found) == 1 else digests.of_text(found)
     if streams:
         # Nobody has read a stream yet: what is asked for stands for it, without the rows that are held out of it.
-        asked = {name: files.get(name, run.value(name)) for name in run.recipe.flags if name in ROWS}
+        asked = {name: files.get(name, run.value(name)) for name in named(run.recipe.flags, (ROWS,))}
         held_out = None if run.value("validation_file") else rows["validation"]
         rows["train"] = digests.of_text([asked, held_out, training.seed])
     processor = data.processor

@@ -3,8 +3,10 @@ recipes of text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from finetune.run.flag import flag
+from finetune.run.on_resume import APPLIED, GOES_ON, NEVER, VALUES
 from finetune.run.range import AT_LEAST_ONE, RATE
 
 # What a new adapter is made with; one that is trained further, or evaluated, has its own.
@@ -19,26 +21,23 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 class AdapterArguments:
     """Train an adapter in place of the whole model."""
 
-    use_peft: bool = field(default=False, metadata={"help": "train LoRA adapters; the model's own weights stay"})
-    dtype: str = field(
-        default="auto",
-        metadata={
-            "help": f"of weights that are not trained: {', '.join(DTYPES)}; auto: bfloat16 in a run in bf16",
-            "choices": DTYPES,
-        },
+    use_peft: bool = flag(False, "train LoRA adapters; the model's own weights stay", NEVER)
+    dtype: str = flag(
+        "auto",
+        f"of weights that are not trained: {', '.join(DTYPES)}; auto: bfloat16 in a run in bf16",
+        APPLIED,
+        choices=DTYPES,
     )
-    lora_r: int = field(default=16, metadata={"help": "rank of the adapters", "range": AT_LEAST_ONE})
-    lora_alpha: int = field(default=32, metadata={"help": "their scale is lora_alpha / lora_r", "range": AT_LEAST_ONE})
-    lora_dropout: float = field(default=0.0, metadata={"help": "on their input", "range": RATE})
-    lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "names of linear layers; default: all-linear, which is all but the head"}
+    lora_r: int = flag(16, "rank of the adapters", NEVER, range=AT_LEAST_ONE)
+    lora_alpha: int = flag(32, "their scale is lora_alpha / lora_r", VALUES, range=AT_LEAST_ONE)
+    lora_dropout: float = flag(0.0, "on their input", VALUES, range=RATE)
+    lora_target_modules: list[str] | None = flag(
+        None, "names of linear layers; default: all-linear, which is all but the head", NEVER
     )
-    lora_modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "names of modules to train whole, beside a classifier's head"}
+    lora_modules_to_save: list[str] | None = flag(
+        None, "names of modules to train whole, beside a classifier's head", NEVER
     )
-    lora_use_dora: bool = field(
-        default=False, metadata={"help": "DoRA: the length of each weight's rows is trained apart"}
-    )
-    lora_use_rslora: bool = field(default=False, metadata={"help": "rsLoRA: scale by lora_alpha / sqrt(lora_r)"})
-    merge_adapter: bool = field(default=False, metadata={"help": "also write the full model, to merged/"})
-    load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: frozen weights in 4 bits (bitsandbytes)"})
+    lora_use_dora: bool = flag(False, "DoRA: the length of each weight's rows is trained apart", NEVER)
+    lora_use_rslora: bool = flag(False, "rsLoRA: scale by lora_alpha / sqrt(lora_r)", VALUES)
+    merge_adapter: bool = flag(False, "also write the full model, to merged/", GOES_ON)
+    load_in_4bit: bool = flag(False, "QLoRA: frozen weights in 4 bits (bitsandbytes)", NEVER)

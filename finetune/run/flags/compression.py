@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
+from finetune.run.flag import flag
 from finetune.run.launch import accelerate_uses_fsdp
+from finetune.run.on_resume import NEVER
 from finetune.run.range import AT_LEAST_ONE, Range
 
 if TYPE_CHECKING:
@@ -27,24 +29,17 @@ FIRST_START = 2  # torch's PowerSGD refuses less
 class CompressionArguments:
     """What ranks send one another of their gradients."""
 
-    ddp_comm_hook: str = field(
-        default="none",
-        metadata={
-            "help": f"compress gradients between ranks: {', '.join(HOOKS)} (docs/compression.md)",
-            "choices": HOOKS,
-        },
+    ddp_comm_hook: str = flag(
+        "none", f"compress gradients between ranks: {', '.join(HOOKS)} (docs/compression.md)", NEVER, choices=HOOKS
     )
-    comm_hook_start_steps: float | None = field(
-        default=None,
-        metadata={
-            "help": "steps with whole gradients first, or below 1 their share of all steps; of onebit_adam the paper's "
-            f"freeze_step. Default: {', '.join(f'{name} {share}' for name, share in START.items())}",
-            "range": Range(least=0, share=True),
-        },
+    comm_hook_start_steps: float | None = flag(
+        None,
+        "steps with whole gradients first, or below 1 their share of all steps; of onebit_adam the paper's "
+        f"freeze_step. Default: {', '.join(f'{name} {share}' for name, share in START.items())}",
+        NEVER,
+        range=Range(least=0, share=True),
     )
-    powersgd_rank: int = field(
-        default=4, metadata={"help": "rank of the matrices that stand for a gradient", "range": AT_LEAST_ONE}
-    )
+    powersgd_rank: int = flag(4, "rank of the matrices that stand for a gradient", NEVER, range=AT_LEAST_ONE)
 
     @property
     def is_on(self) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from finetune.run.flag import flag
 from finetune.run.flags.compression import KEEPS_ERRORS
+from finetune.run.on_resume import APPLIED, GOES_ON
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, Range
 
 if TYPE_CHECKING:
@@ -20,30 +22,25 @@ SHORTEST_HANG_SECONDS = 5.0  # heartbeats come once a second, and a busy machine
 class GuardArguments:
     """What becomes of a run that meets a fault; docs/faults.md says what is caught and how."""
 
-    hang_timeout: float = field(
-        default=45.0,
-        metadata={
-            "help": "seconds that a rank may stand still while others wait for it, and no more than 40 of them without "
-            "a sign of life; then the run ends; 0: wait for ever",
-            "range": Range(least=SHORTEST_HANG_SECONDS, others={0: "to wait for ever"}),
-        },
+    hang_timeout: float = flag(
+        45.0,
+        "seconds that a rank may stand still while others wait for it, and no more than 40 of them without "
+        "a sign of life; then the run ends; 0: wait for ever",
+        GOES_ON,
+        range=Range(least=SHORTEST_HANG_SECONDS, others={0: "to wait for ever"}),
     )
-    on_nan: str = field(
-        default="stop",
-        metadata={
-            "help": f"where loss or gradients are not finite: {', '.join(POLICIES)} (docs/faults.md)",
-            "choices": POLICIES,
-        },
+    on_nan: str = flag(
+        "stop",
+        f"where loss or gradients are not finite: {', '.join(POLICIES)} (docs/faults.md)",
+        APPLIED,
+        choices=POLICIES,
     )
-    nan_limit: int = field(
-        default=3, metadata={"help": "so many such steps of 1000 are skipped or rolled back", "range": AT_LEAST_ONE}
-    )
-    stop_grace: float = field(
-        default=600.0,
-        metadata={
-            "help": "seconds after a signal to stop until which ranks may save; then the run ends; 0: no end",
-            "range": NOT_NEGATIVE,
-        },
+    nan_limit: int = flag(3, "so many such steps of 1000 are skipped or rolled back", APPLIED, range=AT_LEAST_ONE)
+    stop_grace: float = flag(
+        600.0,
+        "seconds after a signal to stop until which ranks may save; then the run ends; 0: no end",
+        GOES_ON,
+        range=NOT_NEGATIVE,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from finetune.run.flag import FOLDER, NAME_OR_PATH
+from finetune.run.flag import FOLDER, NAME_OR_PATH, flag
+from finetune.run.on_resume import EVALUATED, GOES_ON, MODEL, ROWS, VALUES
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, RATE
 from finetune.run.sizes import IMAGE_SIZES
 
@@ -13,58 +14,33 @@ from finetune.run.sizes import IMAGE_SIZES
 class ImageModelArguments:
     """Which model. Without a name, one of `model_type` and `model_size` is trained from scratch."""
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "hub id or folder of any image classifier", "path": NAME_OR_PATH}
+    model_name_or_path: str | None = flag(None, "hub id or folder of any image classifier", MODEL, path=NAME_OR_PATH)
+    model_revision: str = flag("main", "branch, tag or commit on the hub", MODEL)
+    trust_remote_code: bool = flag(False, "run Python code that comes with the model", GOES_ON)
+    model_type: str = flag("resnet", "from scratch: resnet or alexnet", MODEL, choices=tuple(IMAGE_SIZES))
+    model_size: str = flag(
+        "tiny", "; ".join(f"{kind}: {', '.join(sizes)}" for kind, sizes in IMAGE_SIZES.items()), MODEL
     )
-    model_revision: str = field(default="main", metadata={"help": "branch, tag or commit on the hub"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "run Python code that comes with the model"})
-    model_type: str = field(
-        default="resnet", metadata={"help": "from scratch: resnet or alexnet", "choices": tuple(IMAGE_SIZES)}
-    )
-    model_size: str = field(
-        default="tiny",
-        metadata={"help": "; ".join(f"{kind}: {', '.join(sizes)}" for kind, sizes in IMAGE_SIZES.items())},
-    )
-    norm: str = field(
-        default="batch", metadata={"help": "from scratch, of a resnet: batch or group", "choices": ("batch", "group")}
-    )
-    dropout: float | None = field(
-        default=None, metadata={"help": "from scratch, of an alexnet; default 0.5", "range": RATE}
-    )
-    sync_batch_norm: bool = field(default=False, metadata={"help": "batch norm over the pictures of all ranks"})
-    freeze_batch_norm: bool = field(
-        default=False, metadata={"help": "keep a pretrained model's statistics of batch norm"}
-    )
+    norm: str = flag("batch", "from scratch, of a resnet: batch or group", MODEL, choices=("batch", "group"))
+    dropout: float | None = flag(None, "from scratch, of an alexnet; default 0.5", MODEL, range=RATE)
+    sync_batch_norm: bool = flag(False, "batch norm over the pictures of all ranks", VALUES)
+    freeze_batch_norm: bool = flag(False, "keep a pretrained model's statistics of batch norm", VALUES)
 
 
 @dataclass
 class ImageArguments:
     """What to train on. With none of these, scikit-learn's handwritten digits are used."""
 
-    train_dir: str | None = field(
-        default=None, metadata={"help": "folder with a sub-folder of pictures for each class", "path": FOLDER}
-    )
-    validation_dir: str | None = field(
-        default=None, metadata={"help": "likewise; default: a part of train", "path": FOLDER}
-    )
-    test_dir: str | None = field(
-        default=None, metadata={"help": "likewise, or pictures without classes", "path": FOLDER}
-    )
-    cifar_dir: str | None = field(
-        default=None, metadata={"help": "cifar-10-batches-py or cifar-10-batches-bin", "path": FOLDER}
-    )
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "hub data set, or a local folder in its layout", "path": NAME_OR_PATH}
-    )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "configuration of the hub data set"})
-    image_column_name: str | None = field(default=None, metadata={"help": "hub data; default: found by its type"})
-    label_column_name: str | None = field(default=None, metadata={"help": "likewise"})
-    image_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "side in pixels that pictures get; default: the model's, or by the data",
-            "range": AT_LEAST_ONE,
-        },
+    train_dir: str | None = flag(None, "folder with a sub-folder of pictures for each class", ROWS, path=FOLDER)
+    validation_dir: str | None = flag(None, "likewise; default: a part of train", EVALUATED, path=FOLDER)
+    test_dir: str | None = flag(None, "likewise, or pictures without classes", GOES_ON, path=FOLDER)
+    cifar_dir: str | None = flag(None, "cifar-10-batches-py or cifar-10-batches-bin", ROWS, path=FOLDER)
+    dataset_name: str | None = flag(None, "hub data set, or a local folder in its layout", ROWS, path=NAME_OR_PATH)
+    dataset_config_name: str | None = flag(None, "configuration of the hub data set", ROWS)
+    image_column_name: str | None = flag(None, "hub data; default: found by its type", ROWS)
+    label_column_name: str | None = flag(None, "likewise", ROWS)
+    image_size: int | None = flag(
+        None, "side in pixels that pictures get; default: the model's, or by the data", ROWS, range=AT_LEAST_ONE
     )
 
 
@@ -72,11 +48,7 @@ class ImageArguments:
 class AugmentationArguments:
     """How training pictures are changed, anew in each epoch. The built-in digits are left as they are by default."""
 
-    crop_padding: int | None = field(
-        default=None,
-        metadata={
-            "help": "pixels that a random crop moves by at most; default: an eighth of the side",
-            "range": NOT_NEGATIVE,
-        },
+    crop_padding: int | None = flag(
+        None, "pixels that a random crop moves by at most; default: an eighth of the side", VALUES, range=NOT_NEGATIVE
     )
-    horizontal_flip: bool | None = field(default=None, metadata={"help": "mirror every other picture; default: True"})
+    horizontal_flip: bool | None = flag(None, "mirror every other picture; default: True", VALUES)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from finetune.run.files import by_hand
+from finetune.run.flag import flag
 from finetune.run.flags.compression import OF_DDP
+from finetune.run.on_resume import GOES_ON
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 
 if TYPE_CHECKING:
@@ -21,16 +23,12 @@ METHODS = "balanced, uniform, parameters, or type:REGEX"
 class PipelineArguments:
     """How the model is spread over ranks."""
 
-    pipeline_parallel_size: int | None = field(
-        default=None, metadata={"help": "stages; the ranks must be a multiple of it", "range": AT_LEAST_ONE}
+    pipeline_parallel_size: int | None = flag(
+        None, "stages; the ranks must be a multiple of it", GOES_ON, range=AT_LEAST_ONE
     )
-    partition_method: str = field(default="balanced", metadata={"help": f"how layers are shared out: {METHODS}"})
-    schedule_step: int = field(
-        default=5,
-        metadata={
-            "help": "the step in which each rank's doings are recorded and drawn; 0 for none",
-            "range": NOT_NEGATIVE,
-        },
+    partition_method: str = flag("balanced", f"how layers are shared out: {METHODS}", GOES_ON)
+    schedule_step: int = flag(
+        5, "the step in which each rank's doings are recorded and drawn; 0 for none", GOES_ON, range=NOT_NEGATIVE
     )
 
     # Flags of other recipes or of the Trainer that a pipeline cannot honour, and what to do instead.

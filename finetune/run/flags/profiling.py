@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
+from finetune.run.flag import flag
 from finetune.run.flags.trackers import check_trackers
+from finetune.run.on_resume import GOES_ON
 from finetune.run.range import Range
 from finetune.safe_read import read_json_object
 
@@ -24,33 +26,20 @@ OF_DEEPSPEED = ("flops_profiler", "comms_logger", "ds_monitor")
 class ProfileArguments:
     """Where a step's time goes; docs/profiling.md reads one."""
 
-    profile: int = field(
-        default=0,
-        metadata={
-            "help": "trace so many steps, and say what their time goes into",
-            "range": Range(least=0, most=MOST_STEPS),
-        },
+    profile: int = flag(
+        0, "trace so many steps, and say what their time goes into", GOES_ON, range=Range(least=0, most=MOST_STEPS)
     )
-    profile_first_step: int = field(
-        default=6,
-        metadata={
-            "help": "the first step looked at, counted from the start or the resumed checkpoint",
-            "range": Range(least=2),  # the first builds what later ones have
-        },
+    profile_first_step: int = flag(
+        6, "the first step looked at, counted from the start or the resumed checkpoint", GOES_ON, range=Range(least=2)
     )
-    flops_profiler: bool = field(
-        default=False,
-        metadata={"help": "DeepSpeed's: FLOPs and times by module, of --profile_first_step, to flops.txt"},
+    flops_profiler: bool = flag(
+        False, "DeepSpeed's: FLOPs and times by module, of --profile_first_step, to flops.txt", GOES_ON
     )
-    comms_logger: bool = field(
-        default=False, metadata={"help": "DeepSpeed's: count, size and time of each of its collectives, to comms.txt"}
+    comms_logger: bool = flag(
+        False, "DeepSpeed's: count, size and time of each of its collectives, to comms.txt", GOES_ON
     )
-    ds_monitor: str | None = field(
-        default=None,
-        metadata={
-            "help": "DeepSpeed's monitor: csv, tensorboard or wandb, to the folder monitor/",
-            "choices": tuple(MONITORS),
-        },
+    ds_monitor: str | None = flag(
+        None, "DeepSpeed's monitor: csv, tensorboard or wandb, to the folder monitor/", GOES_ON, choices=tuple(MONITORS)
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.run.conflicts import BY_METRIC
-from finetune.run.on_resume import APPLIED, COMPARED, NEVER
+from finetune.run.on_resume import APPLIED, COMPARED, NEVER, VALUES, named
 from finetune.run.run import Run
 from finetune.training.checkpoints.identity import Identity, of_another_run, read_identity, read_run, shown
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
@@ -39,7 +39,8 @@ def look_at_flags(run: Run) -> None:
 
 def compared_flags(run: Run) -> dict[str, Any]:
     """Those that are compared by value, but for what the machine settles."""
-    found = {name: run.value(name) for name in run.recipe.flags if name in COMPARED - BY_MACHINE}
+    compared = named(run.recipe.flags, COMPARED) - BY_MACHINE
+    found = {name: run.value(name) for name in run.recipe.flags if name in compared}
     plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
     return plain
 
@@ -52,11 +53,12 @@ def changed_flags(before: Identity, flags: Mapping[str, Any]) -> dict[str, tuple
 
 def refuse_changed(run: Run, name: str, changed: Mapping[str, tuple[Any, Any]]) -> None:
     """Raises RequestError for those that are not taken; `name` is the checkpoint's."""
-    allowed = run.value("resume_changed") == "allow"
+    allowed = (APPLIED, VALUES) if run.value("resume_changed") == "allow" else (APPLIED,)
+    refused = set(changed) - named(run.recipe.flags, allowed)
     lines = [
         f"--{flag} was {shown(before)} when {name} was saved, and is {shown(now)} ({run.source(flag)})"
         for flag, (before, now) in changed.items()
-        if flag not in APPLIED and (flag in NEVER or not allowed)
+        if flag in refused
     ]
     kinds = changed.get("lr_scheduler_type", (run.value("lr_scheduler_type"),))
     by_history = next((kind for kind in kinds if str(kind) in BY_METRIC), None)
@@ -65,7 +67,7 @@ def refuse_changed(run: Run, name: str, changed: Mapping[str, tuple[Any, Any]]) 
         lines += [f"--{flag} is not as before, and the rates of {by_history} follow from the past" for flag in others]
     if lines:
         of_past = by_history is not None and any(flag in changed for flag in OF_SCHEDULE)
-        never = of_past or any(flag in NEVER for flag in changed)
+        never = of_past or bool(refused & named(run.recipe.flags, (NEVER,)))
         mend = "." if never else ", or go on as something else by --resume_changed allow."
         raise RequestError(
             f"--resume: {'; '.join(lines)}. A run is resumed as it was: give the flags of before, another "
