@@ -29,9 +29,16 @@ def run_recipe(recipe: Recipe, main: Callable[[Run], None]) -> None:
     launch = read_launch()
     if {"-h", "--help"} & set(sys.argv[1:]):
         if launch.speaks:
-            print(help_of(recipe, sys.modules[main.__module__].__doc__))
+            _print(help_of(recipe, sys.modules[main.__module__].__doc__))
         return
     run_main(lambda: main(resolve_here(recipe, sys.argv[1:], launch)))
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `--help | head`; nothing may be left for Python to write as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_main(main: Callable[[], None]) -> None:

@@ -18,6 +18,14 @@ PATHS = {
     **dict.fromkeys(("accelerator_config", "fsdp_config", "liger_kernel_config"), FILE),  # where it is no object
 }
 MORE_CHOICES = {"lr_scheduler_type": tuple(one.value for one in Schedule)}
+# Where the first sentence upstream does not say what to give.
+HELPS = {
+    "output_dir": "folder of the run: its model, checkpoints, results and logs",
+    "deepspeed": "DeepSpeed config: a name in ds_configs/ (zero2), a JSON file, or none; launchers set a default",
+    "max_steps": "train for this many steps, instead of num_train_epochs",
+    "report_to": "trackers to log to, e.g. wandb tensorboard; all; or none",
+    "seed": "random seed of the model, the data order and dropout",
+}
 # Outside of which the Trainer, torch or numpy stops with a trace, or goes on with what nobody means.
 RANGES = {
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "eval_delay"), NOT_NEGATIVE),
@@ -39,9 +47,15 @@ RANGES = {
 @cache
 def trainer_flags() -> tuple[Flag, ...]:
     rows = snapshot()["flags"]
-    return tuple(Flag(**{**row, **_ours(row["name"], row.get("choices", ()))}) for row in rows)
+    return tuple(Flag(**{**row, **_ours(row["name"], row["help"], row.get("choices", ()))}) for row in rows)
 
 
-def _ours(name: str, choices: Sequence[str]) -> dict[str, Any]:
+def _ours(name: str, help: str, choices: Sequence[str]) -> dict[str, Any]:
     every = (*choices, *MORE_CHOICES.get(name, ()))
-    return {"choices": every, "path": PATHS.get(name), "range": RANGES.get(name), "on_resume": OF_TRAINER[name]}
+    return {
+        "choices": every,
+        "path": PATHS.get(name),
+        "range": RANGES.get(name),
+        "on_resume": OF_TRAINER[name],
+        "help": HELPS.get(name, help),
+    }

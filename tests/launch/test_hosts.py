@@ -179,5 +179,5 @@ def test_a_host_that_is_cut_off_ends_both_and_is_named(hosts: tuple[Host, Host],
     assert all(statuses), said
     assert seconds < 60
     assert [len(lines) for lines in said] == [1, 1], said
-    assert "rank 1 has given no sign of life for" in said[0][0]
-    assert "rank 0 has given no sign of life for" in said[1][0]
+    assert "rank 1 has not responded for" in said[0][0]
+    assert "rank 0 has not responded for" in said[1][0]

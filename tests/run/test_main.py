@@ -45,3 +45,9 @@ def test_a_fault_of_ours_does_not_end_in_0() -> None:
     ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "KeyError" in ended.stderr
+
+
+def test_help_into_a_closed_pipe_is_no_traceback() -> None:
+    command = f"{sys.executable} {REPO / 'recipes' / 'seq_cls.py'} --help | true"
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -46,7 +46,7 @@ def test_a_stopped_rank_is_named_and_nothing_of_the_run_is_left(
         ranks[culprit].send_signal(signal.SIGSTOP)
         (said,) = ended_with(run, ranks)
     assert f"rank {culprit}" in said
-    assert "has given no sign of life" in said
+    assert "has not responded" in said
 
 
 @pytest.mark.parametrize(

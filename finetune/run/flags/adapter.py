@@ -21,23 +21,23 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 class AdapterArguments:
     """Train an adapter in place of the whole model."""
 
-    use_peft: bool = flag(False, "train LoRA adapters; the model's own weights stay", NEVER)
+    use_peft: bool = flag(False, "train LoRA adapters, and leave the model's own weights as they are", NEVER)
     dtype: str = flag(
         "auto",
-        f"of weights that are not trained: {', '.join(DTYPES)}; auto: bfloat16 in a run in bf16",
+        f"precision of the frozen weights: {', '.join(DTYPES)}; auto is bfloat16 if the run uses bf16",
         APPLIED,
         choices=DTYPES,
     )
     lora_r: int = flag(16, "rank of the adapters", NEVER, range=AT_LEAST_ONE)
-    lora_alpha: int = flag(32, "their scale is lora_alpha / lora_r", VALUES, range=AT_LEAST_ONE)
-    lora_dropout: float = flag(0.0, "on their input", VALUES, range=RATE)
+    lora_alpha: int = flag(32, "adapters are scaled by lora_alpha / lora_r", VALUES, range=AT_LEAST_ONE)
+    lora_dropout: float = flag(0.0, "dropout on the input of the adapters", VALUES, range=RATE)
     lora_target_modules: list[str] | None = flag(
-        None, "names of linear layers; default: all-linear, which is all but the head", NEVER
+        None, "names of the linear layers that get an adapter; default: all-linear, which is all but the head", NEVER
     )
     lora_modules_to_save: list[str] | None = flag(
-        None, "names of modules to train whole, beside a classifier's head", NEVER
+        None, "names of modules to train in full; a classifier's head always is", NEVER
     )
-    lora_use_dora: bool = flag(False, "DoRA: the length of each weight's rows is trained apart", NEVER)
+    lora_use_dora: bool = flag(False, "DoRA: train the magnitude of the weights separately from their direction", NEVER)
     lora_use_rslora: bool = flag(False, "rsLoRA: scale by lora_alpha / sqrt(lora_r)", VALUES)
-    merge_adapter: bool = flag(False, "also write the full model, to merged/", GOES_ON)
-    load_in_4bit: bool = flag(False, "QLoRA: frozen weights in 4 bits (bitsandbytes)", NEVER)
+    merge_adapter: bool = flag(False, "also write the model with the adapter merged into it, to merged/", GOES_ON)
+    load_in_4bit: bool = flag(False, "QLoRA: load the frozen weights in 4 bits (bitsandbytes)", NEVER)

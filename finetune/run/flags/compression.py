@@ -34,12 +34,12 @@ class CompressionArguments:
     )
     comm_hook_start_steps: float | None = flag(
         None,
-        "steps with whole gradients first, or below 1 their share of all steps; of onebit_adam the paper's "
+        "steps without compression at the start; below 1, their share of all steps. For onebit_adam, the paper's "
         f"freeze_step. Default: {', '.join(f'{name} {share}' for name, share in START.items())}",
         NEVER,
         range=Range(least=0, share=True),
     )
-    powersgd_rank: int = flag(4, "rank of the matrices that stand for a gradient", NEVER, range=AT_LEAST_ONE)
+    powersgd_rank: int = flag(4, "rank of PowerSGD's approximation of a gradient", NEVER, range=AT_LEAST_ONE)
 
     @property
     def is_on(self) -> bool:

@@ -24,21 +24,23 @@ class GuardArguments:
 
     hang_timeout: float = flag(
         45.0,
-        "seconds that a rank may stand still while others wait for it, and no more than 40 of them without "
-        "a sign of life; then the run ends; 0: wait for ever",
+        "end the run if a rank makes no progress for this many seconds while others wait for it, or if it does not "
+        "respond for 40 seconds; 0: never",
         GOES_ON,
         range=Range(least=SHORTEST_HANG_SECONDS, others={0: "to wait for ever"}),
     )
     on_nan: str = flag(
         "stop",
-        f"where loss or gradients are not finite: {', '.join(POLICIES)} (docs/faults.md)",
+        f"what to do if the loss or a gradient is not finite: {', '.join(POLICIES)} (docs/faults.md)",
         APPLIED,
         choices=POLICIES,
     )
-    nan_limit: int = flag(3, "so many such steps of 1000 are skipped or rolled back", APPLIED, range=AT_LEAST_ONE)
+    nan_limit: int = flag(
+        3, "end the run after this many skipped or rolled-back steps in 1000", APPLIED, range=AT_LEAST_ONE
+    )
     stop_grace: float = flag(
         600.0,
-        "seconds after a signal to stop until which ranks may save; then the run ends; 0: no end",
+        "seconds that ranks may take to save after a signal to stop; then the run ends; 0: no limit",
         GOES_ON,
         range=NOT_NEGATIVE,
     )

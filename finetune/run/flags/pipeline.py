@@ -24,12 +24,10 @@ class PipelineArguments:
     """How the model is spread over ranks."""
 
     pipeline_parallel_size: int | None = flag(
-        None, "stages; the ranks must be a multiple of it", GOES_ON, range=AT_LEAST_ONE
+        None, "number of pipeline stages; the number of ranks must be a multiple of it", GOES_ON, range=AT_LEAST_ONE
     )
-    partition_method: str = flag("balanced", f"how layers are shared out: {METHODS}", GOES_ON)
-    schedule_step: int = flag(
-        5, "the step in which each rank's doings are recorded and drawn; 0 for none", GOES_ON, range=NOT_NEGATIVE
-    )
+    partition_method: str = flag("balanced", f"how layers are divided among stages: {METHODS}", GOES_ON)
+    schedule_step: int = flag(5, "step whose schedule is recorded and drawn; 0: none", GOES_ON, range=NOT_NEGATIVE)
 
     # Flags of other recipes or of the Trainer that a pipeline cannot honour, and what to do instead.
     refused: ClassVar[dict[str, str]] = {

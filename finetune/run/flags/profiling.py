@@ -27,19 +27,19 @@ class ProfileArguments:
     """Where a step's time goes; docs/profiling.md reads one."""
 
     profile: int = flag(
-        0, "trace so many steps, and say what their time goes into", GOES_ON, range=Range(least=0, most=MOST_STEPS)
+        0, "trace this many steps, and report where their time goes", GOES_ON, range=Range(least=0, most=MOST_STEPS)
     )
     profile_first_step: int = flag(
-        6, "the first step looked at, counted from the start or the resumed checkpoint", GOES_ON, range=Range(least=2)
+        6, "first step to profile, counted from the start or from the resumed checkpoint", GOES_ON, range=Range(least=2)
     )
     flops_profiler: bool = flag(
-        False, "DeepSpeed's: FLOPs and times by module, of --profile_first_step, to flops.txt", GOES_ON
+        False, "DeepSpeed's FLOPs profiler: FLOPs and time by module, for one step, in flops.txt", GOES_ON
     )
     comms_logger: bool = flag(
-        False, "DeepSpeed's: count, size and time of each of its collectives, to comms.txt", GOES_ON
+        False, "DeepSpeed's communication logger: count, size and time of each collective, in comms.txt", GOES_ON
     )
     ds_monitor: str | None = flag(
-        None, "DeepSpeed's monitor: csv, tensorboard or wandb, to the folder monitor/", GOES_ON, choices=tuple(MONITORS)
+        None, "DeepSpeed's monitor: csv, tensorboard or wandb, in the folder monitor/", GOES_ON, choices=tuple(MONITORS)
     )
 
 

@@ -131,7 +131,7 @@ def _is_a_fault(report: Report) -> bool:
 
 def _silent(report: Report | None, name: str, age: float) -> str:
     at = f"; it stood in {_place(report)}" if report and report.position.where else ""
-    return f"{name} has given no sign of life for {age:.0f} s (stopped, or its host is gone){at}"
+    return f"{name} has not responded for {age:.0f} s (stopped, or its host is gone){at}"
 
 
 def _place(report: Report) -> str:

@@ -25,7 +25,7 @@ WAITS = report(0, "all_reduce (c10d.py:9)", "all_reduce")
             r"has not moved for 60 s \(--hang_timeout\), in sleep",
             id="one sleeps",
         ),
-        pytest.param([WAITS], {1: 45}, (1,), "rank 1 has given no sign of life", id="one gives no sign"),
+        pytest.param([WAITS], {1: 45}, (1,), "rank 1 has not responded", id="one gives no sign"),
         pytest.param(
             [WAITS, report(1, "all_gather (c10d.py:7)", "all_gather")],
             {1: 0},
