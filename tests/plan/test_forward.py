@@ -121,6 +121,7 @@ class Way:
         return "-".join(word for word, holds in words.items() if holds) or "fp32"
 
 
+IN_EACH_WAY = ("gptlite", "llama", "gemma3_text", "mixtral", "gpt_oss", "bert", "t5", "resnet")
 ATTENTIVE = [name for name in MODELS if not name.startswith(("mlp", "resnet"))]
 CHECKPOINTED = ["mlp", "gptlite-tied-dropout", "llama-7-layers", "gemma2", "gemma3_text", "mixtral", "gpt2", "bert",
                 "phi", "phi3", "distilbert", "t5", "gpt_oss", "smollm3"]  # fmt: skip
@@ -251,7 +252,13 @@ def planned(name: str, way: Way) -> tuple[Model, Tape]:
     return model, build_tape(model, batch, way.numbers, way.interval, loss_chunk_tokens=way.chunk)
 
 
-@pytest.mark.parametrize(("name", "way"), CASES, ids=[f"{name}-{way}" for name, way in CASES])
+def _with_its_night(name: str, way: Way) -> Any:
+    """In the gate a model that is not special comes in fp32 and by autocast alone."""
+    of_night = way in (Way(half=True), Way(attention="eager")) and name not in (*IN_EACH_WAY, *EAGER_ALONE)
+    return pytest.param(name, way, id=f"{name}-{way}", marks=[pytest.mark.nightly] * of_night)
+
+
+@pytest.mark.parametrize(("name", "way"), [_with_its_night(name, way) for name, way in CASES])
 def test_peaks_above_the_weights_are_those_of_the_real_model(name: str, way: Way) -> None:
     if way.lora is not None:
         pytest.importorskip("peft", reason="peft is not installed")

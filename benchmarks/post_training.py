@@ -1,0 +1,216 @@
+"""Tokens a second and peak memory of recipes/causal_lm.py on chats, beside TRL's SFTTrainer: the same model, chats,
+blocks, batch and threads, in full and by LoRA.
+
+    python benchmarks/post_training.py                                     # two CPU cores, about twelve minutes
+    python benchmarks/post_training.py --model FOLDER --batch 1 --block_size 2048 --bf16 --kinds lora   # a GPU
+
+A turn is one process of each peer. Each ratio is of one turn, so that a machine which slows down slows both. Memory is
+the peak of the process above what it holds once its libraries are imported; on a GPU, the allocator's peak. Without
+--model a Llama of 4 layers and 256 dimensions is made, with a BPE of 8,192 tokens trained on Python's reference manual:
+as many tokens for each dimension as Llama-3-8B has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from releases import in_words, versions
+from spread import spread
+
+REPO = Path(__file__).resolve().parents[1]
+OUT = REPO / "docs" / "results" / "post_training.json"
+WARMUP_STEPS = 3  # left out: allocation, and threads that wake up
+CHATS, WORDS_MEDIAN, WORDS_SIGMA = 2000, 60, 0.9  # answers of chats are log-normal, from a line to pages
+# The markers are TRL's way to tell what the assistant said; the recipe reads them, too.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PEERS = {"TRL": "nll", "TRL, its chunked loss": "chunked_nll"}
+IMPORTS = {  # what each peer imports before it reads a row
+    "ours": "torch, transformers, datasets, accelerate, peft, finetune.training.chapters, finetune.training.start",
+    "TRL": "torch, transformers, datasets, accelerate, peft, trl; from trl import SFTTrainer",
+}
+
+
+def make_model(folder: Path) -> None:
+    from pydoc_data.topics import topics
+
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    inner.train_from_iterator(topics.values(), trainers.BpeTrainer(vocab_size=8192, special_tokens=marks))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    LlamaForCausalLM(LlamaConfig(vocab_size=8192, **shape, **ends)).save_pretrained(folder)
+
+
+def make_chats(path: Path) -> None:
+    """Turns of real English whose lengths spread as those of people's chats do."""
+    from pydoc_data.topics import topics
+
+    words = " ".join(topics.values()).split()
+    drawn = random.Random(0)
+
+    def said(median: float) -> str:
+        length = min(1500, max(3, round(median * drawn.lognormvariate(0, WORDS_SIGMA))))
+        start = drawn.randrange(len(words) - length)
+        return " ".join(words[start : start + length])
+
+    with path.open("w") as file:
+        for _ in range(CHATS):
+            turns = []
+            for _ in range(drawn.choice((1, 1, 1, 2, 3))):
+                turns += [{"role": "user", "content": said(WORDS_MEDIAN / 4)}]
+                turns += [{"role": "assistant", "content": said(WORDS_MEDIAN)}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        self.options, self.scratch, self.count = options, scratch, 0
+        self.model, self.chats = options.model or scratch / "model", scratch / "chats.jsonl"
+        if not options.model:
+            make_model(self.model)
+        make_chats(self.chats)
+        self.held = {name: self._held(imports) for name, imports in IMPORTS.items()}
+
+    def turn(self, kind: str) -> dict[str, dict[str, float]]:
+        lora = ["--use_peft"] if kind == "lora" else []
+        found = {"ours": self._ours(lora)}
+        for name, loss in PEERS.items():
+            found[name] = self._trl([*lora, "--loss_type", loss])
+        return found
+
+    def _ours(self, words: list[str]) -> dict[str, float]:
+        folder, options = self._scratch(), self.options
+        flags = {"output_dir": folder, "model_name_or_path": self.model, "train_file": self.chats, "packing": "wrapped"}
+        flags |= {"block_size": options.block_size, "per_device_train_batch_size": options.batch}
+        flags |= {"max_steps": options.steps, "learning_rate": 1e-4, "logging_steps": 1, "do_eval": False}
+        flags |= {"save_strategy": "no", "sample_tokens": 0, "bf16": options.bf16, "validation_split_percentage": 1}
+        self._run(
+            "recipes/causal_lm.py", *words, *(w for key, value in flags.items() for w in (f"--{key}", str(value)))
+        )
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
+        figures = json.loads((folder / "all_results.json").read_text())
+        return self._figures("ours", seconds, max(figures["peak_memory_gib_per_rank"]) * 2**30)
+
+    def _trl(self, words: list[str]) -> dict[str, float]:
+        folder, options = self._scratch(), self.options
+        flags = ["--model", self.model, "--train_file", self.chats, "--result", folder, "--batch", options.batch]
+        flags += ["--block_size", options.block_size, "--max_steps", options.steps, *(["--bf16"] * options.bf16)]
+        self._run("benchmarks/stock_sft.py", *map(str, flags), *words)
+        found = json.loads(folder.read_text())
+        return self._figures("TRL", found["step_seconds"], found["peak_bytes"])
+
+    def _figures(self, name: str, seconds: list[float], peak: float) -> dict[str, float]:
+        tokens = self.options.batch * self.options.block_size
+        held = 0.0 if self.options.gpu else self.held[name]
+        return {"tokens_per_second": tokens / statistics.median(seconds[WARMUP_STEPS:]), "bytes": peak - held}
+
+    def _scratch(self) -> Path:
+        self.count += 1
+        return self.scratch / f"run{self.count}"
+
+    def _held(self, imports: str) -> float:
+        """Bytes of a process that has imported its libraries."""
+        code = f"import {imports}\nimport resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+        return float(self._run("-c", code.replace("; from", "\nfrom")).split()[-1])
+
+    def _run(self, *words: str) -> str:
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
+        done = subprocess.run([sys.executable, *words], cwd=REPO, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
+        return done.stdout
+
+
+def render(found: dict[str, Any]) -> str:
+    setting = found["setting"]
+    lines = [
+        "# Chats: the recipe beside TRL",
+        "",
+        f"`{setting['command']}`, {setting['machine']}; {setting['versions']}.",
+        f"{setting['model']}; blocks of {setting['block_size']} tokens, {setting['batch']} a step,",
+        f"{setting['steps']} steps a process, without the first {WARMUP_STEPS}; {len(found['turns'])} turns.",
+        "The loss is over the assistant's tokens. TRL runs without gradient checkpointing, its faster way.",
+        "",
+        "| training | run | tokens/s | peak above the imports, MiB | recipe / it: tokens/s | recipe / it: memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind in found["turns"][0]:
+        turns = [turn[kind] for turn in found["turns"]]
+        for name in turns[0]:
+            speeds = spread([turn[name]["tokens_per_second"] for turn in turns], 0)
+            sizes = spread([turn[name]["bytes"] / 2**20 for turn in turns], 0)
+            ratios = ["", ""]
+            if name != "ours":
+                speed = [turn["ours"]["tokens_per_second"] / turn[name]["tokens_per_second"] for turn in turns]
+                ratios = [spread(speed, 2), spread([turn["ours"]["bytes"] / turn[name]["bytes"] for turn in turns], 2)]
+            lines.append(f"| {kind} | {name} | {speeds} | {sizes} | {ratios[0]} | {ratios[1]} |")
+    lines += [
+        "",
+        "Medians, with the smallest and the largest in brackets. What it does not show: a GPU, where flash attention and",
+        "fused kernels change both, and models whose vocabulary is small beside their width: loss costs less.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder; default: a small Llama made here")
+    parser.add_argument("--kinds", nargs="*", default=["full", "lora"], choices=["full", "lora"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--block_size", type=int, default=512)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    import torch
+
+    options.gpu = torch.cuda.is_available()
+    machine = torch.cuda.get_device_name() if options.gpu else f"{platform.machine()}, {os.cpu_count()} cores"
+    setting = {
+        "command": "python benchmarks/post_training.py" + " ".join(["", *sys.argv[1:]]),
+        "machine": machine,
+        "versions": in_words(versions()) + f", trl {version('trl')}, peft {version('peft')}",
+        "model": options.model or "A Llama of 4 layers, 256 dimensions and 8,192 tokens",
+        **{name: getattr(options, name) for name in ("batch", "block_size", "steps", "bf16")},
+    }
+    turns = []
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(options, Path(scratch))
+        for _ in range(options.repeats):
+            turns.append({kind: bench.turn(kind) for kind in options.kinds})
+            print(json.dumps(turns[-1]), flush=True)
+            options.out.write_text(json.dumps({"setting": setting, "turns": turns}, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(render({"setting": setting, "turns": turns}))
+
+
+if __name__ == "__main__":
+    main()
