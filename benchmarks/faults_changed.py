@@ -2,6 +2,7 @@ r"""SIGKILL, and something is changed before the next launch: is the run refused
 
     python benchmarks/faults_changed.py                # 60 kills and more, about forty minutes on two cores
     python benchmarks/faults_changed.py --runs zero2   # some of them
+    python benchmarks/faults_changed.py --runs zero2 zero3 --to plain --chains 1   # after the first kill on one process
 
 A chain is as in faults.py: launched, killed at a random moment, launched again. Before a launch that has a checkpoint
 to go on from, one change is drawn: of the data file or of a flag that has to be refused (REFUSED), of one that is
@@ -37,6 +38,7 @@ from finetune.training.checkpoints.manifest import checkpoints_in
 
 OUT = REPO / "docs" / "results" / "faults_changed.jsonl"
 MOVES = {"zero2": ("ddp", "plain", "zero3"), "zero3": ("zero2", "plain"), "pipeline": ("pipeline_2x2",)}
+FIRST_TO = 100  # the number of the first chain that begins with a given change of layout
 EVERYWHERE = {"seed": 9, "optim": "sgd"}
 REFUSED: dict[str, dict[str, Any]] = {
     SEQ: {**EVERYWHERE, "max_train_samples": 64, "max_seq_length": 16, "dropout": 0.2, "group_by_length": False},
@@ -51,7 +53,9 @@ GOES_ON: dict[str, dict[str, Any]] = {
 # A measured cut of a pipeline may be another in another run.
 MORE_FLAGS = {PIPE: {"partition_method": "parameters"}}
 MADE_HOW = """Eight of the chains drew a change of layout less often than the others. One of the pipeline was run again:
-it had refused other text by words that did not name `--resume`, and does since."""
+it had refused other text by words that did not name `--resume`, and does since. Of the
+chains from 100 on (`--to plain`) the first change is to one process, and the rest is drawn; those of zero3 were
+killed before their first checkpoint until the last launch, so that the one process had nothing left to train."""
 Rows = list[list[str]]
 
 
@@ -119,8 +123,9 @@ def nobody_killed(lives: tuple[Life, ...], data: Path, home: Path, saves: int | 
 
 
 class ChangedChain(Chain):
-    def __init__(self, name: str, number: int, seed: int, home: Path) -> None:
+    def __init__(self, name: str, number: int, seed: int, home: Path, to: str | None = None) -> None:
         super().__init__(name, number, seed, home)
+        self.to = to  # the layout that it has to come to first
         self.home.joinpath("uncut").mkdir(exist_ok=True)
         self.header, self.texts = data_of(self.run.recipe, home)
         self.whole = written(home / f"{self.run.recipe}.csv", self.texts, self.header)
@@ -144,7 +149,7 @@ class ChangedChain(Chain):
         """Before a launch that goes on."""
         row: dict[str, Any] = {"run": self.name, "chain": self.number, "at": newest_durable(self.folder)}
         kinds = ("data refused", "flag refused", "applied", "goes on", "layout", "layout")
-        row["kind"] = self.generator.choice(kinds)
+        row["kind"] = "layout" if self.to else self.generator.choice(kinds)
         if row["kind"] == "data refused":
             row["change"] = self.generator.choice(sorted(DATA))
             written(self.data, DATA[row["change"]](self.texts), self.header)
@@ -168,8 +173,9 @@ class ChangedChain(Chain):
                 self.data = self.data.rename(self.data.with_name(f"moved-{self.data.name}"))
         else:
             others = [other for other in (self.name, *MOVES[self.name]) if other != self.layout]
-            row["change"] = f"{self.layout} to {(other := self.generator.choice(others))}"
-            self.layout, self.run = other, RUNS[other]
+            other = self.to or self.generator.choice(others)
+            row["change"] = f"{self.layout} to {other}"
+            self.layout, self.run, self.to = other, RUNS[other], None
         self.changes.append(row)
 
     def tried(self, change: dict[str, Any], names: str) -> dict[str, Any]:
@@ -260,14 +266,18 @@ def main() -> None:
     parser.add_argument("--chains", type=int, default=4, help="of each run")
     parser.add_argument("--kills", type=int, default=6, help="in each chain")
     parser.add_argument("--seed", type=int, default=17)
+    layouts = sorted({to for moves in MOVES.values() for to in moves})
+    parser.add_argument("--to", choices=layouts, help="goes on as this after the first kill")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     done = {(row["run"], row["chain"]) for row in rows_of(options.out) if "kills" in row}
     with tempfile.TemporaryDirectory() as home:
-        for name, number in [(name, number) for number in range(options.chains) for name in options.runs]:
+        first = FIRST_TO if options.to else 0
+        numbers = range(first, first + options.chains)
+        for name, number in [(name, number) for number in numbers for name in options.runs]:
             if (name, number) in done:
                 continue
-            chain = ChangedChain(name, number, options.seed, Path(home))
+            chain = ChangedChain(name, number, options.seed, Path(home), options.to)
             *kills, last = chain.rows(options.kills)
             with options.out.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in (*chain.changes, *kills, last))

@@ -12,11 +12,12 @@ from finetune.run.launch import read_launch
 
 def run(asked: argparse.Namespace) -> int:
     """The exit status, on every rank. What is wrong with the request is mostly found before torch is imported."""
+    launch = read_launch()
     check_numbers(asked)
     check_model(asked.model)
     prompts = read_prompts(asked.prompts, asked.prompt_column, asked.reasoning)
     answers = Answers(asked.output, identity_of(asked, prompts), len(prompts), asked.overwrite)
     from finetune.generation.answering import answer_all
 
-    answer_all(asked, prompts, answers, read_launch())
+    answer_all(asked, prompts, answers, launch)
     return 0

@@ -36,6 +36,7 @@ OFFLINE = "Offline? Give local files by --train_file (csv, tsv, json, parquet), 
 # What pandas 2 and 3 say (_libs/src/parser/tokenizer.c); in other words it is shown as it is.
 TOO_LONG = re.compile(r"Expected (\d+) fields in line (\d+), saw (\d+)")
 NOT_CLOSED = re.compile(r"EOF inside string starting at row (\d+)")
+MOST_COLUMNS = 2_000  # `datasets` copies its description of each column dozens of times: 30,000 take half a minute
 SNIFFED_ROWS = 200  # how much of a table is looked at to tell a header from a row, and quoting from plain text
 
 
@@ -134,6 +135,7 @@ def csv_options(said: str, path: Path, has_header: bool | None) -> dict[str, Any
     for number, row in numbered:  # of which pandas would take the first for an index, without a word
         if len(row) > len(rows[0]):
             raise RequestError(f"{said}: {_too_long(number, len(row), len(rows[0]))}")
+    refuse_wide(said, len(rows[0]))
     usual = statistics.mode([len(row) for row in rows[1:]] or [0])
     are_most = 2 * sum(len(row) == usual for row in rows) > len(rows)
     named = len(rows[0]) - next((i for i, name in enumerate(reversed(rows[0])) if name.strip()), len(rows[0]))
@@ -151,6 +153,14 @@ def csv_options(said: str, path: Path, has_header: bool | None) -> dict[str, Any
         "keep_default_na": False,  # "NA" and "null" are words; an empty cell is found later, as an empty row
         "encoding": UTF8,
     }
+
+
+def refuse_wide(said: str, columns: int) -> None:
+    if columns > MOST_COLUMNS:
+        raise RequestError(
+            f"{said}: has {columns:,} columns, and a table for a recipe has at most {MOST_COLUMNS:,}. Keep those of "
+            "text and label. (A file of features needs no language model.)"
+        )
 
 
 def _too_long(line: int, cells: int, columns: int) -> str:

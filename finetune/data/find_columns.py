@@ -24,6 +24,7 @@ PAIR_NAMES = (
     ("query", "passage"),
 )
 TOKEN_NAMES, TAG_NAMES = ("tokens", "words"), ("tags", "ner_tags", "labels", "label")
+SHOWN, SHOWN_CHARACTERS = 30, 60  # columns that an error lists, and of the name of each
 HEAD_ROWS = 200  # of a table: by these its columns are found
 
 
@@ -98,8 +99,10 @@ def _find_text(head: Sequence[dict[str, Any]], label: str | None, where: str) ->
 
 
 def _describe(head: Sequence[dict[str, Any]]) -> str:
-    shown = "; ".join(f"{name} (such as {str(value)[:30]!r})" for name, value in head[0].items())
-    return f"It has the columns: {shown}."
+    columns = list(head[0].items())
+    shown = "; ".join(f"{name[:SHOWN_CHARACTERS]} (such as {str(value)[:30]!r})" for name, value in columns[:SHOWN])
+    more = f"; and {len(columns) - SHOWN:,} more" if len(columns) > SHOWN else ""
+    return f"It has the columns: {shown}{more}."
 
 
 def find_token_columns(names: Sequence[str], arguments: TokenDataArguments, said: str, is_labelled: bool) -> Columns:

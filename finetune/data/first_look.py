@@ -11,10 +11,10 @@ from typing import Any
 
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.columns import LINE, of_chats_alone
-from finetune.data.files import KINDS, TEXT_FILES, csv_options
+from finetune.data.files import KINDS, TEXT_FILES, csv_options, refuse_wide
 from finetune.data.find_columns import HEAD_ROWS, find_columns, find_token_columns
 from finetune.data.formats import check_renames, find_format, renames_of
-from finetune.data.tag_schemes import PARSED, SHOWN, find_scheme, read_conll, refuse_untagged, spelt_alike
+from finetune.data.tag_schemes import PARSED, SHOWN, find_scheme, not_named, read_conll, refuse_untagged, spelt_alike
 from finetune.errors import RequestError
 from finetune.run.flags.language import CorpusArguments
 from finetune.run.flags.text import DataArguments, TokenDataArguments
@@ -46,6 +46,7 @@ def _look(run: Any, name: str) -> None:
     rows, where = [{"text": ""}] if kind == "text" else _head(run, name, kind), "the training data"
     if not rows:
         return
+    refuse_wide(f"--train_file {name}", len(rows[0]))
     if wants_label:
         data = run[DataArguments]
         find_columns(rows, data.text_column_names, data.label_column_name, where)
@@ -67,7 +68,10 @@ def _look_at_tags(rows: Rows, run: Any, name: str) -> None:
         refuse_untagged([word for row in rows[:SHOWN] for word in row["tokens"]], said)
     column = str(find_token_columns(list(rows[0]), run[TokenDataArguments], said, True).label)
     tags = [row[column] for row in rows if isinstance(row[column], list)]
-    if all(isinstance(tag, str) for row in tags for tag in row):
+    kinds = {type(tag) for row in tags for tag in row}
+    if kinds == {int} and not name.lower().endswith(".parquet"):  # which may name its numbers
+        raise not_named(said, column, "names of tags", f", but numbers such as {tags[0]}")
+    if kinds <= {str}:
         find_scheme(spelt_alike(tags)[0])
 
 

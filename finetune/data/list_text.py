@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +29,7 @@ CUT = "..."  # numpy leaves out the middle of a long array
 ODD: list[Any] = []  # stands for an item that is a list or an object
 MOST_WHOLE = 2**53  # beyond, a float is no whole number for sure
 SHOWN_CHARACTERS = 60
+JOINTS, JOINED_SHARE = "|;", 0.1  # of the rows: from there on, labels may be several in one cell
 
 
 class _NoListError(Exception):
@@ -140,6 +142,23 @@ def note_of_lists(table: Dataset, column: str) -> str:
     """What to say of a column whose texts `lists_of_text` makes lists; nothing of any other."""
     found = _first_list(table[column][:]) if _is_text(table, column) else None
     return f"{column} holds lists as text, such as {found[0][:SHOWN_CHARACTERS]!r}, and is read so" if found else ""
+
+
+def note_of_joined(labels: Counter[Any], column: str) -> str:
+    """What to say of classes such as a|b and b|c beside a few single names that recur in them: somebody may have joined
+    a text's labels. `labels` are the column's values with their numbers."""
+    for mark in JOINTS:
+        parts = {label: [one.strip() for one in str(label).split(mark)] for label in labels if not is_empty(label)}
+        joined = {label for label, names in parts.items() if len(names) > 1 and all(names)}
+        names = {one for label in parts for one in parts[label]}
+        if len(names) < len(parts) and sum(labels[one] for one in joined) >= JOINED_SHARE * labels.total():
+            shown = str(min(joined, key=str))[:SHOWN_CHARACTERS]
+            lists = json.dumps(shown.split(mark), ensure_ascii=False)
+            return (
+                f"{column}: {shown!r} is one class. If {mark} joins the labels of a text ({len(names):,} names in "
+                f"{len(parts):,} classes), write them as a list, {lists}, for several labels a text"
+            )
+    return ""
 
 
 def lists_of_text(table: Dataset, column: str, said: str) -> Dataset:

@@ -28,7 +28,7 @@ from finetune.data.files import open_file, open_hub
 from finetune.data.find_columns import HEAD_ROWS, find_columns
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
 from finetune.data.line_breaks import without_html_breaks
-from finetune.data.list_text import note_of_lists
+from finetune.data.list_text import note_of_joined, note_of_lists
 from finetune.data.splits import unused_fraction
 from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
@@ -104,8 +104,10 @@ def clean_tables(
         if has_lists(cleaned["train"], columns.label):
             labels = find_many_labels(values, names, trained)
         else:
-            labels = find_labels(Counter(values), arguments.task, names, "the training data", trained)
+            counts = Counter(values)
+            labels = find_labels(counts, arguments.task, names, "the training data", trained)
             notes.append(note_of_numbers(set(values), labels, arguments.task))
+            notes.append("" if names else note_of_joined(counts, str(columns.label)))
     else:
         labels = known[1]
     for split, table in cleaned.items():

@@ -84,6 +84,14 @@ def refuse_untagged(words: Sequence[str], said: str) -> None:
     raise RequestError(f"{said}: {found}. Give a word and its tag on each line, with a tab or blanks between.")
 
 
+def not_named(said: str, column: str, what: str, such_as: str) -> RequestError:
+    """Of a column that has no names of tags."""
+    return RequestError(
+        f"{said}: {column!r} holds no {what}{such_as}. Give their names, such as B-person and O, or ids of a data set "
+        "that names them."
+    )
+
+
 def spelt_alike(rows: Sequence[Sequence[str] | None]) -> tuple[list[list[str]], str]:
     """The tags with their prefixes as in B-PER, where all have such, however spelt; and what there is to say of it.
     Raises RequestError where some have, and others have none."""

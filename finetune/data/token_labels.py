@@ -23,7 +23,16 @@ from finetune.data.list_text import lists_of_text, note_of_lists
 from finetune.data.python_names import name_rows
 from finetune.data.splits import unused_fraction
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most
-from finetune.data.tag_schemes import OUTSIDE, PARSED, find_scheme, read_conll, refuse_untagged, spelt_alike, to_bio
+from finetune.data.tag_schemes import (
+    OUTSIDE,
+    PARSED,
+    find_scheme,
+    not_named,
+    read_conll,
+    refuse_untagged,
+    spelt_alike,
+    to_bio,
+)
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
 from finetune.safe_read.files import open_plain
@@ -183,10 +192,7 @@ def _named(table: Dataset, label: str, split: str, said: str) -> list[list[str] 
     if not any(rows):
         return [None] * len(rows)
     what = "lists of tags" if inside is None else "names of tags"
-    raise RequestError(
-        f"{said}: {label!r} holds no {what}{_such_as(rows)}. Give their names, such as B-person and O, or ids of a "
-        "data set that names them."
-    )
+    raise not_named(said, label, what, _such_as(rows))
 
 
 def _labels(train: Sequence[Sequence[str]], trained: Labels | None) -> Labels:

@@ -20,6 +20,7 @@ from finetune.run.flags.language import OF_CHATS
 from finetune.run.flags.pipeline import pipeline_faults
 from finetune.run.flags.profiling import check_profile
 from finetune.run.flags.trackers import check_trackers
+from finetune.run.launch import COUNT
 from finetune.run.output_folder import missing_checkpoint
 from finetune.run.parse import COMMAND_LINE
 from finetune.run.paths import missing_inputs
@@ -125,13 +126,18 @@ def _of_ddp(run: Run, deepspeed: str | None) -> Iterator[str]:
 
 
 def _of_meeting(run: Run) -> Iterator[str]:
-    lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if "RANK" in os.environ and run.launch.world_size > 1 and lacking:
+    if "RANK" not in os.environ or run.launch.world_size == 1:
+        return
+    lacking = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if lacking:
         yield (
             f"RANK is {run.launch.rank} and WORLD_SIZE is {run.launch.world_size} in the environment, without "
             f"{' and '.join(lacking)}, where the ranks meet. Set what is missing, launch with `torchrun "
             "--nproc_per_node N`, or unset RANK and WORLD_SIZE for a run of one process."
         )
+    port = os.environ.get("MASTER_PORT") or "1"
+    if not (COUNT.fullmatch(port) and 0 < int(port) < 2**16):
+        yield f"MASTER_PORT is {port!r} in the environment, but a port is a whole number from 1 to 65535."
 
 
 def _check_optimizer(run: Run) -> None:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+
+from finetune.errors import RequestError
+
+COUNT = re.compile(r"[0-9]{1,9}")
+SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+LAUNCH = (
+    "Launch with `torchrun --nproc_per_node N`, `deepspeed` or `accelerate launch`, which set all of it; for a run of "
+    "one process unset it."
+)
 
 
 @dataclass(frozen=True)
@@ -34,21 +44,59 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """From the environment that torchrun, `accelerate launch` and the deepspeed launcher set up.
+    """From the environment that torchrun, `accelerate launch` and the deepspeed launcher set up. Raises RequestError
+    where it is of no launch, or of one that libraries would see otherwise.
 
     deepspeed/launcher/launch.py sets CROSS_SIZE and LOCAL_SIZE; accelerate always sets
     ACCELERATE_MIXED_PRECISION (utils/launch.py; ACCELERATE_USE_DEEPSPEED is also set by us); all set RANK.
     """
     env = os.environ
     if "RANK" not in env:
+        _refuse_without_rank()
         return Launch()
-    world = int(env.get("WORLD_SIZE", "1"))
-    local_world = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world)
+    rank, world = _count("RANK"), _count("WORLD_SIZE", 1)
+    local_rank = _count("LOCAL_RANK", 0)
+    local_size = "LOCAL_WORLD_SIZE" if env.get("LOCAL_WORLD_SIZE") else "LOCAL_SIZE"
+    local_world = _count(local_size, world) if env.get(local_size) else world
+    for name, number, size, of in (
+        ("RANK", rank, "WORLD_SIZE", world),
+        ("LOCAL_RANK", local_rank, local_size, local_world),
+        (local_size, local_world - 1, "WORLD_SIZE", world),
+    ):
+        if number >= of:
+            raise RequestError(
+                f"{name} is {env.get(name, number)} in the environment, but {size} is {env.get(size, of)}. {LAUNCH}"
+            )
     if "ACCELERATE_MIXED_PRECISION" in env:
         launcher = "accelerate"
     else:
         launcher = "deepspeed" if "CROSS_SIZE" in env else "torchrun"
-    return Launch(int(env["RANK"]), int(env.get("LOCAL_RANK", "0")), world, local_world, launcher)
+    return Launch(rank, local_rank, world, local_world, launcher)
+
+
+def own_rank() -> int:
+    """Also where the rest of the environment is of no launch; 0 for a process that must speak for itself."""
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    is_one_of_many = COUNT.fullmatch(rank) and not (COUNT.fullmatch(world or "1") and int(rank) >= int(world or "1"))
+    return int(rank) if is_one_of_many else 0
+
+
+def _count(name: str, otherwise: int | None = None) -> int:
+    told = os.environ.get(name)
+    if told is None and otherwise is not None:
+        return otherwise
+    if not COUNT.fullmatch(told or ""):
+        raise RequestError(f"{name} is {told!r} in the environment, but it must be a whole number. {LAUNCH}")
+    return int(told or "")
+
+
+def _refuse_without_rank() -> None:
+    """Accelerate looks at these for itself, and would wait for ranks of which nothing else here knows (1.15, state.py,
+    _prepare_backend)."""
+    for name in ("LOCAL_RANK", *SIZES):
+        told = os.environ.get(name, "")
+        if told not in ("", "-1") and not (name in SIZES and told == "1"):
+            raise RequestError(f"{name} is {told!r} in the environment, without RANK. {LAUNCH}")
 
 
 def accelerate_uses_deepspeed() -> bool:
@@ -74,8 +122,8 @@ def free_port() -> int:
 
 
 def join_as_single_process() -> None:
-    """Give plain `python` the variables of a launch of one, which DeepSpeed would look for by MPI otherwise."""
+    """Give plain `python` the variables of a launch of one, which DeepSpeed would look for by MPI otherwise. What a
+    shell has left over of another launch would have it wait elsewhere, for others."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     alone["MASTER_PORT"] = str(free_port())
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(alone)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError
 from finetune.privacy import shown
 from finetune.run.help import help_of
-from finetune.run.launch import read_launch
+from finetune.run.launch import own_rank, read_launch
 from finetune.run.recipe import Recipe
 from finetune.run.resolve import resolve_here
 from finetune.run.run import Run
@@ -26,12 +26,11 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 def run_recipe(recipe: Recipe, main: Callable[[Run], None]) -> None:
     """Answer --help, or settle what the command line asks for and run a recipe's `main` on it; then end as `run_main`
     does."""
-    launch = read_launch()
     if {"-h", "--help"} & set(sys.argv[1:]):
-        if launch.speaks:
+        if own_rank() == 0:
             _print(help_of(recipe, sys.modules[main.__module__].__doc__))
         return
-    run_main(lambda: main(resolve_here(recipe, sys.argv[1:], launch)))
+    run_main(lambda: main(resolve_here(recipe, sys.argv[1:], read_launch())))
 
 
 def _print(text: str) -> None:
@@ -49,34 +48,34 @@ def run_main(main: Callable[[], None]) -> None:
     them, which it does as soon as rank 0 has; ending first, they would have rank 0 killed before it spoke. A rank whose
     fault rank 0 does not share speaks once it has waited in vain.
     """
-    launch, done = read_launch(), threading.Event()
+    rank, done = own_rank(), threading.Event()
     atexit.register(_leave, done)  # the first that is registered is the last that is called
     try:
         main()
     except KeyboardInterrupt:
-        if launch.speaks:
+        if rank == 0:
             print(
                 "\nstopped. Where a checkpoint was saved, --resume auto goes on from it.", file=sys.stderr, flush=True
             )
         os._exit(INTERRUPTED)
     except InterruptedRunError as error:  # which has been said
-        if not launch.speaks:
+        if rank != 0:
             time.sleep(INTERRUPTED_RANK_WAITS_SECONDS)
         os._exit(error.exit_status)
     except NothingToDoError as error:
-        if launch.speaks:
+        if rank == 0:
             print(shown(str(error)), flush=True)
         os._exit(error.exit_status)
     except FinetuneError as error:
         prefix = ""
-        if not launch.speaks:
+        if rank != 0:
             time.sleep(SILENT_RANK_WAITS_SECONDS)
-            prefix = f"[rank {launch.rank}] "
+            prefix = f"[rank {rank}] "
         print(f"\n{prefix}error: {shown(str(error))}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(error.exit_status)  # no atexit hook may hang on a collective that the other ranks have left
     done.set()
-    if not launch.speaks:
+    if rank != 0:
         _leave(done)
 
 

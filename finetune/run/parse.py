@@ -11,9 +11,12 @@ from finetune.errors import RequestError
 from finetune.run.flag import Flag
 from finetune.run.flat_yaml import read_flat_yaml_lines
 from finetune.run.meanings import MEANINGS, meant
+from finetune.run.path_name import unusable
 
 COMMAND_LINE = "command line"
 DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # as a text editor writes them, too
+ALSO_PATHS = ("resume",)  # beside its words
+IN_BASE64 = ("deepspeed", "deepspeed_config")  # a trial of DeepSpeed's autotuning, which is told what does it here
 RECIPE_KEY = "recipe"  # of a YAML: the recipe that it is for
 
 
@@ -36,7 +39,8 @@ def settings_of(
     words = words_by_flag(argv, flags, mistakes)
     said = {name: (given, COMMAND_LINE) for name, given in words.items()}
     unread = None
-    if path := words.get("config"):
+    path = words.get("config")
+    if path and not unusable(path[-1]):
         try:
             said = _lines(path[-1], (recipe, *reads), mistakes) | said
         except RequestError as error:
@@ -118,8 +122,17 @@ def spelt(name: str) -> str:
 def _value(flag: Flag, given: Any) -> Any:
     if flag.path and given in ("", [""]):
         raise ValueError("names nothing, as an empty variable of the shell does")
+    if flag.path or flag.name in ALSO_PATHS:
+        for word in _texts(given):
+            if why := unusable(word, may_be_long=flag.name in IN_BASE64):
+                raise ValueError(why)
     if given == []:
         if flag.kind != "bool":
             raise ValueError("needs a value")
         return True
     return flag.read(given)
+
+
+def _texts(given: Any) -> list[str]:
+    """The words of a command line, or what stands in a line of a YAML."""
+    return [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)]

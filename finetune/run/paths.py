@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import RequestError, first_line
 from finetune.run.flag import FILE, FOLDER, METRIC, NAME_OR_PATH, TEMPLATE
 from finetune.run.meanings import nearest
 from finetune.run.mixture import path_of
+from finetune.safe_read import read_bounded
 
 TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
 METRICS = tuple(sorted(path.stem for path in Path(__file__).parents[1].glob("metrics/[!_]*.py")))
@@ -54,18 +57,32 @@ def _name_or_path(name: str) -> str | None:
     path = Path(name).expanduser()
     return (
         f"there is no such folder or file.{_there(path.parent)} Check the path."
-        if is_path and not path.exists()
+        if is_path and not os.path.exists(path)  # False also of a name that is too long for one
         else None
     )
 
 
 def _metric(name: str) -> str | None:
-    if name in METRICS or (name.endswith(".py") and Path(name).expanduser().is_file()):
+    if name in METRICS:
         return None
+    if name.endswith(".py") and Path(name).expanduser().is_file():
+        return _is_no_python(Path(name).expanduser())
     near = nearest(name, METRICS)
     return f"{name} is none of ours ({', '.join(METRICS)}) and no Python file with an evaluate.Metric." + (
         f" Did you mean {near}?" if near else " Give one."
     )
+
+
+def _is_no_python(path: Path) -> str | None:
+    """By its form alone: a stranger's file runs once, where its figures are tried."""
+    try:
+        compile(read_bounded(path), path.name, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        return f"it is no Python{line}: {first_line(error)}. Mend the file."
+    except RequestError as error:
+        return str(error)
+    return None
 
 
 def _template(name: str) -> str | None:
@@ -82,7 +99,7 @@ KINDS = {FILE: _file, FOLDER: _folder, NAME_OR_PATH: _name_or_path, METRIC: _met
 
 def _there(folder: Path) -> str:
     """What a message says of the folder in which something was looked for."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return f" There is no folder {folder} either."
     names = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if not path.name.startswith("."))
     near = [name for name in names if name.endswith((*TABLES, "/", ".yaml"))][:SHOWN]

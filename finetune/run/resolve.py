@@ -18,6 +18,7 @@ from finetune.run.engine import (
     refuse_batch_search,
     settle_engine,
 )
+from finetune.run.environment import left_over, obeyed
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.launch import Launch
 from finetune.run.output_folder import check_output_dir
@@ -45,6 +46,8 @@ def resolve_here(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
         asked = deepspeed_config_of(run)
     except RequestError as error:
         typos += others([str(error)], typos)  # what is said of another engine would be wrong, too
+    run = obeyed(run)
+    mistakes += left_over(run, asked)
     mistakes += [*found_wrong_here(run, asked), *raised_by(lambda: _check_deepspeed(run, asked))]
     if launch.speaks:
         # The folder is the last: another one mends no flag.

@@ -73,3 +73,7 @@ class Run:
     def settled(self, source: str, **values: Any) -> Run:
         """The same run with `values` that follow from `source`, such as the machine."""
         return replace(self, settings={**self.settings, **{k: Setting(v, source, False) for k, v in values.items()}})
+
+    def noted(self, *notes: str) -> Run:
+        """The same run, with more to say."""
+        return replace(self, notes=(*self.notes, *notes))

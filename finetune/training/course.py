@@ -18,6 +18,7 @@ from finetune.run.conflicts import BY_METRIC
 from finetune.run.files import IDENTITY, STATE_FILE
 from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH, TEMPLATE
 from finetune.run.on_resume import EVALUATED, ROWS, named
+from finetune.run.on_resume_deepspeed import arithmetic_of, changed_arithmetic
 from finetune.run.paths import named_in
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
@@ -48,6 +49,7 @@ LONGEST = 200  # of a value that is kept as it is
 # deepspeed.py, trainer_config_process, fills or holds them equal), and what comes to the same as having no section.
 OF_FLAGS = "lr betas eps weight_decay torch_adam warmup_max_lr warmup_num_steps total_num_steps".split()
 LIKE_FLAGS = {"optimizer": ("Adam", "AdamW"), "scheduler": ("WarmupDecayLR",)}
+ARITHMETIC = "arithmetic"  # what else of it has a say in what is computed
 LIKE_NONE = {"adam_w_mode": True, "warmup_min_lr": 0, "warmup_type": "linear"}
 
 
@@ -178,7 +180,9 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
     base = (run.value("model_name_or_path"), run.value("model_revision"), bool(run.value("use_peft")))
     facts: dict[str, dict[str, Any]] = {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model}
-    return {**facts, "base": digests.of_base(*base), "engine": _of_engine(session.ds_config or {})}
+    config_of_engine = session.ds_config or {}
+    engine = _of_engine(config_of_engine) | {ARITHMETIC: arithmetic_of(config_of_engine, training.max_grad_norm)}
+    return {**facts, "base": digests.of_base(*base), "engine": engine}
 
 
 def _digest(name: str, whole: bool) -> str:
@@ -230,6 +234,7 @@ def _compare(
             f"here {shown(engine.get(section))} (None is that of the flags). Give the config of before, or another "
             "--output_dir."
         )
+    other = _of_arithmetic(course, name, then, engine)
     if not digests.same_base(before.facts.get("base", facts["base"]), facts["base"]):
         raise RequestError(
             f"--resume: {name} began from other weights than those of --model_name_or_path "
@@ -237,20 +242,32 @@ def _compare(
         )
     was = before.facts.get("files", {})
     there, now = before.facts.get("rows", {}), facts["rows"]
-    other = {f"{split} rows": (there.get(split), now[split]) for split in now if there.get(split) != now[split]}
-    if not other:
-        return {}
+    rows = {f"{split} rows": (there.get(split), now[split]) for split in now if there.get(split) != now[split]}
+    if not rows:
+        return other
     files = [f"--{flag}" for flag, digest in facts["files"].items() if was.get(flag) not in (None, digest)]
     why = f" ({', '.join(files)} has other content)" if files else ""
-    line = f"{' and '.join(other)} are not those of {name}{why}"
-    if ("train rows" in other or _evaluation_decides(run)) and run.value("resume_changed") != "allow":
+    line = f"{' and '.join(rows)} are not those of {name}{why}"
+    if ("train rows" in rows or _evaluation_decides(run)) and run.value("resume_changed") != "allow":
         raise RequestError(
             f"--resume: the {line}: files, or flags that choose, cut or clean them, have changed. Give those of "
             "before, another --output_dir, or go on with other data by --resume_changed allow."
         )
     if leads():
         print(f"resume: from step {course.step + 1} on the {line}", flush=True)
-    return other
+    return other | rows
+
+
+def _of_arithmetic(
+    course: Course, name: str, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Keys of DeepSpeed's config that are applied, and said."""
+    known = before.get(ARITHMETIC) if isinstance(before.get(ARITHMETIC, {}), dict) else {}
+    changed = changed_arithmetic(name, known, now[ARITHMETIC])
+    for place, (then, value) in changed.items() if leads() else ():
+        words = [shown("DeepSpeed's default" if one is None else one) for one in (value, then)]
+        print(f"resume: DeepSpeed's {place} is {words[0]} from step {course.step + 1} on (until then {words[1]})")
+    return {f"DeepSpeed's {place}": values for place, values in changed.items()}
 
 
 def _evaluation_decides(run: Run) -> bool:

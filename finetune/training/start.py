@@ -138,6 +138,7 @@ def _choose_devices(run: Run) -> bool:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if run.value("use_cpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # heeded by now; accelerate would leave DeepSpeed out (1.15, state.py)
     has_cuda: bool = torch.cuda.is_available()
     if not has_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns on each rank when it finds out by itself
@@ -227,6 +228,8 @@ def choose_precision(run: Run, has_cuda: bool, deepspeed: str | None) -> dict[st
     by_deepspeed = bool(deepspeed) or deepspeed_by_accelerate(run)
     fastest = known or runtime.choose_precision(has_cuda)
     found = precision_flags(run, stated_precision(deepspeed), lambda: fastest, by_deepspeed)
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # the Trainer takes it for a run in fp32 (5.23, training_args.py)
+        os.environ["ACCELERATE_MIXED_PRECISION"] = next((name for name, is_chosen in found.items() if is_chosen), "no")
     if run.value("dtype") == "float16" and not has_cuda:
         raise RequestError(f"{run.said('dtype')}, which is for GPUs without bf16. Give bfloat16 or float32 on a CPU.")
     for half in ("bf16", "fp16"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from datasets import Dataset, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.list_text import list_in_text, lists_of_text
+from finetune.data.list_text import list_in_text, lists_of_text, note_of_joined
 from finetune.errors import RequestError
 
 LISTS = st.lists(st.text(st.characters(codec="utf-8")))
@@ -129,3 +131,23 @@ def test_quoted_words_are_names_but_for_whole_numbers(cells: list[str], kind: st
     found = lists_of_text(Dataset.from_dict({"text": cells, "labels": cells}), "labels", "it")
     assert found.features["labels"] == List(Value(kind))
     assert found["labels"][:] == lists
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ({"a": 5, "b": 5, "c": 5, "a|b": 3, "b|c": 2}, r"'a\|b' is one class. If \| joins .* \(3 names in 5 classes\)"),
+        ({"a;b": 5, "b; c": 5, "a;c": 5, "a;b;c": 1}, r'write them as a list, \["a", "b"\], for several'),
+        ({"a|b": 5, "c|d": 5}, ""),  # as many names as before
+        ({"a|b": 5, "c": 5}, ""),
+        ({"sport|ball": 5, "sport|ski": 5, "news|local": 5}, ""),
+        ({"a": 50, "b": 50, "c": 50, "a|b": 1, "b|c": 1}, ""),  # a slip here and there
+        ({"a|": 5, "|a": 5, "a": 5}, ""),
+        ({1: 5, 2: 5, None: 3}, ""),
+        ({"yes": 5, "no": 5}, ""),
+    ],
+    ids=str,
+)
+def test_labels_that_somebody_may_have_joined_are_said(labels: dict[Any, int], said: str) -> None:
+    found = note_of_joined(Counter(labels), "label")
+    assert re.search(said, found) if said else found == ""

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from finetune.errors import RunError
 from finetune.run.files import IDENTITY
@@ -192,12 +194,20 @@ def by_safetensors(path: Path) -> None:
     save_file({"x": torch.zeros(3_000_000)}, path)
 
 
+def by_tokenizers(path: Path) -> None:
+    """In a bare Exception, as a tokenizer is saved that fills what is left of a disk."""
+    words = {str(i): i for i in range(400_000)}
+    Tokenizer(WordLevel(words, unk_token="0")).save(str(path))
+
+
 def save_after(command: list[Any], save: Any, folder: Path) -> None:
     subprocess.run(command, check=True)
     save(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("save", [by_torch, by_safetensors, lambda path: path.write_bytes(b"x" * 12_000_000)])
+@pytest.mark.parametrize(
+    "save", [by_torch, by_safetensors, by_tokenizers, lambda path: path.write_bytes(b"x" * 12_000_000)]
+)
 @pytest.mark.parametrize("becomes", ["full", "read-only"])
 def test_what_a_disk_does_not_take_is_said_whichever_library_wrote(save: Any, becomes: str, tmp_path: Path) -> None:
     disk = tmp_path / "small"
@@ -218,6 +228,15 @@ def test_what_a_disk_does_not_take_is_said_whichever_library_wrote(save: Any, be
         assert not (disk / "checkpoint-4").exists()
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_tokenizer_that_cannot_be_written_is_a_failed_save(tmp_path: Path) -> None:
+    """tokenizers raises a bare Exception, which ended a run in a traceback, without a word of ours."""
+    with (
+        pytest.raises(RunError, match=r"checkpoint-4 could not be saved: .*\(os error 2\).* Earlier checkpoints"),
+        AtomicFolder(tmp_path / "checkpoint-4", ABOUT) as folder,
+    ):
+        Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "missing" / "tokenizer.json"))
 
 
 def files(folder: Path, *names: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -167,3 +168,16 @@ def test_json_never_holds_nan(tmp_path: Path) -> None:
 
     write_json(tmp_path / "a.json", {"a": float("nan"), "b": [float("inf"), 1.0]})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": None, "b": [None, 1.0]}
+
+
+def test_a_run_in_fp32_is_not_trained_in_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer takes accelerate's variable where neither --bf16 nor --fp16 is on (5.23, training_args.py)."""
+    from finetune.training import start
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    in_fp32 = Run(SEQ_CLS, Launch(), (), {"bf16": Setting(False, "command line")})
+    assert start.choose_precision(in_fp32, False, None) == {"bf16": False, "fp16": False}
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert start.choose_precision(Run(SEQ_CLS, Launch(), (), {}), False, None) == {"bf16": True, "fp16": False}
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"

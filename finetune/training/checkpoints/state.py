@@ -13,6 +13,7 @@ from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import CHECKPOINT
 
 MOST = 2**63  # a stream has so many epochs
+MOST_ROWS = 100_000  # of log_history, of which a run of ours keeps far fewer (training/run_folder.py)
 
 
 def _is_count(value: Any) -> bool:
@@ -30,15 +31,19 @@ COUNT: Rule = (_is_count, "a whole number from 0 on")
 FROM_ZERO: Rule = (lambda value: value is None or _is_number(value, 0), "a number from 0 on, or null")
 NUMBER: Rule = (lambda value: value is None or _is_number(value), "a number, or null")
 TEXT: Rule = (lambda value: value is None or isinstance(value, str), "a text, or null")
+SWITCH: Rule = (lambda value: value is None or isinstance(value, bool), "true or false")
+OBJECT: Rule = (lambda value: value is None or isinstance(value, dict), "an object, or null")
 RULES = {
     **dict.fromkeys(("global_step", "max_steps", "num_train_epochs"), COUNT),  # without which nothing goes on
-    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "best_global_step", "train_batch_size"), FROM_ZERO),
-    **dict.fromkeys(("epoch", "total_flos", "best_metric", "num_input_tokens_seen"), NUMBER),
-    "best_model_checkpoint": TEXT,
+    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "total_flos", "num_input_tokens_seen"), FROM_ZERO),
+    "best_metric": NUMBER,
+    **dict.fromkeys(("best_model_checkpoint", "trial_name"), TEXT),
+    **dict.fromkeys(("is_local_process_zero", "is_world_process_zero", "is_hyper_param_search"), SWITCH),
+    "trial_params": OBJECT,
+    "train_batch_size": (lambda value: value is None or (_is_count(value) and value > 0), "a whole number from 1 on"),
 }
 # What else TrainerState of transformers 5.23 has (trainer_callback.py), which takes no other names.
-KEPT = """log_history stateful_callbacks is_local_process_zero is_world_process_zero is_hyper_param_search trial_name
-    trial_params""".split()
+KEPT = "epoch best_global_step log_history stateful_callbacks".split()
 OF_CALLBACKS: dict[str, Rule] = {
     "sums": (lambda value: isinstance(value, list) and all(map(_is_number, value)), "a list of numbers"),
     "total": (_is_number, "a number"),
@@ -59,11 +64,29 @@ def state_problems(folder: Path, step: int | None) -> list[str]:
         if step is not None and state["global_step"] != step:
             found.append(f"global_step is {state['global_step']}, and the checkpoint is of step {step}")
     found += [f"has {name[:40]!r}, which the Trainer does not know" for name in state if name not in {*RULES, *KEPT}]
-    rows = state.get("log_history", [])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        found.append("log_history is no list of objects")
+    found += _of_steps(state)
     found += _of_callbacks(state.get("stateful_callbacks", {}), state.get("global_step"))
     return [f"{folder.name}/{STATE_FILE}: {problem}." for problem in found if problem]
+
+
+def _of_steps(state: dict[str, Any]) -> Iterator[str | None]:
+    """What can be no more than the steps that were taken. An epoch has one at least."""
+    step = state.get("global_step")
+    last = step if _is_count(step) else MOST
+
+    def is_until_then(value: Any) -> bool:
+        return value is None or (_is_number(value, 0) and value <= last)
+
+    for name in ("epoch", "best_global_step"):
+        yield _broken(name, state.get(name), is_until_then, f"a number from 0 to {last}, its step, or null")
+    rows = state.get("log_history", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        yield "log_history is no list of objects"
+    elif len(rows) > MOST_ROWS:
+        yield f"log_history has {len(rows):,} rows, of which nobody keeps more than {MOST_ROWS:,}"
+    else:
+        wrong = next((row["step"] for row in rows if not is_until_then(row.get("step"))), 0)
+        yield _broken("log_history's step", wrong, is_until_then, f"a number from 0 to {last}")
 
 
 def _of_callbacks(callbacks: Any, step: Any) -> Iterator[str | None]:

@@ -32,8 +32,9 @@ from finetune.versions import versions
 
 LATEST = "latest"  # in a run folder: the newest checkpoint, for people and tools; --resume looks for itself
 SHARED_DISK_SECONDS = 5.0  # after which a folder that rank 0 has made is to be seen by all
-# By which torch (caffe2/serialize/inline_container.cc) and safetensors (serialize_file) say that a disk failed them.
-WRITERS_WORDS = ("inline_container", "PytorchStreamWriter", "basic_ios", "I/O error")
+# By which torch (caffe2/serialize/inline_container.cc), safetensors (serialize_file) and tokenizers (a bare Exception
+# with the words of Rust's std::io::Error) say that a disk failed them.
+WRITERS_WORDS = ("inline_container", "PytorchStreamWriter", "basic_ios", "I/O error", "(os error ")
 RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # linux/fcntl.h
 

@@ -1,0 +1,54 @@
+"""Whatever a path flag names, a run ends in one line with status 2, or goes on."""
+
+from __future__ import annotations
+
+import pytest
+from path_flags import HAZARDS, before_torch, cases, path_flags, tried
+
+from finetune.run.choose import recipes
+from finetune.run.path_name import unusable
+
+FLAGS = {
+    "seq_cls": ("train_file", "output_dir", "config"),
+    "causal_lm": ("chat_template",),
+    "token_cls": ("deepspeed",),
+}
+
+
+@pytest.mark.parametrize("hazard", HAZARDS)
+def test_a_strange_path_ends_in_a_line_before_torch(hazard: str) -> None:
+    """benchmarks/path_flags.py has all flags of all recipes, and whole runs."""
+    for recipe, flags in FLAGS.items():
+        for case in [tried(*one, before_torch) for one in cases([recipe], list(flags), [hazard])]:
+            assert case.is_harmless, case
+
+
+def test_each_recipe_has_path_flags_to_try() -> None:
+    assert all(len(path_flags(name)) > 8 for name in recipes())
+    assert {flag for flags in FLAGS.values() for flag in flags} <= {f for name in recipes() for f in path_flags(name)}
+
+
+@pytest.mark.parametrize(
+    "name", ["a.csv", "~", "~/runs", "./a b", "a ", "\u00fcber/\u65e5\u672c.csv", "n" * 255, '{"a":\n1}', "a/" * 300]
+)
+def test_names_that_people_have_are_taken(name: str) -> None:
+    assert unusable(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a\nb", r"has the character '\n'"),
+        ("a\x1b[2J", r"has the character '\x1b'"),
+        ("a\0", r"has the character '\x00'"),
+        ("a\u202eb", r"has the character '\u202e'"),
+        ("a\udcff", r"has the character '\udcff'"),
+        ("x/" + "n" * 256, "is longer than"),
+        ("\u65e5" * 86, "is longer than"),
+        ("a/" * 2100, "is longer than"),
+        ("~nobody_of_that_name/x", "there is no such user"),
+        (" ", "is blank"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(name: str, said: str) -> None:
+    assert said in str(unusable(name))
