@@ -173,8 +173,8 @@ def render(found: dict[str, Any]) -> str:
             lines.append(f"| {kind} | {name} | {speeds} | {sizes} | {ratios[0]} | {ratios[1]} |")
     lines += [
         "",
-        "Medians, with the smallest and the largest in brackets. What it does not show: a GPU, where flash attention and",
-        "fused kernels change both, and models whose vocabulary is small beside their width: loss costs less.",
+        "Medians, with the smallest and the largest in brackets. What it does not show: a GPU, where flash attention",
+        "and fused kernels change both; and models whose vocabulary is small beside their width.",
         "",
     ]
     return "\n".join(lines)

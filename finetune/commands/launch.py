@@ -23,8 +23,7 @@ from finetune.shipped import RECIPES, as_typed
 
 def run(asked: argparse.Namespace) -> int:
     """Print, and give the exit status. Notes begin with #; where hosts have lines of their own, they say whose."""
-    commands = commands_of(asked)
-    cluster = _cluster(asked)
+    commands, cluster = commands_of(asked)
     several = len(cluster.hosts) > 1
     config = config_of(asked.flags) or default_config(asked.recipe, asked.launcher)
     if config and config != "none":
@@ -45,8 +44,8 @@ def run(asked: argparse.Namespace) -> int:
     return 0
 
 
-def commands_of(asked: argparse.Namespace) -> list[Command]:
-    """The lines that start what is asked, which then names its launcher. Raises RequestError."""
+def commands_of(asked: argparse.Namespace) -> tuple[list[Command], Cluster]:
+    """The lines that start what is asked, which then names its launcher; and where. Raises RequestError."""
     recipe = _recipe(asked.recipe)
     names = vars(asked).keys() - {"command", "print", "recipe", "flags"}  # options, none of which a recipe has
     own = next((word for word in asked.flags if word.startswith("--") and word[2:].partition("=")[0] in names), None)
@@ -54,8 +53,8 @@ def commands_of(asked: argparse.Namespace) -> list[Command]:
         raise RequestError(
             f"{own} is of `finetune {asked.command}`, and what follows the recipe is the recipe's. Put it before."
         )
-    _refuse(asked, recipe)
     cluster = _cluster(asked)
+    _refuse(asked, recipe, cluster.ranks)
     several = len(cluster.hosts) > 1
     asked.launcher = asked.launcher or ("torchrun" if asked.image or (several and not asked.hostfile) else "deepspeed")
     if asked.no_ssh and asked.launcher != "deepspeed":
@@ -63,15 +62,16 @@ def commands_of(asked: argparse.Namespace) -> list[Command]:
     if asked.image:
         check_container(asked, recipe)
     commands = LAUNCHERS[asked.launcher](asked, cluster, [recipe, *asked.flags])
-    return [in_container(command, asked.image, several) for command in commands] if asked.image else commands
+    if asked.image:
+        commands = [in_container(command, asked.image, several) for command in commands]
+    return commands, cluster
 
 
-def _refuse(asked: argparse.Namespace, recipe: str) -> None:
+def _refuse(asked: argparse.Namespace, recipe: str, ranks: int) -> None:
     """Raises RequestError with all that is wrong with the recipe's flags, and what the launch lacks."""
     faults = list(_missing(asked))
     known = recipes().get(Path(recipe).stem) if Path(recipe).resolve().parent == RECIPES else None
     if known and not {"-h", "--help"} & set(asked.flags) and not _is_elsewhere(asked):
-        ranks = (asked.nodes or 1) * (asked.gpus_per_node or 2) if faults else _cluster(asked).ranks
         try:
             resolve(known, asked.flags, Launch(world_size=ranks), is_here=False)
         except RequestError as error:

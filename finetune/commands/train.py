@@ -19,7 +19,7 @@ def run(asked: argparse.Namespace) -> int:
     if {"-h", "--help"} & set(asked.flags):
         asked.launcher = asked.launcher or "python"  # which the answer needs no ranks for
         asked.gpus_per_node = asked.gpus_per_node or 1
-    first, *others = commands_of(asked)
+    (first, *others), _ = commands_of(asked)
     if others or first.where:
         raise RequestError(
             "`finetune train` starts a run from this machine alone, and this one has a line for each of several hosts. "

@@ -72,7 +72,7 @@ def _look_at_tags(rows: Rows, run: Any, name: str) -> None:
     if kinds == {int} and not name.lower().endswith(".parquet"):  # which may name its numbers
         raise not_named(said, column, "names of tags", f", but numbers such as {tags[0]}")
     if kinds <= {str}:
-        find_scheme(spelt_alike(tags)[0])
+        find_scheme(spelt_alike(tags, said)[0], said)
 
 
 def _head(run: Any, name: str, kind: str) -> Rows:

@@ -1,4 +1,4 @@
-"""The layouts that documents come in, known by their columns: texts, conversations, or prompts with a completion.
+"""The formats that documents come in, known by their columns: texts, conversations, or prompts with a completion.
 Imports no torch."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Format:
 
 
 MESSAGES, SHAREGPT, ALPACA = "messages", "ShareGPT", "Alpaca"
-LAYOUTS = (  # a name, the columns that it must have, and those that it may have
+FORMATS = (  # a name, the columns that it must have, and those that it may have
     (MESSAGES, ("messages",), (TOOLS, SYSTEM)),
     (SHAREGPT, ("conversations",), (TOOLS, SYSTEM)),
     (ALPACA, ("instruction", "output"), ("input", "history", SYSTEM, TOOLS)),
@@ -69,7 +69,7 @@ LAYOUTS = (  # a name, the columns that it must have, and those that it may have
 def find_format(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str | None, where: str) -> Format:
     """What the rows of a table or stream hold, by the names of its columns and its first row; `column` is the text's,
     where --text_column_name gives it. Raises RequestError where that is not clear."""
-    found = [layout for layout in LAYOUTS if set(layout[1]) <= set(names)] if column is None else []
+    found = [row for row in FORMATS if set(row[1]) <= set(names)] if column is None else []
     if len(found) > 1:
         kinds = " and ".join(f"{name} ({' + '.join(needed)})" for name, needed, _ in found)
         raise RequestError(
@@ -111,10 +111,10 @@ def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str |
         found = names[0]
     if found is None or found not in names:
         given = f" (--text_column_name {column})" if column else ""
-        layouts = ", ".join("`" + "` and `".join(needed) + "`" for _, needed, _ in LAYOUTS)
+        columns = ", ".join("`" + "` and `".join(needed) + "`" for _, needed, _ in FORMATS)
         raise RequestError(
             f"{where}: no column with text found{given}; it has {', '.join(names)}. Name one by --text_column_name, or "
-            f"rename columns by --column_mapping NAME=OTHER to one of: {layouts}."
+            f"rename columns by --column_mapping NAME=OTHER to one of: {columns}."
         )
     if column is None and found == "prompt":
         raise RequestError(f"{where}: has `prompt` without `completion`. Add it, or say --text_column_name prompt.")
@@ -235,5 +235,5 @@ TURNS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     MESSAGES: _messages,
     SHAREGPT: _sharegpt,
     ALPACA: _alpaca,
-    **{name: _answered(*needed) for name, needed, _ in LAYOUTS if len(needed) == 2 and name != ALPACA},
+    **{name: _answered(*needed) for name, needed, _ in FORMATS if len(needed) == 2 and name != ALPACA},
 }

@@ -92,9 +92,9 @@ def not_named(said: str, column: str, what: str, such_as: str) -> RequestError:
     )
 
 
-def spelt_alike(rows: Sequence[Sequence[str] | None]) -> tuple[list[list[str]], str]:
+def spelt_alike(rows: Sequence[Sequence[str] | None], said: str) -> tuple[list[list[str]], str]:
     """The tags with their prefixes as in B-PER, where all have such, however spelt; and what there is to say of it.
-    Raises RequestError where some have, and others have none."""
+    Raises RequestError where some have, and others have none; `said` names where they are from."""
     tags = {tag for row in rows for tag in row or ()}
     inside = {tag for tag in tags if tag.upper() != OUTSIDE}
     alone = {tag: f"{tag.upper()}-{UNTYPED}" for tag in inside if tag.upper() in PREFIXES}
@@ -104,7 +104,7 @@ def spelt_alike(rows: Sequence[Sequence[str] | None]) -> tuple[list[list[str]], 
         bare = inside - spelt.keys()
         going_on = {name[2:] for name in spelt.values() if name[0] == "I"}
         if bare and any(kind in bare or f"B-{kind}" in spelt.values() for kind in going_on):
-            raise _mixed(bare)
+            raise _mixed(bare, said)
         if not (names or bare) and any(name[0] in "BI" for name in spelt.values()):
             names = spelt | dict.fromkeys(tags - inside, OUTSIDE)
     changed = sorted(tag for tag, name in names.items() if tag != name)
@@ -119,25 +119,25 @@ def _by_prefix(tags: Iterable[str], spelling: re.Pattern[str]) -> dict[str, str]
     return {tag: f"{one['prefix'].upper()}-{one['kind']}" for tag, one in found.items()}
 
 
-def _mixed(bare: Iterable[str]) -> RequestError:
+def _mixed(bare: Iterable[str], said: str) -> RequestError:
     return RequestError(
-        f"some tags begin with B-, I- or their like, and others do not: {', '.join(sorted(bare)[:SHOWN])}. Give each a "
-        "prefix, or none; a word that is no entity has O."
+        f"{said}: some tags begin with B-, I- or their like, and others do not: {', '.join(sorted(bare)[:SHOWN])}. "
+        "Give each a prefix, or none; a word that is no entity has O."
     )
 
 
-def find_scheme(rows: Sequence[Sequence[str] | None]) -> tuple[Scheme, str]:
+def find_scheme(rows: Sequence[Sequence[str] | None], said: str) -> tuple[Scheme, str]:
     """The scheme of all tags together, and what there is to say of it: nothing for whole BIO. Raises RequestError for
-    tags of which some have a prefix and some have none."""
+    numbers, and for tags of which some have a prefix and some have none; `said` names where they are from."""
     kinds = Counter(tag for row in rows for tag in row or () if tag != OUTSIDE)
     if numbers := [tag for tag in kinds if NUMBER.fullmatch(tag)]:
         raise RequestError(
-            f"tags are numbers ({', '.join(sorted(numbers)[:SHOWN])}), which do not say what is no entity. Write "
-            "their names, such as B-person and O, or give ids of a data set that names them."
+            f"{said}: tags are numbers ({', '.join(sorted(numbers)[:SHOWN])}), which do not say what is no entity. "
+            "Write their names, such as B-person and O, or give ids of a data set that names them."
         )
     bare = [tag for tag in kinds if not _has_prefix(tag)]
     if bare and len(bare) < len(kinds):
-        raise _mixed(bare)
+        raise _mixed(bare, said)
     if bare:
         merges = any(OUTSIDE in (row or ()) for row in rows)
         how = "words of one type in a row are one entity" if merges else "every word is an entity of its own"

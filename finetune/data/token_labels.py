@@ -108,17 +108,18 @@ def clean_sentences(
     for split, table in tables.items():
         cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, arguments, cut.skip_bad_rows)
     tags = {split: table["tags"][:] for split, table in cleaned.items() if "tags" in table.column_names}
-    every, spelt = spelt_alike([row for rows in tags.values() for row in rows])
-    scheme, note = find_scheme(every)
+    said = " and ".join(_said(arguments, split) for split in tags)
+    every, spelt = spelt_alike([row for rows in tags.values() for row in rows], said)
+    scheme, note = find_scheme(every, said)
     found = iter(every)
     bio = {split: [to_bio(next(found), scheme) for _ in rows] for split, rows in tags.items()}
-    labels = _labels(bio.get("train", []), trained)
+    labels = _labels(bio.get("train", []), trained, _said(arguments, "train"))
     for split, rows in bio.items():
         ids = _ids(rows, labels, _said(arguments, split))
         cleaned[split] = cleaned[split].remove_columns("tags").add_column("label", ids)
     notes = [*(note_of_lists(tables[first], name) for name in (*columns.text, str(columns.label))), spelt, note]
     if "validation" not in cleaned and "train" in cleaned:
-        cleaned |= _held_out(cleaned["train"], cut.validation_fraction, seed)
+        cleaned |= _held_out(cleaned["train"], cut.validation_fraction, seed, _said(arguments, "train"))
     elif "train" in cleaned:
         notes.append(unused_fraction(cut))
     for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
@@ -195,13 +196,13 @@ def _named(table: Dataset, label: str, split: str, said: str) -> list[list[str] 
     raise not_named(said, label, what, _such_as(rows))
 
 
-def _labels(train: Sequence[Sequence[str]], trained: Labels | None) -> Labels:
+def _labels(train: Sequence[Sequence[str]], trained: Labels | None, said: str) -> Labels:
     found = {tag for row in train for tag in row}
     if trained and found <= set(trained.names):
         return Labels(TOKENS, trained.names)
     kinds = sorted({tag[2:] for tag in found if tag != OUTSIDE})
     if not kinds:
-        raise RequestError("every word of the training data is tagged O: there is no entity to learn. Check the tags.")
+        raise RequestError(f"{said}: every word is tagged O, so there is no entity to learn. Check the tags.")
     return Labels(TOKENS, (OUTSIDE, *(prefix + kind for kind in kinds for prefix in ("B-", "I-"))))
 
 
@@ -215,7 +216,7 @@ def _ids(rows: Sequence[Sequence[str]], labels: Labels, said: str) -> list[list[
     return [[labels.ids[tag] for tag in row] for row in rows]
 
 
-def _held_out(train: Dataset, fraction: float, seed: int) -> Table:
+def _held_out(train: Dataset, fraction: float, seed: int, said: str) -> Table:
     """A seeded part of the sentences. The same sentence is on one side alone."""
     keys = [tuple(words) for words in train["tokens"][:]]
     unique = sorted(set(keys))
@@ -224,7 +225,7 @@ def _held_out(train: Dataset, fraction: float, seed: int) -> Table:
     rows = {"train": [i for i, key in enumerate(keys) if key not in held],
             "validation": [i for i, key in enumerate(keys) if key in held]}  # fmt: skip
     if not rows["train"]:
-        raise RequestError("the training data has too few sentences to hold some out. Add --validation_file.")
+        raise RequestError(f"{said}: has too few sentences to hold some out. Add --validation_file.")
     return {split: train.select(kept) for split, kept in rows.items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
@@ -11,30 +10,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
-from finetune.run.conflicts import FILES, conflicts, missing
-from finetune.run.engine import deepspeed_by_accelerate, fsdp_by_accelerate
+from finetune.run.conflicts import conflicts, missing
 from finetune.run.facts import check_scratch
-from finetune.run.flags.compression import OF_DDP, check_comm_hook
+from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.guards import guard_faults
-from finetune.run.flags.language import OF_CHATS
 from finetune.run.flags.pipeline import pipeline_faults
 from finetune.run.flags.profiling import check_profile
 from finetune.run.flags.trackers import check_trackers
 from finetune.run.launch import COUNT
+from finetune.run.optimizer import missing_package
 from finetune.run.output_folder import missing_checkpoint
-from finetune.run.parse import COMMAND_LINE
 from finetune.run.paths import missing_inputs
-from finetune.run.void import is_overruled, says
+from finetune.run.void import void_here
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
 
 
 FLAG = re.compile(r"--(\w+)")
-COLUMNS = (
-    *("text_column_name", "text_column_names", "tokens_column_name"),
-    *("label_column_name", "label_column_names", "tags_column_name"),
-)
 
 
 def raised_by(*checks: Callable[[], object]) -> Iterator[str]:
@@ -74,7 +67,8 @@ def found_wrong(run: Run, is_here: bool) -> Iterator[str]:
     if is_here:
         yield from missing(run)
         yield from missing_checkpoint(run)
-        yield from raised_by(lambda: _check_optimizer(run), lambda: check_scratch(run))
+        yield from raised_by(lambda: check_scratch(run))
+        yield from missing_package(run)
     if run.stages is not None:
         yield from pipeline_faults(run)
     yield from guard_faults(run)
@@ -83,10 +77,9 @@ def found_wrong(run: Run, is_here: bool) -> Iterator[str]:
 def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     """Likewise of a run that is to start on this machine, by the DeepSpeed config of that name, if any."""
     yield from missing_inputs(run)
-    yield from _of_deepspeed(run, deepspeed)
-    yield from _of_ddp(run, deepspeed)
+    yield from void_here(run, deepspeed)
+    yield from _of_disabled(run)
     yield from _of_meeting(run)
-    yield from _of_builtin_data(run)
     asked = {name: run.given.get(name) is True for name in ("bf16", "fp16")}
     yield from raised_by(
         lambda: check_trackers(_listed(run.value("report_to")), source=run.source("report_to")),
@@ -95,34 +88,11 @@ def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     )
 
 
-def _of_deepspeed(run: Run, deepspeed: str | None) -> Iterator[str]:
-    if wrong := [code for code in run.value("disable_check") or () if not re.fullmatch(r"DS\d{3}", code)]:
-        yield f"{run.said('disable_check')}, but {wrong[0]} is no code, like DS902. docs/check.md lists them."
-    for name in ("disable_check", "nvme_path") if not (deepspeed or deepspeed_by_accelerate(run)) else ():
-        if run.given.get(name) and run.source(name) == COMMAND_LINE:
-            yield f"{run.said(name)}, which does nothing: this run is without DeepSpeed. Add --deepspeed, or drop it."
-
-
-def _of_builtin_data(run: Run) -> Iterator[str]:
-    if "train_file" in run.recipe.flags and not any(run.value(name) for name in ("dataset_name", *FILES)):
-        for name in (name for name in COLUMNS if run.given.get(name)):
-            yield f"{run.said(name)}, which does nothing: built-in data has columns of its own. Give --train_file."
-        for name in (name for name in OF_CHATS if run.value(name) != run.recipe.default(name)):
-            yield f"{run.said(name)}, which does nothing: built-in data has no conversations. Give --train_file."
-
-
-def _of_ddp(run: Run, deepspeed: str | None) -> Iterator[str]:
-    """A YAML may serve several launches, so that the engine which the command line asks for overrules its lines."""
-    by_deepspeed = bool(deepspeed) or deepspeed_by_accelerate(run)
-    if run.stages is not None or not (by_deepspeed or run.value("fsdp") or fsdp_by_accelerate(run)):
-        return  # a pipeline refuses them in words of its own
-    engines = ("deepspeed", "deepspeed_config") if by_deepspeed else ("fsdp",)
-    by = next((name for name in engines if says(run.value(name))), None)
-    engine = run.said(by) if by else "accelerate launch asks for " + ("DeepSpeed" if by_deepspeed else "FSDP")
-    place = run.source(by) if by in (*run.given, "fsdp") else COMMAND_LINE  # that of the launcher
-    for name in (*OF_DDP, *("ddp_backend",) * by_deepspeed):
-        if says(run.given.get(name)) and not is_overruled(run.source(name), place):
-            yield f"{run.said(name)}, which is for DistributedDataParallel, but {engine}. Drop one of the two."
+def _of_disabled(run: Run) -> Iterator[str]:
+    for code in run.value("disable_check") or ():
+        if not re.fullmatch(r"DS\d{3}", code):
+            yield f"{run.said('disable_check')}, but {code} is not a code such as DS902. docs/check.md lists them."
+            return
 
 
 def _of_meeting(run: Run) -> Iterator[str]:
@@ -138,16 +108,6 @@ def _of_meeting(run: Run) -> Iterator[str]:
     port = os.environ.get("MASTER_PORT") or "1"
     if not (COUNT.fullmatch(port) and 0 < int(port) < 2**16):
         yield f"MASTER_PORT is {port!r} in the environment, but a port is a whole number from 1 to 65535."
-
-
-def _check_optimizer(run: Run) -> None:
-    """An optimizer of a package that is missing would end the run once the model is loaded."""
-    name = str(run.value("optim"))
-    package = "torchao" if name.startswith("adamw_torch_") and name.endswith("bit") else None
-    if package is None and ("8bit" in name or "bnb" in name or name.startswith("paged_")):
-        package = "bitsandbytes"
-    if package and importlib.util.find_spec(package) is None:
-        raise RequestError(f"{run.said('optim')}: needs {package}, which is not installed. pip install {package}.")
 
 
 def _listed(value: object) -> list[str]:

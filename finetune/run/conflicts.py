@@ -9,9 +9,10 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
-from finetune.run import schedules
 from finetune.run.mixture import parts_of
+from finetune.run.optimizer import optim_mistakes
 from finetune.run.paths import METRICS
+from finetune.run.schedules import schedule_mistakes
 from finetune.run.sizes import IMAGE_SIZES
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def conflicts(run: Run) -> Iterator[str]:
     yield from _of_order(run)
     yield from _of_evaluations(run)
     yield from _of_encoding(run)
-    yield from schedules.mistakes(run)
-    yield from schedules.optim_mistakes(run)
+    yield from schedule_mistakes(run)
+    yield from optim_mistakes(run)
     yield from _of_metrics(run)
     if "train_dir" in run.recipe.flags:
         yield from _of_images(run)

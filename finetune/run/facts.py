@@ -11,7 +11,7 @@ from finetune.errors import RequestError
 from finetune.run.flags.language import LEAST_BLOCK
 from finetune.run.flags.text import LEAST_TOKENS
 from finetune.run.run import Run
-from finetune.run.sizes import DISTILBERT_POSITIONS, gptlite_shape
+from finetune.run.sizes import gptlite_shape
 from finetune.safe_read import read_json_object
 
 NO_LIMIT = 10**9
@@ -46,7 +46,7 @@ def check_scratch(run: Run) -> None:
     flag = tokens_flag(run)
     if flag is None or run.value("model_name_or_path"):
         return
-    asked, positions, otherwise = run.value(flag), DISTILBERT_POSITIONS, "."
+    asked, positions, otherwise = run.value(flag), NO_LIMIT, "."  # an encoder from scratch has as many as are asked for
     if flag == "block_size":
         said = f"--config_overrides ({run.source('config_overrides')})"
         shape = gptlite_shape(run.value("model_size"), run.value("config_overrides"), said)

@@ -14,7 +14,8 @@ import typing
 from typing import Any
 
 from finetune.run.flag import kind_of
-from finetune.run.snapshot import REQUIRED, SNAPSHOT
+from finetune.run.schedules import parameters_of
+from finetune.run.snapshot import SNAPSHOT
 
 
 def snapshot() -> dict[str, Any]:
@@ -55,14 +56,7 @@ def _schedules() -> dict[str, dict[str, Any]]:
 
     made_by: dict[str, Any] = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
     made_by |= {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": GreedyLR}
-    found = {kind: inspect.signature(maker).parameters.values() for kind, maker in made_by.items()}
-    empty = inspect.Parameter.empty
-    return {
-        kind: {
-            one.name: REQUIRED if one.default is empty else one.default for one in every if one.name not in BY_TRAINER
-        }
-        for kind, every in found.items()
-    }
+    return {kind: parameters_of(maker, BY_TRAINER) for kind, maker in made_by.items()}
 
 
 def _optim_args() -> dict[str, list[str]]:

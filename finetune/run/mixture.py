@@ -11,6 +11,7 @@ from pathlib import Path
 from finetune.errors import RequestError
 
 WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
+MOST_FILES = 1_000
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Part:
 def parts_of(given: str | Sequence[str] | None) -> tuple[Part, ...]:
     """What --train_file names. Raises RequestError for weights that cannot be."""
     words = [given] if isinstance(given, str) else list(given or ())
+    if len(words) > MOST_FILES:
+        raise RequestError(f"--train_file names {len(words):,} files; at most {MOST_FILES:,} are mixed. Join some.")
     split = [_split(word) for word in words]
     weights = [weight for _, weight in split]
     said = f"--train_file {' '.join(words)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ def missing_inputs(run: Any) -> Iterator[str]:
     """What the run is to read and is not there, each with what is there instead."""
     for flag in run.recipe.flags.values():
         if flag.path in KINDS:
-            faults = [KINDS[flag.path](name) for name in named_in(run.value(flag.name))]
-            yield from (f"{run.said(flag.name)}, but {fault}" for fault in faults if fault)
+            faults = filter(None, map(KINDS[flag.path], named_in(run.value(flag.name))))
+            yield from (f"{run.said(flag.name)}, but {fault}" for fault in islice(faults, SHOWN))
 
 
 def named_in(value: Any) -> list[str]:

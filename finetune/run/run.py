@@ -12,6 +12,7 @@ from finetune.run.parse import Setting
 from finetune.run.recipe import ENGINE_FLAG, PIPELINE, TRAINER, Recipe
 
 Group = TypeVar("Group")
+SHOWN_CHARACTERS = 1_000  # of a value: a list may have thousands
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Run:
 
     def said(self, name: str) -> str:
         """How an error begins: the flag, its value, and where it came from."""
-        return f"--{name} is {self.value(name)!r} ({self.source(name)})"
+        shown = repr(self.value(name))
+        shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}..."
+        return f"--{name} is {shown} ({self.source(name)})"
 
     def source(self, name: str) -> str:
         return self.settings[name].source if name in self.settings else "default"

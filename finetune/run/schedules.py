@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from finetune.run.flag import NUMBER
 from finetune.run.snapshot import REQUIRED, snapshot
 
 if TYPE_CHECKING:
@@ -73,14 +72,15 @@ SHAPES = ("linear", "cosine", "1-sqrt")
 WORDS = {"warmup_type": SHAPES, "decay_type": SHAPES, "mode": ("min", "max"), "threshold_mode": ("rel", "abs")}
 
 
-def mistakes(run: Run) -> Iterator[str]:
+def schedule_mistakes(run: Run) -> Iterator[str]:
     """In the kwargs of a schedule."""
     kind, given = str(run.value("lr_scheduler_type")), run.value("lr_scheduler_kwargs") or {}
     rule = RULES[Schedule(kind)] if kind in tuple(Schedule) else None
-    known = _parameters(rule) if rule else snapshot()["schedules"].get(kind)
+    known = parameters_of(rule, ("total",)) if rule else snapshot()["schedules"].get(kind)
     if known is None or kind.startswith("constant"):  # which take none, as is said of them
         return
-    said = f"{run.said('lr_scheduler_type')}, with --lr_scheduler_kwargs {given}"
+    kwargs = f"and {run.said('lr_scheduler_kwargs')}" if given else "without --lr_scheduler_kwargs"
+    said = f"{run.said('lr_scheduler_type')}, {kwargs}"
     if found := _fault(known, given if isinstance(given, dict) else {str(given): None}, ONE_OF.get(kind)):
         yield f"{said}: {found}. It takes {', '.join(known) or 'none'}."
     elif kind == "polynomial" and given.get("lr_end", known["lr_end"]) >= run.value("learning_rate"):
@@ -92,9 +92,11 @@ def mistakes(run: Run) -> Iterator[str]:
             yield f"{said}: {error}."
 
 
-def _parameters(rule: Callable[..., Rule]) -> dict[str, Any]:
-    given = list(inspect.signature(rule).parameters.items())[1:]
-    return {name: REQUIRED if one.default is inspect.Parameter.empty else one.default for name, one in given}
+def parameters_of(maker: Callable[..., Any], left_out: Container[str]) -> dict[str, Any]:
+    """What a schedule may be given: by name the default, or REQUIRED."""
+    every = inspect.signature(maker).parameters.values()
+    empty = inspect.Parameter.empty
+    return {one.name: REQUIRED if one.default is empty else one.default for one in every if one.name not in left_out}
 
 
 def _fault(known: Mapping[str, Any], given: Mapping[str, Any], one_of: Sequence[str] | None) -> str:
@@ -114,32 +116,6 @@ def _fault(known: Mapping[str, Any], given: Mapping[str, Any], one_of: Sequence[
         if not (is_word or (value is None and usual is None) or (type(value) in (int, float) and math.isfinite(value))):
             return f"{name} is {value!r}, and must be a number"
     return ""
-
-
-def optim_mistakes(run: Run) -> Iterator[str]:
-    """In --optim_args, of which the Trainer takes what its optimizer knows, and passes the rest over."""
-    text, optim = run.value("optim_args"), run.value("optim")
-    if not text or optim.startswith("rmsprop_bnb"):  # to which any are handed on
-        return
-    known = snapshot()["optim_args"].get(optim, [])
-    pairs = [pair.partition("=") for pair in str(text).replace(" ", "").split(",")]
-    for name, equals, value in pairs:
-        if not name:
-            yield f"{run.said('optim_args')}: there is a comma too many. Write name=value, with commas between."
-        elif name not in known:
-            takes = f"{', '.join(known)} alone" if known else "none. Drop it"
-            yield f"{run.said('optim_args')}, with {name}, but {run.said('optim')}, which takes {takes}."
-        elif not equals or not value:
-            yield f"{run.said('optim_args')}: {name} has no value. Write name=value, with commas between."
-        elif not (name in NO_NUMBERS or name.endswith("_dtype") or NUMBER.fullmatch(value)):
-            yield f"{run.said('optim_args')}: {name} is {value!r}, and must be a number."
-
-
-# transformers 5.23, trainer_optimizer.py: switches and words.
-NO_NUMBERS = (
-    *("nesterov", "centered", "use_kahan_summation", "bf16_stochastic_round", "decouple_lr", "kahan_sum"),
-    *("proj", "proj_type", "scale_type"),
-)
 
 
 def rule_of(kind: Any, total: int, given: dict[str, Any] | None) -> Rule | None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.run.conflicts import BY_METRIC
+from finetune.run.conflicts import BY_METRIC, FILES
+from finetune.run.engine import deepspeed_by_accelerate, fsdp_by_accelerate
 from finetune.run.files import RUN_RECORD
 from finetune.run.flags.adapter import OF_NEW_ADAPTERS
-from finetune.run.flags.compression import HOOKS, KEEPS_ERRORS
+from finetune.run.flags.compression import HOOKS, KEEPS_ERRORS, OF_DDP
 from finetune.run.flags.guards import POLICIES
-from finetune.run.flags.profiling import OF_DEEPSPEED
+from finetune.run.flags.language import OF_CHATS
+from finetune.run.flags.profiling import OF_DEEPSPEED as OF_PROFILES
+from finetune.run.optimizer import without_args
 from finetune.run.parse import COMMAND_LINE
 from finetune.run.run import Run
 
@@ -107,14 +111,15 @@ VOID = (
     Void(("encoding",), "train_file", (None,), "It is of files. Drop it.", unless=("validation_file", "test_file")),
     Void(("class_weights", "label_smoothing_factor"), "task", ("regression",), "It is for classes. Drop it."),
     Void(("label_smoothing_factor",), "task", ("multi_label_classification",), "It is for one label a row. Drop it."),
-    Void(("optim_args", "optim_target_modules"), "optim", ("adamw_torch", "adamw_torch_fused", "adafactor")),
+    Void(("optim_args",), "optim", without_args(), "It takes none. Drop it."),
+    Void(("optim_target_modules",), "optim", ("adamw_torch", "adamw_torch_fused", "adafactor")),
     Void(("tokenizer", "bpe_vocab_size"), "tokenizer_name", GIVEN),
     Void(("bpe_vocab_size",), "tokenizer", ("char", "byte"), "Give --tokenizer bpe."),
     Void(("validation_fraction", "validation_split_percentage"), "validation_file", GIVEN),
     Void(("validation_fraction",), "validation_dir", GIVEN),
     Void(("test_file", "test_dir", "max_predict_samples"), "do_predict", (False,), "Add --do_predict True.", True),
     Void(("sample_prompt", "sample_temperature"), "sample_tokens", (0,)),
-    Void(("profile_first_step",), "profile", (0,), "Give --profile the number of steps.", unless=OF_DEEPSPEED[:2]),
+    Void(("profile_first_step",), "profile", (0,), "Give --profile the number of steps.", unless=OF_PROFILES[:2]),
     Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
     Void(("comm_hook_start_steps",), "ddp_comm_hook", tuple(one for one in HOOKS if one not in KEEPS_ERRORS)),
     Void(("powersgd_rank",), "ddp_comm_hook", tuple(one for one in HOOKS if one != "powersgd")),
@@ -122,12 +127,59 @@ VOID = (
     Void(("resume_changed",), "resume", (None,), "Add --resume auto, or drop it."),
 )
 
+OTHER_DATA = ("dataset_name", *FILES[1:])
+COLUMNS = (
+    *("text_column_name", "text_column_names", "tokens_column_name"),
+    *("label_column_name", "label_column_names", "tags_column_name"),
+)
+# Of a run that is to start here: of another, data may be named later.
+VOID_HERE = (
+    Void(COLUMNS, "train_file", (None,), "Built-in data has columns of its own. Give --train_file.", unless=OTHER_DATA),
+    Void(OF_CHATS, "train_file", (None,), "Built-in data has no conversations. Give --train_file.", unless=OTHER_DATA),
+)
+DDP, DEEPSPEED, FSDP = "DistributedDataParallel", "DeepSpeed", "FSDP"
+# By engines, the flags that no other reads (transformers 5.23, trainer.py and training_args.py; the last two are ours).
+# A pipeline refuses those of the Trainer in words of its own.
+OF_ENGINES: dict[tuple[str, ...], tuple[str, ...]] = {
+    (DDP,): OF_DDP,
+    (DDP, FSDP): ("ddp_backend",),
+    (DEEPSPEED,): ("disable_check", "nvme_path"),
+}
 
-def settle_void(run: Run) -> tuple[Run, list[str]]:
+
+def void_here(run: Run, deepspeed: str | None) -> Iterator[str]:
+    """What is void in a run that is to start on this machine, by the DeepSpeed config of that name, if any."""
+    yield from settle_void(run, VOID_HERE)[1]
+    if run.stages is not None:
+        return
+    engine, said, place = _engine(run, deepspeed)
+    for engines, flags in OF_ENGINES.items():
+        for name in flags if engine not in engines else ():
+            if says(run.given.get(name)) and not is_overruled(run.source(name), place):
+                yield f"{run.said(name)}, which is for {' and '.join(engines)}, but {said}."
+
+
+def _engine(run: Run, deepspeed: str | None) -> tuple[str, str, str]:
+    """Which one trains, how an error says it, and where it was asked for. A YAML may serve several launches, so that
+    the engine which the command line asks for overrules its lines."""
+    flags: tuple[str, ...]
+    if deepspeed or deepspeed_by_accelerate(run):
+        engine, flags = DEEPSPEED, ("deepspeed", "deepspeed_config")
+    elif run.value("fsdp") or fsdp_by_accelerate(run):
+        engine, flags = FSDP, ("fsdp",)
+    else:
+        return DDP, "this run is without DeepSpeed. Add --deepspeed, or drop it", COMMAND_LINE
+    by = next((name for name in flags if says(run.value(name))), None)
+    said = run.said(by) if by else f"accelerate launch asks for {engine}"
+    said += ". Drop one of the two"
+    return engine, said, run.source(by) if by in (*run.given, "fsdp") else COMMAND_LINE  # that of the launcher
+
+
+def settle_void(run: Run, rows: Sequence[Void] = VOID) -> tuple[Run, list[str]]:
     """The run without what is void, and what is wrong. The command line overrules a YAML here, too, and of a run's
     record, which has defaults beside what was said, one line the other. The rest is a mistake, or implied."""
     mistakes: list[str] = []
-    for row in VOID:
+    for row in rows:
         if row.by not in run.recipe.flags or not _is_void(row, run):
             continue
         for name in row.flags:

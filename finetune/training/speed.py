@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from array import array
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,9 @@ from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
 from finetune.data.packing import REAL_TOKENS
-from finetune.plan.machine import find_machine, machine_names
+from finetune.errors import RequestError
+from finetune.plan.machine import find_machine
 
-# Of GPUs without a profile in finetune/plan/machines: dense bf16 or fp16 tensor-core peaks in FLOP/s (NVIDIA's data
-# sheets, the figures without sparsity).
-OTHER_PEAKS = {"H100 NVL": 835e12, "L40S": 362e12, "A10": 125e12}
 # 2 forward, 4 backward, for each parameter that a token is multiplied with; attention's own products are left out
 # (Kaplan et al., arXiv 2001.08361, section 2.1).
 FLOPS_PER_PARAM_AND_TOKEN = 6
@@ -38,16 +37,15 @@ def multiplied_parameters(model: Any) -> int:
 
 
 def peak_flops() -> float | None:
-    """The half-precision peak of this GPU in FLOP/s; None on a CPU or an unknown GPU."""
+    """The half-precision peak of this GPU in FLOP/s, by its file in finetune/plan/machines; None on a CPU or a GPU that
+    has none."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name().replace("RTX ", "RTX")
-    if (other := next((part for part in OTHER_PEAKS if re.search(rf"\b{part}\b", name)), None)) is not None:
-        return OTHER_PEAKS[other]
-    # The very card before another with the same chip: an H100-PCIe is slower than an H100-80GB.
-    cards = sorted(machine_names(), key=lambda card: card.replace("-", " ") not in name)
-    card = next((card for card in cards if re.search(rf"\b{card.partition('-')[0]}\b", name)), None)
-    return None if card is None else find_machine(card).peak_flops.get("fp16")
+    card = torch.cuda.get_device_name()
+    for name in (card, re.sub("pcie", "", card, flags=re.IGNORECASE)):  # an A100 has one peak, on any board
+        with suppress(RequestError):
+            return find_machine(name).peak_flops.get("fp16")
+    return None
 
 
 def wall_clock(start: float) -> float:

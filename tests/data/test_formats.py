@@ -11,7 +11,7 @@ from conftest import REPO
 
 from finetune.data.causal_lm import prepare_corpus
 from finetune.data.first_look import look_at_columns
-from finetune.data.formats import LAYOUTS, find_format
+from finetune.data.formats import FORMATS, find_format
 from finetune.data.packing import IGNORED
 from finetune.data.tokenizer import train_text_tokenizer
 from finetune.errors import RequestError
@@ -182,7 +182,7 @@ def test_every_command_of_the_documentation_is_understood(
 
 def test_the_documentation_has_every_format() -> None:
     assert len(COMMANDS) >= 2
-    for name, needed, _ in LAYOUTS:
+    for name, needed, _ in FORMATS:
         assert name in DOCS
         assert all(f"`{column}`" in DOCS or "/" in name for column in needed)
 

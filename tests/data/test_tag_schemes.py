@@ -12,6 +12,7 @@ from seqeval.metrics.sequence_labeling import get_entities
 from finetune.data.tag_schemes import find_scheme, read_conll, spelt_alike, to_bio
 from finetune.errors import RequestError
 
+SAID = "--train_file a.conll"
 BIO = "B-a I-a O B-a B-a I-a B-b I-b I-b O".split()
 IN_SCHEMES = {
     "BIO": BIO,
@@ -23,7 +24,7 @@ IN_SCHEMES = {
 
 @pytest.mark.parametrize("name", IN_SCHEMES)
 def test_every_scheme_is_told_and_says_the_same(name: str) -> None:
-    scheme, _ = find_scheme([IN_SCHEMES[name]])
+    scheme, _ = find_scheme([IN_SCHEMES[name]], SAID)
     assert scheme.name == name
     assert to_bio(IN_SCHEMES[name], scheme) == BIO
 
@@ -31,14 +32,14 @@ def test_every_scheme_is_told_and_says_the_same(name: str) -> None:
 @given(st.lists(st.sampled_from(["O", *(f"{p}-{t}" for p in "BILU" for t in "xy")]), max_size=12))
 def test_bio_says_what_seqeval_reads_in_any_tags(tags: list[str]) -> None:
     """Broken tags among them: seqeval's own reading is the judge. It knows U by the name S, and no L but E."""
-    made = to_bio(tags, find_scheme([["B-x", "L-x"]])[0])
+    made = to_bio(tags, find_scheme([["B-x", "L-x"]], SAID)[0])
     spelled = [tag.replace("U-", "S-").replace("L-", "E-") for tag in tags]
     assert get_entities(made) == get_entities(spelled)
     assert all(tag[0] != "I" or before[2:] == tag[2:] for before, tag in zip(["O", *made], made, strict=False))
 
 
 def test_an_entity_that_goes_on_from_nothing_is_begun_and_counted() -> None:
-    scheme, note = find_scheme([["O", "I-a", "I-b"], ["B-a", "I-a"]])
+    scheme, note = find_scheme([["O", "I-a", "I-b"], ["B-a", "I-a"]], SAID)
     assert scheme.name == "BIO"
     assert note.startswith("2 tags I- go on with an entity that did not begin")
     assert to_bio(["O", "I-a", "I-b"], scheme) == ["O", "B-a", "B-b"]
@@ -46,9 +47,9 @@ def test_an_entity_that_goes_on_from_nothing_is_begun_and_counted() -> None:
 
 def test_plain_types_are_entities_of_neighbours_where_some_words_have_none_and_else_of_a_word_each() -> None:
     names = ["PER", "PER", "O", "LOC"]
-    assert to_bio(names, find_scheme([names])[0]) == ["B-PER", "I-PER", "O", "B-LOC"]
+    assert to_bio(names, find_scheme([names], SAID)[0]) == ["B-PER", "I-PER", "O", "B-LOC"]
     speech = ["NOUN", "NOUN", "VERB"]
-    assert to_bio(speech, find_scheme([speech])[0]) == ["B-NOUN", "B-NOUN", "B-VERB"]
+    assert to_bio(speech, find_scheme([speech], SAID)[0]) == ["B-NOUN", "B-NOUN", "B-VERB"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_plain_types_are_entities_of_neighbours_where_some_words_have_none_and_e
     ],
 )
 def test_a_prefix_in_another_spelling_is_read_and_said(tags: str, read_as: str) -> None:
-    rows, note = spelt_alike([tags.split(), None])
+    rows, note = spelt_alike([tags.split(), None], SAID)
     assert rows == [read_as.split(), []]
     changed = sorted((old, new) for old, new in zip(tags.split(), read_as.split(), strict=True) if old != new)
     assert note == "tags are rewritten: {} is read as {}".format(*changed[0])
@@ -77,7 +78,7 @@ def test_a_prefix_in_another_spelling_is_read_and_said(tags: str, read_as: str) 
     "tags", ["B-PER I-PER O", "PER LOC O", "NOUN V.fin N-pl", "s_1 t_2", "a o u", "B-B_x I-B_x", "O"]
 )
 def test_tags_that_are_spelt_as_ever_stay_as_they_are(tags: str) -> None:
-    assert spelt_alike([tags.split()]) == ([tags.split()], "")
+    assert spelt_alike([tags.split()], SAID) == ([tags.split()], "")
 
 
 @pytest.mark.parametrize(
@@ -94,8 +95,8 @@ def test_tags_that_are_spelt_as_ever_stay_as_they_are(tags: str) -> None:
     ],
 )
 def test_mixtures_and_numbers_are_refused(tags: str, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
-        find_scheme(spelt_alike([tags.split()])[0])
+    with pytest.raises(RequestError, match=f"{SAID}: .*({said})"):
+        find_scheme(spelt_alike([tags.split()], SAID)[0], SAID)
 
 
 CONLL = "-DOCSTART- -X- O O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\n\nPeter NNP B-NP I-PER\n"

@@ -90,7 +90,7 @@ def test_a_trained_models_tags_keep_their_ids() -> None:
         pytest.param(
             {"train": table(tags=[[1] * 5, [1, 1], [1, 1]])}, r"holds no names of tags, but \[1, 1, 1", id="ids"
         ),
-        pytest.param({"train": table(tags=[["O"] * 5, ["O"] * 2, ["O"] * 2])}, "every word .* is tagged O", id="all O"),
+        pytest.param({"train": table(tags=[["O"] * 5, ["O"] * 2, ["O"] * 2])}, "every word is tagged O", id="all O"),
         pytest.param(
             {"train": table(), "validation": table([["a"]], [["B-ORG"]])}, r"entities .*: 'ORG' \(1", id="new"
         ),

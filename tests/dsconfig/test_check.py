@@ -80,6 +80,7 @@ def test_what_deepspeed_has_two_forms_of_is_mended_to_one(zero: str, says: str, 
         ({"comment": "of ours"}, "trainer", "warning", "'comment' is no key .* Delete it."),
         ({"checkpointing": {"every": 5}}, "trainer", "warning", "checkpointing is no key .* Delete it."),
         ({"max_grad_norm": 0.5}, "trainer", "error", "Its place is gradient_clipping."),
+        ({"bf16": {"enabled": True, "loss_scale": 1}}, "trainer", "error", "It is fp16's, .* Delete it."),
         ({"fp16": {"fp16": True}}, "deepspeed", "error", "fp16.fp16 is no key .* Delete it."),
         ({f"of_ours_{key}": key for key in "abcdef"}, "trainer", "warning", "of_ours_c and 3 more are no keys"),
         ({"bfloat16": {"enabled": True}}, "trainer", "warning", "the run then trains in fp32"),
@@ -171,6 +172,12 @@ def test_what_nobody_reads_is_a_warning_and_a_slip_an_error() -> None:
     config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "comms_config": {}, "monitor_config": {}}
     assert [placed.is_error for placed in check(json.dumps(config), a_run()).found] == [False, False]
     assert check(json.dumps({**config, "train_micro_batch_size": 1}), a_run()).errors != []
+
+
+def test_clipping_that_is_said_in_a_wrong_place_is_not_filled_in_by_another_value() -> None:
+    config = {"zero_optimization": {"stage": 2}, "max_grad_norm": 0.5}
+    assert [placed.finding.code for placed in check(json.dumps(config), a_run(arguments={})).found] == ["DS101"]
+    assert "gradient_clipping" not in json.loads(mended(json.dumps(config), a_run(arguments={})))
 
 
 def test_clipping_goes_where_deepspeed_reads_it() -> None:

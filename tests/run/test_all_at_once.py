@@ -101,7 +101,7 @@ def test_a_yaml_that_cannot_be_read_hides_no_typo_of_the_command_line(tmp_path: 
         ("seq_cls", "--metrics f1 f1", "names f1 twice"),
         ("causal_lm", "--streaming True --max_steps 5 --tokenizer byte", "there is nothing to stream"),
         ("causal_lm", "--block_size 4000", "--block_size is 4000 (command line), but the model has 128 positions"),
-        ("seq_cls", "--max_seq_length 600", "but the model has 512 positions"),
+        ("seq_cls", "--max_seq_length 1", "--max_seq_length is 1 (command line), but it must be 8 or more"),
         ("causal_lm", "--config_overrides foo=1", "--config_overrides (command line) foo=1: a GPT-lite has no such"),
         ("seq_cls", "--train_file a.csv --label_column_name nope", "has no column 'nope'"),
         ("seq_cls", "--train_file a.parquet --text_column_names nope", "has no column 'nope'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import REPO
 
 from finetune.errors import RequestError
@@ -140,11 +141,11 @@ def test_saves_that_go_with_evaluations_are_taken(words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--disable_check ds501 --deepspeed zero2", "--disable_check is .* but ds501 is no code"),
-        ("--disable_check DS501,DS502 --deepspeed zero2", "but DS501,DS502 is no code"),
-        ("--disable_check DS501", "which does nothing: this run is without DeepSpeed"),
-        ("--nvme_path disk", "--nvme_path is .* which does nothing"),
-        ("--text_column_names a", "--text_column_names is .* built-in data has columns of its own"),
+        ("--disable_check ds501 --deepspeed zero2", "--disable_check is .* but ds501 is not a code such as DS902"),
+        ("--disable_check DS501,DS502 --deepspeed zero2", "but DS501,DS502 is not a code"),
+        ("--disable_check DS501", "is for DeepSpeed, but this run is without DeepSpeed. Add --deepspeed"),
+        ("--nvme_path disk", "--nvme_path is .* is for DeepSpeed, but"),
+        ("--text_column_names a", "--text_column_names is .* Built-in data has columns of its own"),
         ("--label_column_name a", "--label_column_name is 'a' .* Give --train_file"),
         ("--optim_args a=1", "--optim_args is 'a=1' .* which does nothing: --optim is "),
     ],
@@ -152,6 +153,12 @@ def test_saves_that_go_with_evaluations_are_taken(words: str) -> None:
 def test_what_a_run_on_this_machine_would_pass_over_is_refused(words: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=said):
         resolve_here(SEQ_CLS, [*words.split(), "--output_dir", str(tmp_path / "out")], Launch())
+
+
+@pytest.mark.parametrize("recipe", [SEQ_CLS, TOKEN_CLS], ids=lambda recipe: recipe.name)
+def test_an_encoder_from_scratch_reads_as_many_tokens_as_are_asked_for(recipe: Recipe, tmp_path: Path) -> None:
+    words = ["--max_seq_length", "1024", "--output_dir", str(tmp_path / "out")]
+    assert resolve_here(recipe, words, Launch()).value("max_seq_length") == 1024
 
 
 def test_a_static_graph_is_for_steps_of_one_micro_batch() -> None:
@@ -164,10 +171,24 @@ def test_a_static_graph_is_for_steps_of_one_micro_batch() -> None:
 
 def test_a_yaml_of_more_lines_than_any_recipe_has_flags_is_refused_at_once(tmp_path: Path) -> None:
     """Each unknown flag is compared with all: 25,000 of them took minutes."""
-    for name, text in (("a", "".join(f"k{i}: 1\n" for i in range(1_001))), ("b", f"metrics: {list(range(1_001))}")):
-        (tmp_path / f"{name}.yaml").write_text(text)
-        with pytest.raises(RequestError, match=r"has 1,001 lines or values; at most 1,000 are read"):
-            resolve(SEQ_CLS, ["--config", str(tmp_path / f"{name}.yaml")], Launch())
+    (tmp_path / "a.yaml").write_text("".join(f"k{i}: 1\n" for i in range(1_001)))
+    with pytest.raises(RequestError, match=r"has 1,001 lines; at most 1,000 are read"):
+        resolve(SEQ_CLS, ["--config", str(tmp_path / "a.yaml")], Launch())
+
+
+def test_a_yaml_may_name_thousands_of_columns_as_a_runs_record_does(tmp_path: Path) -> None:
+    names = [f"label_{i}" for i in range(5_000)]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"train_file": "a.csv", "label_column_names": names}))
+    run = resolve(SEQ_CLS, ["--config", str(tmp_path / "recipe.yaml")], Launch(), is_here=False)
+    assert run.value("label_column_names") == names
+
+
+@pytest.mark.parametrize("line", ["metrics: {}", "train_file: {}"])
+def test_of_thousands_of_values_that_are_wrong_the_first_are_said(line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(line.format([f"m{i}" for i in range(5_000)]))
+    with pytest.raises(RequestError, match=r"--metrics is \['m0', .*\.\.\. \(|names 5,000 files; at most 1,000") as met:
+        resolve_here(SEQ_CLS if "metrics" in line else CAUSAL_LM, ["--config", str(tmp_path / "a.yaml")], Launch())
+    assert len(str(met.value)) < 20_000
 
 
 def test_several_are_said_at_once() -> None:

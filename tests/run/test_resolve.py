@@ -141,7 +141,7 @@ def test_a_key_that_is_twice_in_a_yaml_is_refused(tmp_path: Path) -> None:
         ("seed: &a 1\nmax_steps: *a\n", r"c\.yaml:2:12: .* has an alias"),
         ("lr_scheduler_kwargs: {<<: {a: 1}}\n", r"c\.yaml:1:23: .* has a merge key"),
         ("<<: 1\n", r"c\.yaml:1:1: .* has a merge key"),
-        ("".join(f"key_{i}: 1\n" for i in range(1001)), r"c\.yaml: has 1,001 lines or values; at most 1,000"),
+        ("".join(f"key_{i}: 1\n" for i in range(1001)), r"c\.yaml: has 1,001 lines; at most 1,000"),
         (f"seed: {'9' * 400}\n", r"--seed .*must be a whole number"),
         (f"learning_rate: {'9' * 400}\n", r"--learning_rate .*must be a number"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,20 +123,7 @@ def test_what_is_taken_transformers_takes(kind: str) -> None:
     get_scheduler(kind, one(), 2, 10, given)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--optim_args foo=1", r"with foo, but --optim is 'adamw_torch_fused' \(default\), which takes none"),
-        ("--optim sgd --optim_args mom=1", "which takes dampening, momentum, nesterov, weight_decay alone"),
-        ("--optim sgd --optim_args momentum", "momentum has no value"),
-        ("--optim sgd --optim_args momentum=much", "momentum is 'much', and must be a number"),
-        ("--optim adamw_8bit --optim_args beta3=1", "takes none"),
-    ],
-)
-def test_what_an_optimizer_does_not_take_is_refused(words: str, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
-        resolve(SEQ_CLS, words.split(), Launch(), is_here=False)
-
-
-def test_what_an_optimizer_takes_is_taken() -> None:
-    resolve(SEQ_CLS, ["--optim", "sgd", "--optim_args", "momentum=0.9, nesterov=True"], Launch(), is_here=False)
+def test_kwargs_of_a_schedule_are_named_by_their_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("lr_scheduler_type: cosine\nlr_scheduler_kwargs: {foo: 1}\n")
+    with pytest.raises(RequestError, match=r"--lr_scheduler_kwargs is {'foo': 1} \(.*a\.yaml line 2\): foo is unknown"):
+        resolve(SEQ_CLS, ["--config", str(tmp_path / "a.yaml")], Launch(), is_here=False)

@@ -22,7 +22,7 @@ from finetune.run.recipes.image_cls import IMAGE_CLS
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.resolve import resolve, resolve_here
 from finetune.run.run import Run
-from finetune.run.void import GIVEN, VOID, Void, says, settle_void
+from finetune.run.void import GIVEN, OF_ENGINES, VOID, VOID_HERE, Void, says, settle_void
 
 YAML_LINE = "a.yaml line 1"
 
@@ -39,7 +39,7 @@ def value_of(flag: Flag) -> Any:
 def cases() -> Iterator[Any]:
     """Each row on each recipe that has both of its flags."""
     for recipe in RECIPES:
-        for row in VOID:
+        for row in (*VOID, *VOID_HERE):
             for name in (name for name in row.flags if {name, row.by} <= set(recipe.flags)):
                 yield pytest.param(recipe, row, name, id=f"{recipe.name}-{name}-{row.by}")
 
@@ -48,7 +48,7 @@ def settled(recipe: Recipe, flags: dict[str, tuple[Any, str]]) -> tuple[Run, lis
     """As `resolve` does, before anything else is looked at."""
     run = resolve(recipe, [], Launch(), is_here=False)
     given = {name: Setting(value, source) for name, (value, source) in flags.items()}
-    return settle_void(replace(run, settings={**run.settings, **given}, notes=()))
+    return settle_void(replace(run, settings={**run.settings, **given}, notes=()), (*VOID, *VOID_HERE))
 
 
 def voiding(recipe: Recipe, row: Void) -> Any:
@@ -102,7 +102,8 @@ def test_flags_that_go_together_are_taken(recipe: Recipe) -> None:
 
 def test_every_flag_of_the_table_is_some_recipes() -> None:
     known = {name for recipe in RECIPES for name in recipe.flags}
-    assert {name for row in VOID for name in (*row.flags, row.by, *row.unless)} <= known
+    assert {name for row in (*VOID, *VOID_HERE) for name in (*row.flags, row.by, *row.unless)} <= known
+    assert {name for flags in OF_ENGINES.values() for name in flags} <= known
 
 
 def test_save_steps_alone_saves_by_steps() -> None:
@@ -199,9 +200,10 @@ def test_early_stopping_without_the_best_model_goes_by_the_loss() -> None:
 
 @pytest.mark.parametrize("flag", ["--train_on last", "--chat_template chatml", "--reasoning strip"])
 def test_built_in_data_has_no_conversations(flag: str, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=rf"{flag.split()[0]} is .*\(command line\).* has no conversations"):
+    with pytest.raises(
+        RequestError, match=rf"{flag.split()[0]} is .*\(command line\).*Built-in data has no conversations"
+    ):
         starting(CAUSAL_LM, flag, Launch(), tmp_path)
-    starting(CAUSAL_LM, "--train_on assistant --reasoning keep", Launch(), tmp_path)
 
 
 def test_a_deepspeed_config_and_a_recipes_yaml_in_each_others_place_are_named(tmp_path: Path) -> None:

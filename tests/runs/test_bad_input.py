@@ -72,7 +72,7 @@ CASES = [
         id="hub data offline",
     ),
     pytest.param(lambda f: {"model_name_or_path": f}, r"no config\.json; it holds", id="folder without a model"),
-    pytest.param(lambda f: {"max_seq_length": 4096}, "4096 .*, but the model has 512 positions", id="too long"),
+    pytest.param(lambda f: {"max_seq_length": 1}, "is 1 .*, but it must be 8 or more", id="too short"),
     pytest.param(lambda f: {"do_predict": True}, "--do_predict is True .* needs a test split", id="nothing to predict"),
     pytest.param(lambda f: {"report_to": "wandb"}, "WANDB_MODE=offline", id="wandb without a login"),
     pytest.param(lambda f: {"do_train": False}, "there is no trained model", id="evaluation of random weights"),

@@ -11,7 +11,7 @@ from jinja2.exceptions import TemplateError
 
 from finetune.data.chat.remarks import remarks_on
 from finetune.data.chat.sentinels import sentinels
-from finetune.data.chat.spans import Layout, Span, marks_of
+from finetune.data.chat.spans import Span, Writing, marks_of
 from finetune.data.chat.templates import DEFAULT_TEMPLATE
 from finetune.data.chat.turns import ASSISTANT, QUOTED_CHARACTERS, Turn, quoted, tools_of, turns_of
 from finetune.errors import RequestError
@@ -92,19 +92,19 @@ def _encoded(tokenizer: Any, turns: list[Turn], tools: Schemas, learning: Learni
             f"{type(tokenizer).__name__} does not say which characters its tokens are of, and so not which are the "
             "assistant's. Give a folder with a tokenizer.json by --tokenizer_name."
         )
-    layout = Layout(render, turns, marks_of(tokenizer))
+    writing = Writing(render, turns, marks_of(tokenizer))
     learns_all = learning.train_on == "all"
-    spans = [] if learns_all else _spans(tokenizer, layout, tools)
+    spans = [] if learns_all else _spans(tokenizer, writing, tools)
     last = max((i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT), default=-1)
     spans = [span for span in spans if turns[span.turn].get("weight") != 0]
     if learning.train_on == "last":
         spans = [span for span in spans if span.turn == last]
-    encoded = tokenizer(layout.whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = tokenizer(writing.whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = list(encoded["input_ids"])
     learnt = [True] * len(ids) if learns_all else _learnt(encoded["offset_mapping"], spans)
-    ignores_tools = bool(tools) and layout.whole == _without_tools(tokenizer, turns)
+    ignores_tools = bool(tools) and writing.whole == _without_tools(tokenizer, turns)
     twice = ids[:2] == [tokenizer.bos_token_id] * 2
-    remarks = remarks_on(turns, spans, layout.left_out, layout.whole, ignores_tools, twice)
+    remarks = remarks_on(turns, spans, writing.left_out, writing.whole, ignores_tools, twice)
     return Encoded(ids, learnt, remarks)
 
 
@@ -115,18 +115,18 @@ def _without_tools(tokenizer: Any, turns: list[Turn]) -> str | None:
         return None
 
 
-def _spans(tokenizer: Any, layout: Layout, tools: Schemas) -> list[Span]:
+def _spans(tokenizer: Any, writing: Writing, tools: Schemas) -> list[Span]:
     """By the template's own marks, if it has any. Where jinja has them, by transformers 5.23, is wrong within a macro
     (utils/chat_template_utils.py, _generation_support): sentinels are put in their places."""
     template = template_of(tokenizer, tools)
     if not GENERATION.search(template):
-        return layout.spans()
-    begins, ends = sentinels(layout.whole + template)
+        return writing.spans()
+    begins, ends = sentinels(writing.whole + template)
     template = GENERATION.sub(rf"{{%\1 if true %}}{begins}{{% if true \2%}}", template)
     template = END_GENERATION.sub(rf"{{%\1 endif %}}{ends}{{% endif \2%}}", template)
-    marked = rendered(tokenizer, layout.turns, tools, template=template)
-    if re.sub(f"{begins}|{ends}", "", marked) != layout.whole:
-        return layout.spans()
+    marked = rendered(tokenizer, writing.turns, tools, template=template)
+    if re.sub(f"{begins}|{ends}", "", marked) != writing.whole:
+        return writing.spans()
     places, begin, taken = [], 0, 0
     for match in re.finditer(f"{begins}|{ends}", marked):
         if match[0] == begins:
@@ -134,19 +134,19 @@ def _spans(tokenizer: Any, layout: Layout, tools: Schemas) -> list[Span]:
         elif begin < match.start() - taken:
             places.append((begin, match.start() - taken))
         taken += len(match[0])
-    return [span for i, place in enumerate(places) if (span := _marked(layout, i, place, len(places)))]
+    return [span for i, place in enumerate(places) if (span := _marked(writing, i, place, len(places)))]
 
 
-def _marked(layout: Layout, number: int, place: tuple[int, int], places: int) -> Span | None:
+def _marked(writing: Writing, number: int, place: tuple[int, int], places: int) -> Span | None:
     """What one of so many `places` is that a template marks; None for an empty turn."""
-    own = [i for i, turn in enumerate(layout.turns) if turn["role"] == ASSISTANT]
+    own = [i for i, turn in enumerate(writing.turns) if turn["role"] == ASSISTANT]
     start, end = place
-    within = [i for i in own if any(part.start < end and part.end > start for part in layout.there.get(i, ()))]
-    if layout.located.is_exact and not within:
+    within = [i for i in own if any(part.start < end and part.end > start for part in writing.there.get(i, ()))]
+    if writing.located.is_exact and not within:
         return None
     turn = within[0] if within else own[number] if len(own) == places else own[-1]
-    said = layout.whole[start:end].rstrip()
-    return Span(turn, start, end, any(match.end() == len(said) for match in layout.marks.finditer(said)))
+    said = writing.whole[start:end].rstrip()
+    return Span(turn, start, end, any(match.end() == len(said) for match in writing.marks.finditer(said)))
 
 
 def _learnt(offsets: list[tuple[int, int]], spans: list[Span]) -> list[bool]:

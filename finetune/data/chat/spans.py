@@ -48,7 +48,7 @@ def marks_of(tokenizer: Any) -> re.Pattern[str]:
 
 
 @dataclass
-class Layout:
+class Writing:
     """How a template writes `turns`: `whole`, where the parts of each turn are, and what the assistant's span is."""
 
     render: Render

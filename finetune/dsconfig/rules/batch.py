@@ -190,8 +190,9 @@ def clipping_is_stated(config: Config, run: Context) -> Iterator[Finding]:
     deepspeed 0.19.8, runtime/constants.py, GRADIENT_CLIPPING_DEFAULT; it was 0, no clipping, before, under which
     axolotl#1381 lost its clipping.
     """
-    if config.has("gradient_clipping") or config.has("optimizer.params.max_grad_norm") or not run.has_trainer:
-        return  # DS306 speaks of the second
+    said_of_another = ("max_grad_norm", "optimizer.params.max_grad_norm")  # by DS101 and DS306
+    if any(map(config.has, ("gradient_clipping", *said_of_another))) or not run.has_trainer:
+        return
     wanted = run.arguments.get("max_grad_norm", 1.0)
     clips_at = 1.0 if (run.version("deepspeed") or CLIPS_SINCE) >= CLIPS_SINCE else 0.0
     mend = Put(at("gradient_clipping"), "auto")

@@ -21,7 +21,7 @@ from torch import distributed
 
 from finetune.training.checkpoints.writing import every, of_first
 from finetune.training.guards.movement import Movement
-from finetune.training.guards.verdict import Position, Report, Verdict, judge, position_of
+from finetune.training.guards.verdict import Heartbeat, Position, Verdict, judge, position_of
 
 BEAT_SECONDS = 1.0
 SUSPENDED_SECONDS = 3 * BEAT_SECONDS  # a lap so long: this process was stopped (a cluster suspends a job), or its host
@@ -62,9 +62,9 @@ class Pulse(threading.Thread):
         self.told: Verdict | None = None  # rank 0's
         self.has_spoken = False  # here or on another rank: what else is seen now comes of it
         self.movement = Movement(self.world_size, store.port)
-        self.report = Report(self.rank, 0, Position("", "", ""), 0.0, 0.0)
+        self.own = Heartbeat(self.rank, 0, Position("", "", ""), 0.0, 0.0)
         self.since = self.idle_since = time.monotonic()
-        self.seen: dict[int, Report] = {}
+        self.seen: dict[int, Heartbeat] = {}
         self.seen_at = dict.fromkeys(self.others, time.monotonic())
 
     def tick(self) -> None:
@@ -92,7 +92,7 @@ class Pulse(threading.Thread):
             try:
                 self._look()
             except Exception:  # what it does cannot be told; but it lives, and would be taken for dead
-                self.report = replace(self.report, beat=self.report.beat + 1)
+                self.own = replace(self.own, number=self.own.number + 1)
             verdict = None if was_suspended and not self.told else self._verdict()
             if verdict:
                 self._end(verdict)
@@ -113,22 +113,22 @@ class Pulse(threading.Thread):
             with suppress(Exception):  # one beat is lost, whatever it was; where all are, the others say so
                 self._exchange()
         with suppress(Exception):
-            self.report = replace(self.report, beat=self.report.beat + 1, has_left=True)
+            self.own = replace(self.own, number=self.own.number + 1, has_left=True)
             self._tell()
 
     def _look(self) -> None:
         now, found = time.monotonic(), position_of(self.main)
         found = replace(found, key=f"{self.ticks} {found.key}")
-        if found.key != self.report.position.key:
+        if found.key != self.own.position.key:
             self.since = self.idle_since = now
             self.movement.forget()
         elif self.movement.since_last():
             self.idle_since = now
         still, idle = now - self.since, now - self.idle_since
-        self.report = Report(self.rank, self.report.beat + 1, found, still, idle, has_stepped=self.has_stepped())
+        self.own = Heartbeat(self.rank, self.own.number + 1, found, still, idle, has_stepped=self.has_stepped())
 
     def _tell(self) -> None:
-        self.store.set(f"rank {self.rank}", json.dumps(asdict(self.report)))
+        self.store.set(f"rank {self.rank}", json.dumps(asdict(self.own)))
 
     def _exchange(self) -> None:
         self._tell()
@@ -136,9 +136,9 @@ class Pulse(threading.Thread):
             if not self.store.check([f"rank {rank}"]):
                 continue
             content = json.loads(self.store.get(f"rank {rank}"))
-            report = Report(**{**content, "position": Position(**content["position"])})
-            if rank not in self.seen or report.beat != self.seen[rank].beat:
-                self.seen[rank], self.seen_at[rank] = report, time.monotonic()
+            beat = Heartbeat(**{**content, "position": Position(**content["position"])})
+            if rank not in self.seen or beat.number != self.seen[rank].number:
+                self.seen[rank], self.seen_at[rank] = beat, time.monotonic()
         if self.rank and self.store.check([VERDICT]):
             self.told = Verdict(tuple(json.loads(self.store.get(VERDICT))), "")
 
@@ -147,7 +147,7 @@ class Pulse(threading.Thread):
             return self.told
         now = time.monotonic()
         ages = {rank: now - at for rank, at in self.seen_at.items()}
-        known = self.seen if self.rank else {**self.seen, 0: self.report}  # others judge only whether rank 0 is there
+        known = self.seen if self.rank else {**self.seen, 0: self.own}  # others judge only whether rank 0 is there
         return judge(known, ages, self.limit, self.name_of)
 
     def _end(self, verdict: Verdict) -> None:

@@ -38,12 +38,12 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Report:
+class Heartbeat:
     """What a rank tells the others. `still_seconds`: since its main thread has moved; `idle_seconds`: since then, and
     nothing else moved in the process either (no CPU time, no bytes, no disk wait). `has_stepped`: since this start."""
 
     rank: int
-    beat: int
+    number: int
     position: Position
     still_seconds: float
     idle_seconds: float
@@ -92,7 +92,7 @@ class Verdict:
 
 
 def judge(
-    reports: Mapping[int, Report], ages: Mapping[int, float], limit: float, name_of: Callable[[int], str]
+    beats: Mapping[int, Heartbeat], ages: Mapping[int, float], limit: float, name_of: Callable[[int], str]
 ) -> Verdict | None:
     """`ages` are the seconds since each rank's last sign of life, by the clock of the one who judges.
 
@@ -102,40 +102,40 @@ def judge(
     its first step, nor where it saves, or talks to a hub or a tracker, however long it takes.
     """
     silence = min(limit, SILENT_SECONDS)
-    left = {rank for rank, report in reports.items() if report.has_left}
+    left = {rank for rank, beat in beats.items() if beat.has_left}
     silent = [rank for rank, age in sorted(ages.items()) if age >= silence and rank not in left]
     if silent:
-        names = _join([_silent(reports.get(rank), name_of(rank), ages[rank]) for rank in silent])
+        names = _join([_silent(beats.get(rank), name_of(rank), ages[rank]) for rank in silent])
         return Verdict(tuple(silent), names)
-    there = {rank: report for rank, report in sorted(reports.items()) if rank not in left}
-    stuck = [rank for rank, report in there.items() if report.idle_seconds >= limit and _is_a_fault(report)]
-    waiting = [rank for rank, report in there.items() if report.still_seconds >= limit and rank not in stuck]
+    there = {rank: beat for rank, beat in sorted(beats.items()) if rank not in left}
+    stuck = [rank for rank, beat in there.items() if beat.idle_seconds >= limit and _is_a_fault(beat)]
+    waiting = [rank for rank, beat in there.items() if beat.still_seconds >= limit and rank not in stuck]
     if stuck and waiting:
         still = {rank: f"has not moved for {there[rank].idle_seconds:.0f} s (--hang_timeout)" for rank in stuck}
         names = _join([f"{name_of(rank)} {still[rank]}, in {there[rank].position.where}" for rank in stuck])
         others = _join([f"{name_of(rank)} in {_place(there[rank])}" for rank in waiting[:4]])
         return Verdict(tuple(stuck), f"{names}; {others} {'waits' if len(waiting) == 1 else 'wait'} for it")
-    idle = [report for report in there.values() if report.idle_seconds >= limit and report.position.collective]
+    idle = [beat for beat in there.values() if beat.idle_seconds >= limit and beat.position.collective]
     if not len(idle) == len(there) > 1:
         return None
-    names = _join([f"{name_of(rank)} in {_place(report)}" for rank, report in there.items()])
-    if len({report.position.where for report in there.values()}) > 1:
+    names = _join([f"{name_of(rank)} in {_place(beat)}" for rank, beat in there.items()])
+    if len({beat.position.where for beat in there.values()}) > 1:
         return Verdict((), f"the ranks wait for one another in different places: {names}")
     return Verdict((), f"all ranks wait in one place, and nothing moves between them ({names}): look at the network")
 
 
-def _is_a_fault(report: Report) -> bool:
+def _is_a_fault(beat: Heartbeat) -> bool:
     """To stand there. In a collective a rank waits for others."""
-    return report.has_stepped and not report.position.collective and not report.position.patient
+    return beat.has_stepped and not beat.position.collective and not beat.position.patient
 
 
-def _silent(report: Report | None, name: str, age: float) -> str:
-    at = f"; it stood in {_place(report)}" if report and report.position.where else ""
+def _silent(beat: Heartbeat | None, name: str, age: float) -> str:
+    at = f"; it stood in {_place(beat)}" if beat and beat.position.where else ""
     return f"{name} has not responded for {age:.0f} s (stopped, or its host is gone){at}"
 
 
-def _place(report: Report) -> str:
-    position = report.position
+def _place(beat: Heartbeat) -> str:
+    position = beat.position
     return f"{position.collective} [{position.where}]" if position.collective else position.where
 
 

@@ -21,7 +21,7 @@ from finetune.training.guards.finder import Finder, Found, odd_inputs, oddity
 from finetune.training.guards.memory import is_out_of_memory
 from finetune.training.guards.nan_guard import MOST_SHOWN, Finding, NanGuard, Suspect, _said, poisoned
 from finetune.training.guards.replay import read_batches, replay, write_batch, write_report
-from finetune.training.guards.verdict import Position, Report, judge
+from finetune.training.guards.verdict import Heartbeat, Position, judge
 
 NAN, INF = float("nan"), float("inf")
 
@@ -315,8 +315,8 @@ def test_memory_that_is_not_enough_is_told_from_other_errors(error: Exception, e
     assert is_out_of_memory(error) is expected
 
 
-def stands(rank: int, collective: str, still: float, idle: float) -> Report:
-    return Report(rank, 1, Position("here", collective, "key"), still, idle)
+def stands(rank: int, collective: str, still: float, idle: float) -> Heartbeat:
+    return Heartbeat(rank, 1, Position("here", collective, "key"), still, idle)
 
 
 @pytest.mark.parametrize(("waits", "idle", "blamed"), [(40.0, 40.0, True), (39.9, 40.0, False), (40.0, 39.9, False)])

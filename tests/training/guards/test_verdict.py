@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.training.guards.verdict import Position, Report, judge
+from finetune.training.guards.verdict import Heartbeat, Position, judge
 
 
-def report(rank: int, where: str, collective: str, still: float = 60.0, idle: float = 60.0) -> Report:
-    return Report(rank, 1, Position(where, collective, "key"), still, idle)
+def report(rank: int, where: str, collective: str, still: float = 60.0, idle: float = 60.0) -> Heartbeat:
+    return Heartbeat(rank, 1, Position(where, collective, "key"), still, idle)
 
 
 SLEEPS = report(1, "sleep (data.py:3)", "")
@@ -37,7 +37,7 @@ WAITS = report(0, "all_reduce (c10d.py:9)", "all_reduce")
     ],
 )
 def test_the_rank_that_others_wait_for_is_named(
-    reports: list[Report], ages: dict[int, float], ranks: tuple[int, ...], said: str
+    reports: list[Heartbeat], ages: dict[int, float], ranks: tuple[int, ...], said: str
 ) -> None:
     import re
 
@@ -52,12 +52,12 @@ def test_the_rank_that_others_wait_for_is_named(
     [
         pytest.param(report(1, "write (disk.py:3)", "", idle=0), id="moves bytes or computes"),
         pytest.param(report(1, "sleep (data.py:3)", "", still=39, idle=39), id="has moved of late"),
-        pytest.param(Report(1, 1, SLEEPS.position, 60, 60, has_left=True), id="has left"),
-        pytest.param(Report(1, 1, SLEEPS.position, 60, 60, has_stepped=False), id="has not taken a step yet"),
-        pytest.param(Report(1, 1, Position("fsync", "", "key", "saves"), 60, 60), id="saves"),
+        pytest.param(Heartbeat(1, 1, SLEEPS.position, 60, 60, has_left=True), id="has left"),
+        pytest.param(Heartbeat(1, 1, SLEEPS.position, 60, 60, has_stepped=False), id="has not taken a step yet"),
+        pytest.param(Heartbeat(1, 1, Position("fsync", "", "key", "saves"), 60, 60), id="saves"),
     ],
 )
-def test_a_rank_that_works_or_is_done_is_not_blamed(other: Report) -> None:
+def test_a_rank_that_works_or_is_done_is_not_blamed(other: Heartbeat) -> None:
     assert judge({0: WAITS, 1: other}, {1: 0}, 40, lambda rank: f"rank {rank}") is None
 
 
