@@ -219,6 +219,7 @@ def test_a_deepspeed_config_and_a_recipes_yaml_in_each_others_place_are_named(tm
 
 def test_ranks_without_a_place_to_meet_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(RequestError, match=r"RANK is 0 and WORLD_SIZE is 2 .* without MASTER_PORT, .*torchrun"):

@@ -90,7 +90,7 @@ class BadStore:
         self.calls += 1
         if self.calls % 2:
             raise RuntimeError("the network has hiccups")
-        self.beats.add(json.loads(value)["beat"])
+        self.beats.add(json.loads(value)["number"])
 
 
 def cannot_be_seen(thread: int) -> Position:
