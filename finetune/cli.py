@@ -8,15 +8,13 @@ import argparse
 import importlib
 import io
 import os
-import re
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from finetune import __version__
 from finetune.errors import FinetuneError, RequestError
 from finetune.privacy import shown
-
-CHOICE = re.compile(r"argument (.+): invalid choice: '?(.*?)'? \(choose from (.*)\)")  # as argparse says it
+from finetune.run.command_line import CommandParser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,39 +37,6 @@ def main(argv: list[str] | None = None) -> int:
         return 130  # 128 + SIGINT, as shells say it
 
 
-class _Parser(argparse.ArgumentParser):
-    """Names the nearest flag, as the recipes do; its subcommands' parsers are of this class too."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            word = next((one for one in unknown if one.startswith("-")), unknown[0])
-            if not word.startswith("-"):
-                raise RequestError(f"{word}: that is one argument too many for `{self.prog}`. `--help` lists them.")
-            names = [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
-            from finetune.run.meanings import meant
-
-            mend = meant(word.partition("=")[0], names).replace("`--help`", f"`{self.prog} --help`")
-            raise RequestError(f"unknown flag {word} for `{self.prog}`.{mend}")
-        return known, unknown
-
-    def error(self, message: str) -> NoReturn:
-        """What argparse says of a value, in the recipes' words."""
-        if found := CHOICE.fullmatch(message):
-            from finetune.run.meanings import nearest_choice
-
-            what, word, words = found.groups()
-            choices = [one.strip("'") for one in words.split(", ")]
-            near = nearest_choice(word, choices)
-            mend = f"; you may mean {near}" if near else ""
-            what = what if what.startswith("-") else f"the command of `{self.prog}`"
-            raise RequestError(f"{what} is {word!r}, but it must be one of {', '.join(choices)}{mend}.")
-        for kind, words in (("int", "a whole number"), ("float", "a number")):
-            said = rf"argument (\S+): invalid {kind} value: (.*)"
-            message = re.sub(said, rf"\1 is \2, but it must be {words}", message)
-        raise RequestError(f"{message}. `{self.prog} --help` says how it is called.")
-
-
 class _RecipeFlag(argparse.Action):
     """Keeps the words of a recipe's flag in `flags`, which the recipe's own parser reads."""
 
@@ -84,7 +49,7 @@ class _RecipeFlag(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     """Every command with its options; importing nothing for them."""
-    whole = _Parser(prog="finetune", description=(__doc__ or "").partition("\n")[0])
+    whole = CommandParser(prog="finetune", description=(__doc__ or "").partition("\n")[0])
     whole.add_argument("--version", action="version", version=f"finetune {__version__}")
     commands = whole.add_subparsers(dest="command", required=True)
     _check_options(
@@ -101,8 +66,10 @@ def parser() -> argparse.ArgumentParser:
     add("--markdown", metavar="FILE", help="for a model card, its pictures in a folder beside it")
     _checkpoint_options(commands.add_parser("checkpoint", help="what is in a run folder, and whether it is whole"))
     _export_options(commands.add_parser("export", help="a checkpoint of any layout as a model that transformers opens"))
-    _generate_options(commands.add_parser("generate", help="write what a language model answers to a file of prompts"))
-    _chat_options(commands.add_parser("chat", help="talk to a language model in this terminal"))
+    from finetune.generation.flags import add_chat, add_generate
+
+    add_generate(commands.add_parser("generate", help="write what a language model answers to a file of prompts"))
+    add_chat(commands.add_parser("chat", help="talk to a language model in this terminal"))
     launches = "print the command that starts a recipe on the machine or cluster"
     _launch_options(commands.add_parser("launch", help=launches))
     _launch_options(commands.add_parser("train", help="start what `launch` prints, where that is one line"))
@@ -241,43 +208,6 @@ def _export_options(command: argparse.ArgumentParser) -> None:
     add("--max_shard_size", default="5GB", metavar="SIZE", help="of a file, such as 500MB (default 5GB)")
     add("--merge_adapter", action="store_true", help="LoRA: write the base model with the adapter in its weights")
     add("--base_model", metavar="FOLDER", help="for that, where the base model is (default: as the adapter says)")
-
-
-def _generate_options(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    _answer_options(command)
-    add("--prompts", required=True, metavar="FILE", help="jsonl, json, csv or tsv with `prompt`, or `messages` that "
-        "end in a user's turn; or txt, each line a prompt")  # fmt: skip
-    add("--output", required=True, metavar="FILE", help="the answers, as jsonl, in the prompts' order; the same "
-        "command goes on where it was killed")  # fmt: skip
-    add("--prompt_column", metavar="NAME", help="where prompts are (default: messages, or prompt)")
-    add("--batch_size", type=int, default=8, metavar="N", help="prompts at a time on each rank (default 8)")
-    add("--truncate_prompts", action="store_true", help="cut off the beginning of what is longer than the model reads")
-    add("--deepspeed", metavar="CONFIG", help="zero3 or zero3_offload: ranks share the weights, or the CPU has them")
-    add("--overwrite", action="store_true", help="delete what is in --output")
-    add("--local_rank", help=argparse.SUPPRESS)  # which the deepspeed launcher adds
-
-
-def _chat_options(command: argparse.ArgumentParser) -> None:
-    _answer_options(command)
-    command.add_argument("--system", metavar="TEXT", help="the system's words, before all others")
-    command.set_defaults(deepspeed="none")
-
-
-def _answer_options(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("model", metavar="RUN_OR_MODEL", help="a run's folder, a model's, an adapter's, or a hub id")
-    add("--max_new_tokens", type=int, metavar="N", help="of an answer (default 256, or half of what the model reads)")
-    add("--temperature", type=float, metavar="X", help="0 takes the likeliest token (default: as the model's "
-        "generation_config.json says, else 0)")  # fmt: skip
-    add("--top_p", type=float, metavar="X", help="draw from the likeliest tokens that make up this share")
-    add("--seed", type=int, default=42, metavar="N", help="of what is drawn, for each prompt by itself (default 42)")
-    add("--stop", action="append", metavar="TEXT", help="end an answer before this text; may be said several times")
-    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="of the weights (default: "
-        "bfloat16 on a GPU that has it, float32 on a CPU)")  # fmt: skip
-    add("--chat_template", metavar="NAME|FILE", help="as in training; none: prompts as they stand (default: its own)")
-    add("--reasoning", choices=("keep", "strip"), default="keep", help="earlier thoughts in a conversation")
-    add("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
 
 
 if __name__ == "__main__":

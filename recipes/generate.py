@@ -8,11 +8,9 @@ The ranks share the prompts. With --deepspeed zero3 or zero3_offload they share 
 larger than a card. `--help` lists all flags; docs/generate.md says the rest.
 """
 
-import sys
-
-from finetune.cli import parser
-from finetune.commands.generate import run
-from finetune.run.main import run_main
+from finetune.generation.flags import generate_parser
+from finetune.generation.request import answer_file
+from finetune.run.main import run_script
 
 if __name__ == "__main__":
-    run_main(lambda: run(parser().parse_args(["generate", *sys.argv[1:]])))
+    run_script(generate_parser(__doc__), answer_file)

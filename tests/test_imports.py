@@ -32,6 +32,8 @@ LIGHT_ROOM = [
         "finetune.commands.chat",
         "finetune.commands.check",
         "finetune.commands.generate",
+        "finetune.generation.flags",
+        "finetune.generation.request",
         "finetune.commands.launch",
         "finetune.launchers",
         "finetune.dsconfig.load",
@@ -85,7 +87,7 @@ ROOMS: dict[str, set[str]] = {
     "doctor": {"dsconfig", "host", "measure", "plan", "run", "upstream", "versions"},
     "generation": {"data", "dsconfig", "errors", "models", "privacy", "run", "safe_read", "training"},
     "export": {"errors", "run", "safe_read", "training"},
-    "cli": {"errors", "privacy"},
+    "cli": {"errors", "privacy", "run"},
 }
 FREE = ("commands",)  # which do what the command line asks, with any room
 
@@ -160,3 +162,16 @@ def test_the_source_is_python_3_10() -> None:
     assert len(files) > 25
     for path in files:
         ast.parse(path.read_text(), feature_version=(3, 10))
+
+
+def test_recipes_import_rooms_and_never_the_command_line() -> None:
+    recipes = sorted((REPO / "recipes").rglob("*.py"))
+    assert recipes
+    known = modules()
+    wrong = {
+        (path.name, name)
+        for path in recipes
+        for name in imported(path, known)
+        if room(name) in ("cli", "commands") or name.startswith("recipes")
+    }
+    assert not wrong

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from finetune.generation.request import check_model, check_numbers
+from finetune.generation.flags import check_numbers
+from finetune.generation.request import check_model
 
 
 def run(asked: argparse.Namespace) -> int:

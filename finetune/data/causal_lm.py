@@ -18,7 +18,7 @@ from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
 from finetune.data.changes import UnchangedFiles
 from finetune.data.chat.conversation import Learning
 from finetune.data.chat.ends import note_of_ends, turn_ends
-from finetune.data.chat.remarks import notes_of
+from finetune.data.chat.remarks import ENDLESS, notes_of
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, read_template
 from finetune.data.columns import CHAT, TEXT, of_chats_alone
 from finetune.data.documents import ENDS, Corpus, open_corpora
@@ -186,6 +186,8 @@ class _Job:
         notes = notes_of(remarks, sum(account["documents"].values()))
         if not tokenizer.chat_template:
             notes.insert(0, INVENTED.format(end=tokenizer.eos_token or "nothing"))
+        if remarks[0] >= sum(account["documents"].values()):
+            raise RequestError(ENDLESS)
         ends = turn_ends(tokens, tokenizer) if self.arguments.train_on != "all" else []
         if not ends and not remarks[0] and self.arguments.train_on != "all":
             notes.append(note_of_ends(tokens, tokenizer))
@@ -228,7 +230,7 @@ class _Job:
             splits["train"] = self._stream(tokenizer)
         else:
             weights = [part.weight for part in parts if part.weight is not None]
-            splits["train"] = train = joined(split_of["train"], weights or None)
+            splits["train"] = train = joined(split_of["train"], weights or None, names)
             learnt = {name: counts["learnt"]["train"] for name, counts in zip(names, each, strict=True)}
             figures |= self._figures(split_of["train"], train.lengths)
             found["notes"] += self._notes_of_training(names, train, split_of["train"], found["kind"], learnt)

@@ -11,13 +11,16 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from finetune.data.packing import PackedDataset
+from finetune.data.sampling import GlobalBatchSampler
 
 
 class Joined(Dataset[Any]):
     """The blocks of `parts`, one after the other. With `weights` the sampler takes such shares (sampling.py)."""
 
-    def __init__(self, parts: Sequence[PackedDataset], weights: Sequence[Fraction] | None = None) -> None:
-        self.parts, self.weights = tuple(parts), weights
+    def __init__(
+        self, parts: Sequence[PackedDataset], weights: Sequence[Fraction] | None = None, names: Sequence[str] = ()
+    ) -> None:
+        self.parts, self.weights, self.names = tuple(parts), weights, names
         self.sizes = [len(part) for part in parts]
         self.ends = np.cumsum(self.sizes)
 
@@ -33,8 +36,43 @@ class Joined(Dataset[Any]):
         return np.concatenate([part.lengths for part in self.parts])
 
 
-def joined(parts: Sequence[PackedDataset], weights: Sequence[Fraction] | None = None) -> PackedDataset | Joined:
-    return parts[0] if len(parts) == 1 else Joined(parts, weights)
+def joined(
+    parts: Sequence[PackedDataset], weights: Sequence[Fraction] | None = None, names: Sequence[str] = ()
+) -> PackedDataset | Joined:
+    return parts[0] if len(parts) == 1 else Joined(parts, weights, names)
+
+
+def taken_of_each(split: Any, sampler: GlobalBatchSampler, samples: int) -> dict[str, dict[str, int]]:
+    """Of several files the blocks, documents and tokens that the first `samples` of a run were; nothing of one file. A
+    document counts where it begins: one that is cut is in several blocks."""
+    if not isinstance(split, Joined):
+        return {}
+    times: npt.NDArray[np.int64] = np.zeros(len(split), dtype=np.int64)  # that each block was taken
+    epoch = 0
+    while samples > 0:
+        sampler.set_epoch(epoch)
+        order = np.fromiter(sampler, dtype=np.int64)[:samples]
+        times += np.bincount(order, minlength=len(split))
+        samples, epoch = samples - len(order), epoch + 1
+    found = {}
+    for name, part, own in zip(split.names, split.parts, np.split(times, split.ends[:-1]), strict=True):
+        pieces, known = part.blocks, part.tokens.starts[:-1]
+        begin = np.searchsorted(known, pieces.starts + pieces.sizes) - np.searchsorted(known, pieces.starts)
+        documents = np.add.reduceat(begin, pieces.offsets[:-1])
+        tokens = int((own * part.lengths).sum())
+        found[name] = {"blocks": int(own.sum()), "documents": int((own * documents).sum()), "tokens": tokens}
+    return found
+
+
+def sentence_of_sources(taken: Mapping[str, Mapping[str, int]]) -> str:
+    """For the model card; nothing of one file."""
+    every = sum(one["tokens"] for one in taken.values())
+    shown = [
+        f"{name} {one['blocks']:,} blocks, {one['documents']:,} documents and {one['tokens']:,} tokens "
+        f"({one['tokens'] / max(every, 1):.1%})"
+        for name, one in taken.items()
+    ]
+    return f"trained on, repetitions counted: {'; '.join(shown)}" if shown else ""
 
 
 def note_of_shares(names: Sequence[str], split: Joined, learnt: Mapping[str, int]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from finetune.errors import NothingToDoError, RunError
 from finetune.generation.answers import Answers
 from finetune.generation.batches import Batch, batches_of, rounds_of
 from finetune.generation.encode import encode, fit, settle_template
@@ -44,16 +45,23 @@ class Answerer:
         pad = self.model.generation_config.pad_token_id
         padded = torch.tensor([[pad] * (width - len(one)) + one for one in ids], device=self.device)  # (B, width)
         mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in ids], device=self.device)
+        pads = [width - len(one) for one in ids]
         stops = Stops(self.tokenizer, self.stop, width, len(ids)) if self.stop else None
-        with torch.inference_mode():
-            made = self.model.generate(
-                input_ids=padded,
-                attention_mask=mask,
-                max_new_tokens=batch.limit,
-                logits_processor=self.decoding.processors(batch.numbers, self.device),
-                stopping_criteria=[stops] if stops else [],
-                streamer=streamer,
-            )
+        try:
+            with torch.inference_mode():
+                made = self.model.generate(
+                    input_ids=padded,
+                    attention_mask=mask,
+                    max_new_tokens=batch.limit,
+                    logits_processor=self.decoding.processors(batch.numbers, pads, self.device),
+                    stopping_criteria=[stops] if stops else [],
+                    streamer=streamer,
+                )
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"the GPU's memory does not hold {len(ids)} prompts of up to {width:,} tokens and {batch.limit:,} new "
+                "ones each. Give a smaller --batch_size or --max_new_tokens; with the former, what is answered is kept."
+            ) from error
         after = stops.after if stops else [None] * len(ids)
         rows = zip(batch.numbers, ids, made[:, width:].tolist(), after, strict=True)
         return [self._row(number, len(one), new, stopped) for number, one, new, stopped in rows]
@@ -83,7 +91,8 @@ def answerer_of(asked: argparse.Namespace, writer: Writer, launch: Launch) -> An
     ends = [end for end in dict.fromkeys([*known, tokenizer.eos_token_id]) if end is not None]
     config.eos_token_id = ends or None
     # Its rows are masked, and what comes after an end is cut off: any token does.
-    config.pad_token_id = next((i for i in (tokenizer.pad_token_id, *ends) if i is not None), 0)
+    pads = (i for i in (tokenizer.pad_token_id, *ends) if i is not None and i < writer.embedded)
+    config.pad_token_id = next(pads, 0)
     decoding = settle_decoding(asked, model)
     return Answerer(model, tokenizer, decoding, stop, device_of(launch, writer.has_cuda), frozenset(ends))
 
@@ -92,41 +101,50 @@ def most_new_of(asked: argparse.Namespace, positions: int) -> int:
     return int(asked.max_new_tokens or min(MOST_NEW, max(1, positions // 2)))
 
 
-def answer_all(asked: argparse.Namespace, prompts: Sequence[Prompt], answers: Answers, launch: Launch) -> None:
-    """Raises RequestError for what only the model can tell, and RunError."""
+def answer_all(asked: argparse.Namespace, prompts: Sequence[Prompt], answers: Answers | None, launch: Launch) -> None:
+    """`answers` are given to the first rank alone. Raises RequestError for what only the model can tell, RunError, and
+    on every rank NothingToDoError."""
     writer = open_writer(asked, launch)
     how = settle_template(writer.tokenizer, asked.chat_template)
-    ids, most_new = encode(writer.tokenizer, prompts), most_new_of(asked, writer.positions)
+    ids, most_new = encode(writer.tokenizer, prompts, writer.embedded), most_new_of(asked, writer.positions)
     cut = fit(ids, prompts, writer.positions, most_new, asked.truncate_prompts)
-    there: Any = [answers.open(asked.overwrite) if launch.speaks else []]
+    there: Any = [(answers.open(), answers.is_done) if answers else None]
     meet(launch, writer)
     if launch.world_size > 1:
         distributed.broadcast_object_list(there, device=device_of(launch, writer.has_cuda))
-    done = set(there[0])
-    answerer = answerer_of(asked, writer, launch)
-    if launch.speaks:
-        what = f"generate: {len(prompts):,} prompts {how} to {writer.source.description}; {answerer.decoding}"
+    numbers, is_done = there[0]
+    if is_done:
+        raise NothingToDoError(answers.all_there if answers else "")  # which the first says
+    done = set(numbers)
+    answerer = answerer_of(asked, writer, launch) if len(done) < len(prompts) else None
+    if answers:
+        decoding = answerer.decoding if answerer else "nothing is left to answer"
+        what = f"generate: {counted(len(prompts), 'prompt')} {how} to {writer.source.description}; {decoding}"
         print(shown(f"{what}; at most {most_new:,} new tokens; {writer.place(launch)}"),
-              *([f"{cut:,} prompts were too long, and their beginnings are cut off"] if cut else []),
-              *([f"{len(done):,} answers are there already"] if done else []), sep="\n", flush=True)  # fmt: skip
+              *([f"{counted(cut, 'prompt')} too long: the beginning is cut off"] if cut else []),
+              *([f"{counted(len(done), 'answer')} there already"] if done else []), sep="\n", flush=True)  # fmt: skip
     batches = batches_of([len(one) for one in ids], writer.positions, most_new, asked.batch_size)
     left = [Batch([n for n in batch.numbers if n not in done], batch.limit) for batch in batches]
     report = _Report(len(prompts), len(done), launch.speaks)
     for some in rounds_of([batch for batch in left if batch.numbers], launch.world_size):
-        rows = _answered(answerer, ids, some, launch, writer.shards)
-        if launch.speaks:
+        assert answerer is not None
+        rows = answer_round(answerer, ids, some, launch, writer.shards)
+        if answers:
             answers.add([_named(row, prompts[row["index"]]) for row in rows])
         report.add(rows)
-    if launch.speaks:
+    if answers:
         answers.finish()
-        print(shown(f"{answers.path}: {len(prompts):,} answers; {report}"), flush=True)
+        print(shown(f"{answers.path}: {counted(len(prompts), 'answer')}; {report}"), flush=True)
     if distributed.is_initialized():
         distributed.barrier()  # none leaves while others still talk to it
 
 
-def _answered(answerer: Answerer, ids: Any, some: list[Batch], launch: Launch, shards: bool) -> list[dict[str, Any]]:
-    """What all ranks have answered, on rank 0, a batch each. Where a rank has none it does the first once more if the
-    others need its share of the weights."""
+def answer_round(
+    answerer: Answerer, ids: Sequence[list[int]], some: Sequence[Batch], launch: Launch, shards: bool
+) -> list[dict[str, Any]]:
+    """A batch each: what all ranks have answered, on the first rank, and nothing on the others. All ranks call it with
+    the same `some`, of one limit, which may be fewer than the ranks: one that has none does the first once more if the
+    weights are shared (`shards`), for the others wait for its part of each layer."""
     mine = some[launch.rank] if launch.rank < len(some) else some[0] if shards else None
     rows = answerer.answer([ids[number] for number in mine.numbers], mine) if mine else []
     rows = rows if launch.rank < len(some) else []
@@ -135,6 +153,10 @@ def _answered(answerer: Answerer, ids: Any, some: list[Batch], launch: Launch, s
     found: Any = [None] * launch.world_size if launch.speaks else None
     distributed.gather_object(rows, found)
     return [row for one in found or () for row in one]
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _named(row: dict[str, Any], prompt: Prompt) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import NothingToDoError, RequestError, RunError, first_line
+from finetune.errors import RequestError, RunError, first_line
 from finetune.safe_read import read_json_object
 
 FORMAT = 1  # raise it when what is recorded changes
@@ -19,42 +19,50 @@ MOST_SHOWN = 100  # characters
 
 
 class Answers:
-    """One process writes. Raises RequestError where the file is of another run, and is not to be overwritten, and
-    NothingToDoError where it is there already, of this one."""
+    """One process writes. Raises RequestError where the file is of another run, and is not to be overwritten."""
 
     def __init__(self, output: str, identity: Mapping[str, Any], count: int, overwrite: bool) -> None:
-        self.path, self.count = Path(output).expanduser(), count
-        self.unfinished = Path(f"{self.path}.unfinished")
-        self.settings = Path(f"{self.path}.settings.json")
+        self.path, self.count = Path(output).expanduser().resolve(), count  # a link is kept
+        self.unfinished = self._beside("unfinished")
+        self.settings = self._beside("settings.json")
         self.identity = json.loads(json.dumps({"format": FORMAT, **identity}))
-        if not self.path.absolute().parent.is_dir():
+        if not self.path.parent.is_dir():
             raise RequestError(f"--output {output}: there is no folder {self.path.parent}. Make it, or name another.")
-        if self.path.is_dir():
-            raise RequestError(f"--output {output}: is a folder. Name a file in it.")
-        if not overwrite:
-            self._check()
+        if self.path.exists() and not self.path.is_file():
+            what = "is a folder. Name a file in it" if self.path.is_dir() else "is no plain file. Name another"
+            raise RequestError(f"--output {output}: {what}.")
+        is_there = self.path.is_file() and self.path.stat().st_size > 0
+        # With an answer, or over a file that was to be overwritten: that one stays until all answers are there.
+        is_begun = self.unfinished.is_file() and (is_there or self.unfinished.stat().st_size > 0)
+        goes_on = (is_there or is_begun) and self._is_same(self.unfinished if is_begun else self.path, overwrite)
+        self.goes_on, self.is_done = goes_on and is_begun, goes_on and not is_begun and not overwrite
 
-    def _check(self) -> None:
-        there = [path for path in (self.path, self.unfinished) if path.exists() and path.stat().st_size]
-        if not there:
-            return
+    def _beside(self, ending: str) -> Path:
+        return self.path.with_name(f"{self.path.name}.{ending}")
+
+    def _is_same(self, there: Path, overwrite: bool) -> bool:
+        """Whether the answers that are there are of this model, these prompts and these flags."""
+        before = read_json_object(self.settings) if self.settings.is_file() else None
+        if overwrite or before == self.identity:
+            return bool(before == self.identity)
         mend = "Give another --output, or --overwrite."
-        if not self.settings.is_file():
-            raise RequestError(f"--output {self.path}: {there[0].name} is there, and nothing says of what. {mend}")
-        before = read_json_object(self.settings)
-        for name in dict.fromkeys((*self.identity, *before)):
-            one, other = before.get(name), self.identity.get(name)
-            if one != other:
-                raise RequestError(
-                    f"--output {self.path}: what is there was made with another {name}, {_shown(one)}, and not "
-                    f"{_shown(other)}. Give the same to go on. {mend}"
-                )
-        if self.path in there:
-            raise NothingToDoError(f"{self.path}: all {self.count:,} answers are there, of the same model, prompts and "
-                                   "flags. --overwrite makes them again.")  # fmt: skip
+        if before is None:
+            raise RequestError(f"--output {self.path}: {there.name} is there, and nothing says of what. {mend}")
+        name = next(one for one in (*self.identity, *before) if before.get(one) != self.identity.get(one))
+        raise RequestError(
+            f"--output {self.path}: what is there was made with another {name}, {_shown(before.get(name))}, and not "
+            f"{_shown(self.identity.get(name))}. Give the same to go on. {mend}"
+        )
 
-    def open(self, overwrite: bool) -> list[int]:
-        """The numbers of the prompts that are answered already."""
+    @property
+    def all_there(self) -> str:
+        return (f"{self.path}: all {self.count:,} answers are there, of the same model, prompts and flags. --overwrite "
+                "makes them again.")  # fmt: skip
+
+    def open(self) -> list[int]:
+        """The numbers of the prompts that are answered already; of all where nothing is to be done."""
+        if self.is_done:
+            return list(range(self.count))
         try:
             self._file = self.unfinished.open("a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,10 +72,9 @@ class Answers:
             ) from error
         except OSError as error:
             raise RequestError(f"--output {self.path}: cannot be written ({error.strerror}).") from error
-        if overwrite:
-            self.path.unlink(missing_ok=True)
+        if not self.goes_on:
             self._file.truncate(0)
-        _write_whole(self.settings, json.dumps(self.identity, indent=2) + "\n")
+        self._write_whole(self.settings, [json.dumps(self.identity, indent=2).encode() + b"\n"])
         self._places = self._read()
         return sorted(self._places)
 
@@ -98,16 +105,22 @@ class Answers:
     def finish(self) -> None:
         """All answers, in the order of the prompts."""
         assert len(self._places) == self.count, "a prompt has no answer"
-        written = Path(f"{self.path}.writing")
-        with self._explained(), written.open("wb") as file:
-            for number in range(self.count):
-                self._file.seek(self._places[number])
-                file.write(self._file.readline())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(written, self.path)
+        self._write_whole(self.path, map(self._line, range(self.count)))
         self.unfinished.unlink()
         self._file.close()
+
+    def _line(self, number: int) -> bytes:
+        self._file.seek(self._places[number])
+        return self._file.readline()
+
+    def _write_whole(self, path: Path, lines: Any) -> None:
+        written = self._beside("writing")
+        with self._explained():
+            with written.open("wb") as file:
+                file.writelines(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(written, path)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -125,12 +138,6 @@ def _number_in(line: bytes) -> int | None:
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return number if isinstance(number, int) else None
-
-
-def _write_whole(path: Path, text: str) -> None:
-    new = path.with_name(path.name + ".writing")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
 
 
 def _shown(value: Any) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from transformers import TextStreamer
+from transformers.generation.streamers import BaseStreamer
 
+from finetune.data.chat.turns import ASSISTANT, turns_of
 from finetune.errors import JOINERS, RequestError
 from finetune.generation.answering import answerer_of, most_new_of
 from finetune.generation.batches import Batch
@@ -21,7 +24,8 @@ RESET, QUIT = "/reset", "/quit"
 
 
 def chat(asked: argparse.Namespace) -> None:
-    """Until the input ends, or says /quit. Raises RequestError for a model without a chat template."""
+    """Until the input ends, or says /quit. Ctrl-C ends an answer, which is then forgotten with its question, and
+    between answers the chat. Raises RequestError for a model without a chat template."""
     launch = Launch()
     writer = open_writer(asked, launch)
     how = settle_template(writer.tokenizer, asked.chat_template)
@@ -42,25 +46,28 @@ def chat(asked: argparse.Namespace) -> None:
         if line == RESET:
             turns = list(first)
             continue
-        said = [*turns, {"role": "user", "content": line}]
         try:
-            (ids,) = encode(writer.tokenizer, [Prompt("the conversation", said)])
+            said = turns_of([*turns, {"role": "user", "content": _readable(line)}], asked.reasoning)
+            (ids,) = encode(writer.tokenizer, [Prompt("the conversation", said)], writer.embedded)
             limit = min(most_new, writer.positions - len(ids))
             if limit < 1:
                 raise RequestError(
                     f"the conversation has {len(ids):,} tokens, but the model reads {writer.positions:,}. {RESET} "
                     "begins anew."
                 )
+            row = answerer.answer([ids], Batch([number], limit), Screen(writer.tokenizer, answerer.stop))[0]
         except RequestError as error:
             print(shown(str(error)), file=sys.stderr, flush=True)
-            continue
-        streamer = _Screen(writer.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        (row,) = answerer.answer([ids], Batch([number], limit), streamer)
-        turns = [*said, {"role": "assistant", "content": row["text"]}]
+        except KeyboardInterrupt:
+            print("\n(stopped, and forgotten)", file=sys.stderr, flush=True)
+        else:
+            turns = [*said, {"role": ASSISTANT, "content": row["text"]}]
 
 
 def _lines() -> Iterator[str]:
     """What is typed, without blank lines."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is said by its line, and the chat goes on
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -71,9 +78,43 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-class _Screen(TextStreamer):  # type: ignore[misc]
-    """Without what would move a terminal's cursor: a stranger's model may write it."""
+def _readable(line: str) -> str:
+    try:
+        return line.encode().decode()
+    except UnicodeEncodeError as error:
+        encoding = getattr(sys.stdin, "encoding", "UTF-8")
+        raise RequestError(f"this line is no text in {encoding}, and is left out: {line[:80]!a}.") from error
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        plain = "".join(one if one.isprintable() or one in f"\n\t{JOINERS}" else "?" for one in text)
-        super().on_finalized_text(plain, stream_end)
+
+class Screen(BaseStreamer):  # type: ignore[misc]
+    """Writes an answer as it comes, up to where one of the texts of `stop` may begin, and without what would move a
+    terminal's cursor: a stranger's model may write it. transformers' TextStreamer writes such texts, and up to the last
+    blank alone."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stop = tokenizer, stop
+        self.ids: list[int] | None = None  # before the prompt
+        self.written = 0  # characters
+
+    def put(self, value: Any) -> None:
+        if self.ids is None:
+            self.ids = []
+            return
+        self.ids += value.tolist()
+        text = self._text()
+        whole = text.rstrip("\ufffd")  # letters of which a byte is still to come
+        self._write(whole[: len(whole) - max((len(one) - 1 for one in self.stop), default=0)])
+
+    def end(self) -> None:
+        self._write(self._text())
+        print(flush=True)
+
+    def _text(self) -> str:
+        text = str(self.tokenizer.decode(self.ids or [], skip_special_tokens=True))
+        return text[: min((text.find(one) for one in self.stop if one in text), default=len(text))]
+
+    def _write(self, text: str) -> None:
+        new = text[self.written :]
+        self.written += len(new)
+        plain = "".join(one if one.isprintable() or one in f"\n\t{JOINERS}" else "?" for one in new)
+        print(plain, end="", flush=True)

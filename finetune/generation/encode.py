@@ -30,8 +30,8 @@ def settle_template(tokenizer: Any, asked: str | None) -> str:
     return f"by the chat template {asked}" if asked else "by the model's chat template"
 
 
-def encode(tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of all prompts. Raises RequestError, naming the line."""
+def encode(tokenizer: Any, prompts: Sequence[Prompt], embedded: int) -> list[list[int]]:
+    """Token ids of all prompts, of those below `embedded` alone. Raises RequestError, naming the line."""
     is_chat = bool(tokenizer.chat_template)
     texts = _rendered(tokenizer, prompts) if is_chat else [_plain(prompt) for prompt in prompts]
     letters = letters_of(tokenizer)
@@ -46,6 +46,11 @@ def encode(tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
             raise RequestError(f"{prompts[number].place}: is empty, and the tokenizer has no token to begin with.")
         if not ids:
             ids.append(begins)
+        if max(ids) >= embedded:
+            raise RequestError(
+                f"{prompts[number].place}: has the token {tokenizer.decode([max(ids)])!r}, of id {max(ids):,}, but the "
+                f"model embeds {embedded:,}. Leave it out, or give the folder of a model with its own tokenizer."
+            )
     return found
 
 

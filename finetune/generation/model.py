@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import distributed
+from transformers import AutoModelForCausalLM
 
 from finetune.dsconfig.context import Context
 from finetune.dsconfig.load import load
 from finetune.errors import RequestError
 from finetune.models.adapters import with_adapter
-from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source
-from finetune.models.source import Kept, positions_of
+from finetune.models.causal import CausalSource, find_causal_source
+from finetune.models.source import Kept, load_weights, positions_of
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.launch import Launch, accelerate_uses_deepspeed
@@ -50,6 +51,11 @@ class Writer:
     def shards(self) -> bool:
         return self.ds_config is not None
 
+    @property
+    def embedded(self) -> int:
+        """Token ids that have a row; a tokenizer may have more, for padding say."""
+        return int(self.source.config.get_text_config().vocab_size)
+
     def place(self, launch: Launch) -> str:
         """Where it answers, in words."""
         spread = "ZeRO-3 over " if self.shards else ""
@@ -59,7 +65,12 @@ class Writer:
     def build(self, launch: Launch) -> Any:
         """Once the ranks have met: with its adapter, on its device, or as ZeRO-3 keeps it."""
         kept_alive = self._shard_while_reading()
-        model = build_causal_lm(self.arguments, self.source, self.tokenizer, 0, Kept(self.dtype))
+        assert self.source.pretrained is not None
+        is_local = self.source.hub_id is None
+        kept = Kept(self.dtype)
+        model = load_weights(
+            AutoModelForCausalLM, self.source.pretrained, self.source.config, is_local, self.arguments, kept
+        )
         model = with_adapter(model, AdapterArguments(), self.source.adapter, "text-generation").eval()
         if not self.shards:
             return model.to(device_of(launch, self.has_cuda))

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import RequestError
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, Range
-from finetune.safe_read import read_json_object
-from finetune.safe_read.folders import JSON_OBJECTS
+from finetune.errors import NothingToDoError, RequestError
+from finetune.generation.answers import Answers
+from finetune.generation.flags import check_numbers
+from finetune.generation.prompts import read_prompts
+from finetune.run.launch import Launch
+from finetune.safe_read import read_bytes, read_json_object
+from finetune.safe_read.folders import JSON_OBJECTS, MOST_TEMPLATE_BYTES
 
-RANGES = {
-    "max_new_tokens": AT_LEAST_ONE,
-    "temperature": NOT_NEGATIVE,
-    "top_p": Range(above=0, most=1),
-    "seed": NOT_NEGATIVE,
-    "batch_size": AT_LEAST_ONE,
-}
 # What decides what the answers are: with others, answers that are there cannot be gone on with. Batch size, ranks and
 # DeepSpeed are not among them: they change no more than the rounding.
 DECIDING = (
@@ -29,18 +25,26 @@ DECIDING = (
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # how classes with a head that writes are called
 ADAPTER, CONFIG = "adapter_config.json", "config.json"
 ENDS_BYTES = 2**20  # of a file of weights that are looked at, at its beginning and at its end
+VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")
 
 
-def check_numbers(asked: argparse.Namespace) -> None:
-    """Raises RequestError for a number that none can be meant by."""
-    for name, allowed in RANGES.items():
-        value = getattr(asked, name, None)
-        if value is not None and not allowed.holds(value):
-            raise RequestError(f"--{name} is {value}, but it must be {allowed}.")
-    if asked.top_p is not None and asked.temperature == 0:
-        raise RequestError(f"--top_p {asked.top_p} is for sampling, and --temperature 0 does not sample. Drop one.")
-    if "" in (asked.stop or ()):
-        raise RequestError("--stop '': an empty text is everywhere. Leave it out.")
+def answer_file(asked: argparse.Namespace, launch: Launch) -> None:
+    """Do what `finetune generate` is asked, on every rank. What is wrong with the request is mostly found before torch
+    is imported; the first rank alone looks at --output, which the others' hosts may not have. Raises NothingToDoError
+    where all answers are there."""
+    check_numbers(asked)
+    check_model(asked.model)
+    prompts = read_prompts(asked.prompts, asked.prompt_column, asked.reasoning)
+    answers = None
+    if launch.speaks:
+        if Path(asked.output).expanduser().resolve() == Path(asked.prompts).expanduser().resolve():
+            raise RequestError(f"--output {asked.output}: is the file of the prompts. Name another.")
+        answers = Answers(asked.output, identity_of(asked, prompts), len(prompts), asked.overwrite)
+        if answers.is_done and launch.world_size == 1:
+            raise NothingToDoError(answers.all_there)
+    from finetune.generation.answering import answer_all
+
+    answer_all(asked, prompts, answers, launch)
 
 
 def check_model(name: str) -> None:
@@ -71,33 +75,34 @@ def check_model(name: str) -> None:
 
 def identity_of(asked: argparse.Namespace, prompts: Any) -> dict[str, Any]:
     """All that decides what the answers are, by names to tell a difference by; without a path of this machine."""
-    template = Path(asked.chat_template).expanduser() if asked.chat_template else None
     settings = {name: getattr(asked, name) for name in DECIDING}
-    if template and template.is_file():
-        settings["chat_template"] = _digest([template.read_bytes()])
-    said = [repr([prompt.content, prompt.tools, prompt.id]).encode() for prompt in prompts]
+    if asked.chat_template and (template := Path(asked.chat_template).expanduser()).is_file():
+        content = read_bytes(template, MOST_TEMPLATE_BYTES, name=f"--chat_template {asked.chat_template}")
+        settings["chat_template"] = _digest([content])
+    said = (repr([prompt.content, prompt.tools, prompt.id]).encode() for prompt in prompts)
     return {"model": _digest(_parts(asked.model)), "prompts": _digest(said), **settings}
 
 
-def _parts(model: str) -> Iterator[bytes]:
-    """Of a folder what decides how its model writes; of an adapter its base's, too."""
+def _parts(model: str, is_base: bool = False) -> Iterator[bytes]:
+    """Of a folder what decides how its model writes; of an adapter its base's, too, which has no base of its own."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         yield model.encode()
         return
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        if path.name in JSON_OBJECTS or path.suffix in (".safetensors", ".jinja"):
-            yield f"{path.name} {path.stat().st_size}".encode()
+        if path.name in (*JSON_OBJECTS, *VOCABULARIES) or path.suffix in (".safetensors", ".jinja", ".model", ".py"):
+            size = path.stat().st_size
+            yield f"{path.name} {size}".encode()
             with path.open("rb") as file:
                 yield file.read(ENDS_BYTES)
-                file.seek(max(0, path.stat().st_size - ENDS_BYTES))
+                file.seek(max(0, size - ENDS_BYTES))
                 yield file.read(ENDS_BYTES)
-    if (folder / ADAPTER).is_file():
+    if (folder / ADAPTER).is_file() and not is_base:
         base = read_json_object(folder / ADAPTER, inside=folder).get("base_model_name_or_path")
-        yield from _parts(base) if isinstance(base, str) and base and Path(base) != folder else ()
+        yield from _parts(base, is_base=True) if isinstance(base, str) and base else ()
 
 
-def _digest(parts: Any) -> str:
+def _digest(parts: Iterable[bytes]) -> str:
     whole = hashlib.sha256()
     for part in parts:
         whole.update(hashlib.sha256(part).digest())

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -20,6 +23,9 @@ from transformers import (
 )
 
 WARPING = ("temperature", "top_k", "top_p", "min_p")
+PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")  # which count the tokens of a row, and would count padding
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "bad_words_ids", "sequence_bias",
+        "min_new_tokens", "cache_implementation")  # fmt: skip
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -32,19 +38,26 @@ class Decoding:
     top_p: float | None = None
     min_p: float | None = None
     seed: int = 0
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
 
     def __str__(self) -> str:
+        names = PENALTIES if not self.temperature else (*WARPING[1:], *PENALTIES)
+        said = "".join(f", {name} {value:g}" for name in names if (value := getattr(self, name)))
         if not self.temperature:
-            return "greedy"
-        cuts = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p")}
-        said = ", ".join(f"{name} {value:g}" for name, value in cuts.items() if value)
-        return f"sampled at temperature {self.temperature:g}{', ' if said else ''}{said}, seed {self.seed}"
+            return f"greedy{said}"
+        return f"sampled at temperature {self.temperature:g}{said}, seed {self.seed}"
 
-    def processors(self, numbers: Sequence[int], device: torch.device) -> LogitsProcessorList:
-        """For a batch of the prompts with these numbers."""
+    def processors(self, numbers: Sequence[int], pads: Sequence[int], device: torch.device) -> LogitsProcessorList:
+        """For a batch of the prompts with these numbers, each behind so many `pads`."""
+        found: list[Any] = []
+        if self.repetition_penalty:
+            found.append(Unpadded(RepetitionPenaltyLogitsProcessor(self.repetition_penalty), pads))
+        if self.no_repeat_ngram_size:
+            found.append(Unpadded(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size), pads))
         if not self.temperature:
-            return LogitsProcessorList()
-        found = [TemperatureLogitsWarper(self.temperature)]
+            return LogitsProcessorList(found)
+        found += [TemperatureLogitsWarper(self.temperature)]
         found += [TopKLogitsWarper(self.top_k)] if self.top_k else []
         found += [TopPLogitsWarper(self.top_p)] if self.top_p and self.top_p < 1 else []
         found += [MinPLogitsWarper(self.min_p)] if self.min_p else []
@@ -52,18 +65,30 @@ class Decoding:
 
 
 def settle_decoding(asked: argparse.Namespace, model: Any) -> Decoding:
-    """As the flags say, else as the model's generation_config.json does, else the likeliest token; the model itself is
-    then left greedy, for `Noise` is what samples. Its penalties and its end tokens stay."""
+    """As the flags say, else as the model's generation_config.json does, else the likeliest token. The model itself is
+    left greedy, for `Noise` is what samples, with those of its settings that do not depend on padding."""
     config = model.generation_config
     samples = bool(config.do_sample or asked.top_p) if asked.temperature is None else asked.temperature > 0
     own = {name: getattr(config, name) for name in WARPING} if config.do_sample else {}
-    for name in (*WARPING, "typical_p", "max_length", "max_new_tokens", "stop_strings"):
-        setattr(config, name, None)
-    config.do_sample, config.num_beams, config.num_return_sequences = False, 1, 1
+    penalties = {name: getattr(config, name) for name in PENALTIES}
+    if penalties["repetition_penalty"] == 1:
+        penalties["repetition_penalty"] = None
+    model.generation_config = GenerationConfig(**{name: getattr(config, name, None) for name in KEPT})
     if not samples:
-        return Decoding()
+        return Decoding(**penalties)
     temperature, top_p = asked.temperature or own.get("temperature") or 1.0, asked.top_p or own.get("top_p")
-    return Decoding(temperature, own.get("top_k"), top_p, own.get("min_p"), asked.seed)
+    return Decoding(temperature, own.get("top_k"), top_p, own.get("min_p"), asked.seed, **penalties)
+
+
+class Unpadded(LogitsProcessor):  # type: ignore[misc]
+    """Another processor, which sees each row without its padding: a penalty on what a row has had is none on `pads`."""
+
+    def __init__(self, inner: LogitsProcessor, pads: Sequence[int]) -> None:
+        self.inner, self.pads = inner, pads
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rows = zip(self.pads, input_ids, scores, strict=True)
+        return torch.cat([self.inner(ids[None, pad:], row[None]) for pad, ids, row in rows])
 
 
 class Noise(LogitsProcessor):  # type: ignore[misc]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import os
 import sys
@@ -13,13 +14,14 @@ from collections.abc import Callable
 from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError
 from finetune.privacy import shown
 from finetune.run.help import help_of
-from finetune.run.launch import own_rank, read_launch
+from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.run.recipe import Recipe
 from finetune.run.resolve import resolve_here
 from finetune.run.run import Run
 
 SILENT_RANK_WAITS_SECONDS = 20.0
 INTERRUPTED_RANK_WAITS_SECONDS = 60.0  # while rank 0 tells its trackers; its end is that of the others
+RESUMES = "Where a checkpoint was saved, --resume auto goes on from it."
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 
@@ -40,9 +42,18 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def run_main(main: Callable[[], None]) -> None:
+def run_script(parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace, Launch], None]) -> None:
+    """As `run_recipe`, of a script that trains nothing and has a parser of its own: one rank answers --help."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        if own_rank() == 0:
+            _print(parser.format_help())
+        return
+    run_main(lambda: main(parser.parse_args(), read_launch()), "The same command goes on where it was stopped.")
+
+
+def run_main(main: Callable[[], None], mend: str = RESUMES) -> None:
     """Run `main` and end the process: 0 done, 1 the run failed, 2 the request was wrong, 75 a signal asked it to stop
-    or its predecessor still had the folder, 130 Ctrl-C.
+    or its predecessor still had the folder, 130 Ctrl-C, of which `mend` says how to go on.
 
     Every rank meets the same fault in the request, and rank 0 alone says it. The others wait for the launcher to end
     them, which it does as soon as rank 0 has; ending first, they would have rank 0 killed before it spoke. A rank whose
@@ -54,9 +65,7 @@ def run_main(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         if rank == 0:
-            print(
-                "\nstopped. Where a checkpoint was saved, --resume auto goes on from it.", file=sys.stderr, flush=True
-            )
+            print(f"\nstopped. {mend}", file=sys.stderr, flush=True)
         os._exit(INTERRUPTED)
     except InterruptedRunError as error:  # which has been said
         if rank != 0:

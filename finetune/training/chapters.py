@@ -10,6 +10,7 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
+from finetune.data.mixture import taken_of_each
 from finetune.models.pipeline import PipelineModel
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
@@ -180,7 +181,11 @@ def finish(
 def _train(session: Session, trainer: Closing, samples: Mapping[str, int]) -> TrainOutput:
     trained: TrainOutput = trainer.train(resume_from_checkpoint=session.checkpoint)
     peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
-    trainer.save_metrics("train", {**trained.metrics, **peaks, **_count(samples, "train", "train_samples")})
+    sources = taken_of_each(
+        trainer.train_dataset, trainer.sampler, trainer.state.global_step * trainer.global_batch_size
+    )
+    found = {**trained.metrics, **peaks, **({"sources": sources} if sources else {})}
+    trainer.save_metrics("train", {**found, **_count(samples, "train", "train_samples")})
     trainer.save_model()
     trainer.save_state()
     return trained

@@ -17,6 +17,9 @@ class Closing(Protocol):
     args: Any
     state: Any
     identity: Identity | None
+    train_dataset: Any
+    sampler: Any  # the order of training; None of a stream
+    global_batch_size: int
 
     def watched(self) -> AbstractContextManager[Any]:
         """Around a whole run: a rank whose process is killed ends it in words."""

@@ -14,6 +14,7 @@ import numpy as np
 from scipy.special import expit, softmax
 
 from finetune.data.columns import MULTI_LABEL, Labels
+from finetune.data.mixture import sentence_of_sources
 from finetune.errors import RunError
 from finetune.report.charts import confusion_picture
 from finetune.report.run_curves import training_curves
@@ -201,7 +202,11 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
                 for name, n in account.documents.items()
             ),
         ],
-        facts=[f"{blocks}.", *sentences(account.columns, *account.notes), *([note] if note else [])],
+        facts=[
+            f"{blocks}.",
+            *sentences(account.columns, *account.notes, sentence_of_sources(results_of(folder).get("sources", {}))),
+            *([note] if note else []),
+        ],
         pictures=pictures_of(folder, "eval_bits_per_byte"),
         use=USE_LANGUAGE_MODEL,
         sample=sample,

@@ -100,7 +100,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.reshard: Reshard | None = None
         self.identity: Identity | None = None  # what checkpoints say of the run
         self.own_settings: OwnSettings | None = None  # of the optimizer, where the run goes on
-        self.global_batches: GlobalBatchSampler | None = None
+        self.sampler: GlobalBatchSampler | None = None
         self.suspect = TrainerSuspect(self) if self.guards.on_nan != "off" else None
         self.nan_guard = NanGuard(self.guards, self.suspect) if self.suspect else None
         self.comm_hook = Compression(compression, self) if compression and compression.is_on else None
@@ -175,7 +175,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         seed = args.data_seed if args.data_seed is not None else args.seed
         sampler = sampler_of(dataset, self.global_batch_size, seed, self.lengths)
         self.add_callback(Epochs(sampler, dataset))
-        self.global_batches = sampler
+        self.sampler = sampler
         return sampler
 
     def get_train_dataloader(self) -> Any:

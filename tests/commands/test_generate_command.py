@@ -18,6 +18,7 @@ from finetune.generation.answers import Answers
 from finetune.run.launch import Launch
 
 TEXTS = ["A", "A rather longer line of text", "Some words", "B", "Another line of some length", "C"]
+SHORT = "{% for turn in messages %}{{ turn.role[0] }}:{{ turn.content }};{% endfor %}a:"  # leaves room for turns
 FIRST = ("--max_new_tokens", "12", "--batch_size", "2")
 
 
@@ -92,7 +93,7 @@ def test_a_run_that_is_killed_goes_on_where_it_stopped(
     calls.clear()
     monkeypatch.setattr(Answers, "add", lambda self, rows: (calls.append(len(rows)), add(self, rows))[1])
     assert main(words) == 0
-    assert "4 answers are there already" in capsys.readouterr().out
+    assert "4 answers there already" in capsys.readouterr().out
     assert calls == [2]
     assert read(output) == uncut
 
@@ -168,7 +169,7 @@ def test_a_prompt_longer_than_the_model_reads_is_refused_or_cut(
     assert main(words) == 2
     assert f"p.txt:2: has {POSITIONS} tokens, but the model reads {POSITIONS}" in capsys.readouterr().err
     assert main([*words, "--truncate_prompts"]) == 0
-    assert "1 prompts were too long" in capsys.readouterr().out
+    assert "1 prompt too long: the beginning is cut off" in capsys.readouterr().out
     rows = read(tmp_path / "o")
     assert [(row["prompt_tokens"], row["tokens"]) for row in rows] == [
         (5, 12),
@@ -209,6 +210,8 @@ def test_what_cannot_be_is_refused_without_torch(tmp_path: Path, prompts: Path) 
         ([causal, "--prompts", str(tmp_path / "empty.txt")], "the file has no prompts"),
         ([causal, "--output", str(tmp_path / "theirs.jsonl")], "nothing says of what"),
         ([causal, "--output", str(tmp_path / "no" / "x")], "there is no folder"),
+        ([causal, "--output", str(prompts), "--overwrite"], "is the file of the prompts"),
+        ([causal, "--temperature", "nan"], "--temperature is nan"),
     ]
     code = (
         "import sys, json; from finetune.cli import main\n"
@@ -283,6 +286,102 @@ def test_a_chat_wants_a_template(
 ) -> None:
     assert chat(llama, "Hi\n", monkeypatch) == 2
     assert "has no chat template, and so no turns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--stop", "cut"]])
+def test_a_screen_shows_what_is_kept_and_no_more(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+    from generation.tiny_models import tokenizer
+
+    from finetune.generation.chat import Screen
+
+    own, text = tokenizer(), "an é, then cu and cut off"
+    screen = Screen(own, words[1:])
+    screen.put(torch.tensor([[1, 2, 3]]))  # the prompt
+    seen = ""
+    for token in own(text)["input_ids"]:
+        screen.put(torch.tensor([token]))
+        seen += capsys.readouterr().out
+        assert text.startswith(seen)
+        assert not words or "cut" not in seen
+    screen.end()
+    assert seen + capsys.readouterr().out == ("an é, then cu and " if words else text) + "\n"
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from finetune.generation.answering import Answerer
+
+    model = saved(tmp_path / "model", template=SHORT)
+    answer, asked = Answerer.answer, []
+
+    def stopped(self: Answerer, ids: Any, *others: Any) -> Any:
+        asked.append(ids[0])
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return answer(self, ids, *others)
+
+    monkeypatch.setattr(Answerer, "answer", stopped)
+    assert chat(model, "One\nTwo\nTwo\n", monkeypatch) == 0
+    assert "(stopped, and forgotten)" in capsys.readouterr().err
+    assert asked[1] == asked[2], "what was stopped is not in the conversation"
+    assert len(asked[2]) > len(asked[0])
+
+
+def test_a_chat_strips_thoughts_and_says_which_line_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from finetune.generation.answering import Answerer
+
+    model, asked = saved(tmp_path / "model", template=SHORT), []
+
+    def thinks(self: Answerer, ids: Any, *_: Any) -> Any:
+        asked.append(self.tokenizer.decode(ids[0]))
+        return [{"text": "<think>hm</think>Yes."}]
+
+    monkeypatch.setattr(Answerer, "answer", thinks)
+    typed = io.TextIOWrapper(io.BytesIO(b"One\n\xff\xfe\nTwo\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert main(["chat", str(model), "--reasoning", "strip"]) == 0
+    assert "this line is no text in utf-8, and is left out" in capsys.readouterr().err
+    assert len(asked) == 2
+    assert "Yes." in asked[1]
+    assert "hm" not in asked[1]
+
+
+def test_a_tokenizer_may_have_tokens_that_the_model_does_not_embed(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    model = saved(tmp_path / "model")
+    rows = generate(model, prompts)
+    own = AutoTokenizer.from_pretrained(model)
+    own.add_special_tokens({"pad_token": "[PAD]"})
+    own.save_pretrained(model)
+    assert generate(model, prompts, name="padded.jsonl") == rows
+    (tmp_path / "own.txt").write_text("fine\nwith [PAD] in it\n")
+    words = ["generate", str(model), "--prompts", str(tmp_path / "own.txt"), "--output", str(tmp_path / "o")]
+    assert main(words) == 2
+    assert "own.txt:2: has the token '[PAD]'" in capsys.readouterr().err
+
+
+def test_of_several_ranks_one_answers_help_and_a_wrong_flag() -> None:
+    import os
+
+    from conftest import REPO
+
+    for rank, words in ((0, "usage: generate.py"), (1, "")):
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        script = [sys.executable, "recipes/generate.py"]
+        done = subprocess.run([*script, "--help"], capture_output=True, text=True, env=env, cwd=REPO)
+        assert done.returncode == 0
+        assert done.stdout.startswith(words)
+        assert bool(done.stdout) == (rank == 0)
+    wrong = subprocess.run([*script, "--promts", "a"], capture_output=True, text=True, cwd=REPO)
+    assert wrong.returncode == 2
+    assert "error: " in wrong.stderr
 
 
 def test_launch_prints_its_line_and_asks_for_no_config(capsys: pytest.CaptureFixture[str]) -> None:

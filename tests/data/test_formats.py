@@ -213,3 +213,40 @@ def test_columns_are_renamed_before_they_are_looked_at(
             continue
         with pytest.raises(RequestError, match=wrong):
             look_at_columns(run)
+
+
+BARE = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}\n{% endfor %}"
+ENDED = BARE.replace("}}\n", "}}{{ eos_token if turn['role'] == 'assistant' }}\n")
+ALTERNATING = (
+    "{% for turn in messages %}{% if (turn['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + ENDED
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "words"),
+    [
+        (BARE, [USER, MODEL], "writes no mark after the assistant's words in any conversation"),
+        (ALTERNATING, [USER, USER, MODEL], r"a.jsonl line \d+: .* takes no such conversation \(roles must alternate\)"),
+    ],
+)
+def test_what_would_be_wrong_in_silence_is_refused(template: str, turns: Any, words: str, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(template)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(20)))
+    with pytest.raises(RequestError, match=words):
+        prepared(path, chat_template=str(tmp_path / "own.jinja"))
+
+
+def test_what_does_no_harm_is_said_and_learnt(tmp_path: Path) -> None:
+    """A template without a mark, where every token is learnt; roles that a template takes twice; an empty answer."""
+    path = tmp_path / "a.jsonl"
+    for template, turns, flags, words in (
+        (BARE, [USER, MODEL], {"train_on": "all"}, "messages, 20 conversations"),
+        (ENDED, [USER, USER, MODEL], {}, "a role speaks twice in a row"),
+        (ENDED, [USER, {"role": "assistant", "content": ""}, *AGAIN], {}, "have an empty turn of the assistant"),
+    ):
+        (tmp_path / "own.jinja").write_text(template)
+        path.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(20)))
+        data = prepared(path, chat_template=str(tmp_path / "own.jinja"), **flags)
+        assert words in data.account.describe()

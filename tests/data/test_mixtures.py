@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from finetune.data import digests
 from finetune.data.causal_lm import prepare_corpus
+from finetune.data.mixture import sentence_of_sources, taken_of_each
 from finetune.data.sampling import MixtureSampler, interleaved, sampler_of
 from finetune.data.tokenizer import train_text_tokenizer
 from finetune.errors import RequestError
@@ -174,6 +175,35 @@ def test_a_block_has_documents_of_one_file_and_shares_are_of_blocks(packing: str
     assert mark == [{"?"}] * train.sizes[0] + [{"!"}] * train.sizes[1]
     order = list(sampler_of(train, 4, 1, None))
     assert abs(sum(sample < train.sizes[0] for sample in order) - len(order) / 4) < 1
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd", "wrapped"])
+@pytest.mark.parametrize("weights", [None, (0.25, 0.75)])
+def test_what_each_file_gave_is_what_a_run_would_count(packing: str, weights: Any, files: list[str]) -> None:
+    data = prepared(weighted(files, *weights) if weights else files, packing, 128)
+    train, sampler = data.splits["train"], sampler_of(data.splits["train"], 4, 1, None)
+    samples = len(sampler) + len(sampler) // 2
+    wanted = {name: [0, 0] for name in ("a", "b")}
+    for sample in [one for epoch in epochs(sampler, 2) for one in epoch][:samples]:
+        own = wanted["a" if sample < train.sizes[0] else "b"]
+        own[0] += 1
+        own[1] += len(train[sample]["input_ids"])
+    found = taken_of_each(train, sampler, samples)
+    assert {name: [one["blocks"], one["tokens"]] for name, one in found.items()} == wanted
+    assert sum(one["blocks"] for one in found.values()) == samples
+    assert "a " in (said := sentence_of_sources(found))
+    assert f"{wanted['b'][1]:,} tokens" in said
+    assert taken_of_each(train.parts[0], sampler, samples) == {}
+    assert sentence_of_sources({}) == ""
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd", "wrapped"])
+def test_an_epoch_without_weights_has_each_document_once(packing: str, files: list[str]) -> None:
+    train = prepared(files, packing, 128).splits["train"]
+    found = taken_of_each(train, sampler_of(train, 1, 1, None), len(train))
+    documents = {name: one["documents"] for name, one in found.items()}
+    # Of wrapped text the last tokens fill no block, and their documents are left over.
+    assert (documents == {"a": 90, "b": 36}) or (packing == "wrapped" and 80 < documents["a"] <= 90)
 
 
 def test_without_weights_each_block_of_each_file_is_taken_once(files: list[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.errors import NothingToDoError, RequestError
+from finetune.errors import RequestError
 from finetune.generation.answers import Answers
 
 IDENTITY = {"model": "abc", "prompts": "def", "temperature": None, "stop": ["a"]}
@@ -21,7 +21,7 @@ def rows(*numbers: int) -> list[dict[str, Any]]:
 
 def opened(output: Path, overwrite: bool = False, **others: Any) -> tuple[Answers, list[int]]:
     answers = Answers(str(output), {**IDENTITY, **others}, COUNT, overwrite)
-    return answers, answers.open(overwrite)
+    return answers, answers.open()
 
 
 def written(output: Path) -> list[dict[str, Any]]:
@@ -80,16 +80,24 @@ def test_another_run_is_refused_by_what_differs(output: Path, other: Any, words:
     assert words in str(refused.value)
     again, done = opened(output, overwrite=True, **other)
     assert done == []
-    assert not output.exists()
+    assert output.exists() == is_done, "what is to be replaced stays until all is there"
     again._file.close()
+    if is_done:
+        late, done = opened(output, **other)
+        assert (late.is_done, done) == (False, []), "the file is still that of the other run"
+        late.add(rows(0, 1, 2, 3, 4))
+        late.finish()
+        assert opened(output, **other)[0].is_done
 
 
 def test_what_is_done_is_not_done_again(output: Path) -> None:
     answers, _ = opened(output)
     answers.add(rows(0, 1, 2, 3, 4))
     answers.finish()
-    with pytest.raises(NothingToDoError, match="all 5 answers are there"):
-        opened(output)
+    again, done = opened(output)
+    assert again.is_done
+    assert "all 5 answers are there" in again.all_there
+    assert done == [0, 1, 2, 3, 4]
 
 
 def test_a_file_of_somebody_else_is_not_touched(output: Path) -> None:
@@ -111,3 +119,38 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         opened(tmp_path / "nowhere" / "answers.jsonl")
     with pytest.raises(RequestError, match="is a folder"):
         opened(tmp_path)
+
+
+def test_overwriting_goes_on_after_a_kill_and_makes_whole_answers_again(output: Path) -> None:
+    output.write_text("theirs\n")
+    answers, _ = opened(output, overwrite=True)
+    answers.add(rows(2))
+    answers._file.close()
+    assert output.read_text() == "theirs\n"
+    again, done = opened(output, overwrite=True)
+    assert done == [2]
+    again.add(rows(0, 1, 3, 4))
+    again.finish()
+    assert written(output) == rows(0, 1, 2, 3, 4)
+    anew, done = opened(output, overwrite=True)
+    assert (anew.is_done, done) == (False, [])
+    anew._file.close()
+
+
+def test_a_run_without_an_answer_binds_nobody(output: Path) -> None:
+    answers, _ = opened(output)
+    answers._file.close()
+    other, done = opened(output, temperature=0.7)
+    assert done == []
+    other._file.close()
+
+
+def test_a_link_is_written_through_and_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    answers, _ = opened(tmp_path / "link")
+    answers.add(rows(0, 1, 2, 3, 4))
+    answers.finish()
+    assert (tmp_path / "link").is_symlink()
+    assert written(tmp_path / "real") == rows(0, 1, 2, 3, 4)
+    with pytest.raises(RequestError, match="is no plain file"):
+        opened(Path("/dev/null"))  # which a rename would replace for everybody

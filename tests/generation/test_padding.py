@@ -7,6 +7,7 @@ import torch
 from tiny_models import CONFIGS, POSITIONS, VOCABULARY, answerer
 
 from finetune.generation.batches import Batch
+from finetune.generation.sampling import Decoding
 
 LENGTHS = (1, 3, 4, 9, 17, 30)  # of which some are longer than a sliding window of 8
 NEW = 24
@@ -59,3 +60,19 @@ def test_an_answer_that_ends_early_does_not_change_the_others(kind: str) -> None
     for row, before in zip(rows, free, strict=True):
         assert before["text"].startswith(row["text"].rstrip("\ufffd"))  # an end may fall into a letter of two bytes
         assert row["finish_reason"] == ("end" if row["tokens"] < NEW else "length")
+
+
+@pytest.mark.parametrize("kind", ["gptlite", "llama"])
+def test_padding_is_not_penalised_as_if_it_had_been_said(kind: str) -> None:
+    penalties = Decoding(repetition_penalty=3.0, no_repeat_ngram_size=2)
+    one, ids = answerer(kind, penalties, pad=first_of(kind)), prompts()
+    numbers = list(range(len(ids)))
+    together = one.answer(ids, Batch(numbers, NEW))
+    assert together == [one.answer([ids[number]], Batch([number], NEW))[0] for number in numbers]
+    assert together != answerer(kind).answer(ids, Batch(numbers, NEW))
+
+
+def first_of(kind: str) -> int:
+    """What the shortest prompt is answered first: as padding, a penalty on it would show."""
+    (row,) = prompts()[:1]
+    return int(answerer(kind).model.generate(torch.tensor([row]), max_new_tokens=1, pad_token_id=0)[0, -1])

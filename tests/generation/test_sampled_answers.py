@@ -58,13 +58,26 @@ FOLDER = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
         ("--temperature 0.2 --seed 1", FOLDER, Decoding(0.2, 20, 0.9, None, 1)),
         ("--temperature 0.2", {"top_p": 0.9}, Decoding(0.2, None, None, None, 42)),
         ("--top_p 0.5", {}, Decoding(1.0, None, 0.5, None, 42)),
+        (
+            "",
+            {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
+            Decoding(repetition_penalty=1.1, no_repeat_ngram_size=3),
+        ),
+        (
+            "",
+            {"repetition_penalty": 1.0, "return_dict_in_generate": True, "num_beams": 4, "max_time": 1e-9},
+            Decoding(),
+        ),
     ],
 )
 def test_flags_come_before_what_the_folder_says(words: str, folder: dict[str, Any], wanted: Decoding) -> None:
     model = model_of("gptlite")
     model.generation_config.update(**folder)
     assert settle_decoding(asked(*words.split()), model) == wanted
-    assert not model.generation_config.do_sample
+    left = model.generation_config
+    assert not left.do_sample
+    others = (left.num_beams, left.return_dict_in_generate, left.max_time, left.repetition_penalty)
+    assert set(others) <= {None, 1, False}
 
 
 def test_an_answer_ends_before_a_stop_text() -> None:

@@ -79,7 +79,7 @@ def answerer(
     kind: str = "gptlite", decoding: Decoding | None = None, stop: tuple[str, ...] = (), **ends: Any
 ) -> Answerer:
     model = model_of(kind)
-    model.generation_config.pad_token_id = 0
+    model.generation_config.pad_token_id = ends.get("pad", 0)
     model.generation_config.eos_token_id = ends.get("ends")
     found = frozenset(ends.get("ends") or ())
     return Answerer(model, tokenizer(), decoding or Decoding(), stop, torch.device("cpu"), found)

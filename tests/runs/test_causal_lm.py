@@ -153,6 +153,12 @@ def test_a_mixture_trains_alike_on_two_ranks_and_goes_on_inside_a_later_epoch_as
     found = truth.json("eval_results.json")
     assert min(found["eval_a_loss"], found["eval_b_loss"]) < found["eval_loss"]
     assert found["eval_loss"] < max(found["eval_a_loss"], found["eval_b_loss"])
+    gave = truth.json("train_results.json")["sources"]
+    assert sum(one["blocks"] for one in gave.values()) == 9 * GLOBAL_BATCH
+    assert abs(gave["a"]["blocks"] - 0.3 * 9 * GLOBAL_BATCH) < 1
+    assert (
+        f"Trained on, repetitions counted: a {gave['a']['blocks']} blocks" in (truth.folder / "README.md").read_text()
+    )
     values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     run = train("torchrun", tmp_path / "run", values, ranks=2)
     for name in ("eval_a_loss", "eval_b_loss"):
@@ -165,6 +171,7 @@ def test_a_mixture_trains_alike_on_two_ranks_and_goes_on_inside_a_later_epoch_as
     again = train("torchrun", run.folder, {**values, "resume": "auto"}, ranks=2)
     assert "going on from checkpoint-7" in again.output
     assert again.column("loss")[-2:] == pytest.approx(wanted[-2:], rel=1e-6)
+    assert again.json("train_results.json")["sources"] == run.json("train_results.json")["sources"] == gave
     other = {**values, "train_file": [words[0], words[1].replace("0.7", "0.6")], "resume": "auto"}
     shutil.rmtree(run.folder / "checkpoint-9")
     refused = train("torchrun", run.folder, other, ranks=2, check=False)

@@ -86,6 +86,15 @@ def test_any_number_of_ranks_answers_as_one_process(
         assert generate(launcher, ranks, model, prompts, tmp_path / "drawn", *words, *DRAWN) == alone["drawn"]
 
 
+def test_what_is_done_is_done_on_every_rank(model: Path, prompts: Path, tmp_path: Path) -> None:
+    first = generate("torchrun", 2, model, prompts, tmp_path / "a")
+    script = [RECIPE, str(model), "--prompts", str(prompts), "--output", str(tmp_path / "a"), *WORDS]
+    status, said = run_warm([*LAUNCHERS["torchrun"](2), *script], 2, {**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert status == 0, said[-4000:]
+    assert said.count(f"all {len(TEXTS)} answers are there") == 1
+    assert [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()] == first
+
+
 @pytest.mark.nightly
 def test_accelerate_brings_its_own_config_of_zero3(
     model: Path, prompts: Path, alone: dict[str, Any], tmp_path: Path

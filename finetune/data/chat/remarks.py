@@ -24,6 +24,11 @@ REMARKS = {
     "unruled": "in {n} the chat template leaves out what the system says: --chat_template takes one that does not",
     "untooled": "in {n} the chat template does not write `tools`: --chat_template takes one that does",
 }
+ENDLESS = (
+    "the chat template writes no mark after the assistant's words in any conversation: the model would learn to go on "
+    "and never to stop, and nothing later would say so. Write {{ eos_token }} there, or give --chat_template (chatml, "
+    "llama3, ...); --train_on all learns such texts as they are."
+)
 
 
 def remarks_on(

@@ -55,7 +55,7 @@ class TrainerSuspect(Suspect):
                 found = Found("", "the loss, of outputs that are finite: look at the labels")
             if backward and loss.requires_grad:
                 found = found or finder.backward(loss, parameters=not trainer.shards_weights)
-            findings.append(self.finding(trainer.global_batches, number, found, args.world_size, args.process_index))
+            findings.append(self.finding(trainer.sampler, number, found, args.world_size, args.process_index))
         self._restore_statistics()
         return findings
 
