@@ -24,10 +24,10 @@ say() { printf 'install.sh: %s\n' "$*"; }
 
 # 1. The Python
 python=${PYTHON:-python3}
-command -v "$python" >/dev/null || { say "there is no $python. Install Python 3.10 to 3.12, or set PYTHON." >&2; exit 2; }
+command -v "$python" >/dev/null || { say "there is no $python. Install Python 3.10 to 3.13, or set PYTHON." >&2; exit 2; }
 facts() { "$python" -c "$1" 2>/dev/null; }
-facts 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || {
-  say "this is $("$python" --version 2>&1), but Python 3.10 to 3.12 is needed. Set PYTHON to one." >&2
+facts 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || {
+  say "this is $("$python" --version 2>&1), but Python 3.10 to 3.13 is needed. Set PYTHON to one." >&2
   exit 2
 }
 activated=$(facts 'import sys; print(int(sys.prefix != sys.base_prefix))')
@@ -71,6 +71,8 @@ else
 fi
 # Nothing below may replace it: pip takes several constraint files, and the image's own still applies.
 printf 'torch==%s\n' "$(torch_version)" >"$keep"
+# What the tests last passed with, so that they find the same; an image has its own pins.
+if [ -n "$extras" ] && [ "$pinned_image" = 0 ]; then grep -v '^torch==' constraints.txt >>"$keep"; fi
 
 # 3. The package. pip before 23.1 runs an old setup.py (seqeval's) directly. Then setuptools fetches its build requirements,
 # but not their own dependencies (fonttools/py-zopfli#31 explains why). With --use-pep517 pip fetches all of them.

@@ -40,3 +40,9 @@ class PageReader(HTMLParser):
     @property
     def text(self) -> str:
         return " ".join(self.texts)
+
+
+def is_plain(page: str) -> bool:
+    """Whether it is words and tables alone: nothing that loads, runs or styles."""
+    plain = {"div", "p", "strong", "table", "thead", "tbody", "tr", "th", "td"}
+    return all(tag in plain and not attributes for tag, attributes in PageReader(page).tags)

@@ -22,6 +22,11 @@ LIGHT_ROOM = [
 @pytest.mark.parametrize(
     "module",
     [
+        "finetune",
+        "finetune.api.checking",
+        "finetune.api.planning",
+        "finetune.api.run",
+        "finetune.api.training",
         "finetune.cli",
         "finetune.report.bench",
         "finetune.bench.compare",
@@ -88,6 +93,8 @@ ROOMS: dict[str, set[str]] = {
     "generation": {"data", "dsconfig", "errors", "models", "privacy", "run", "safe_read", "training"},
     "export": {"errors", "run", "safe_read", "training"},
     "cli": {"errors", "privacy", "run"},
+    "api": {"cli", "commands", "dsconfig", "errors", "export", "measure", "models", "plan", "privacy", "report", "run"}
+    | {"training"},
 }
 FREE = ("commands",)  # which do what the command line asks, with any room
 

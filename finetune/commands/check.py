@@ -26,6 +26,30 @@ from finetune.shipped import DS_CONFIGS, is_recipes_yaml
 
 def run(asked: argparse.Namespace) -> int:
     """The exit status: 0 without errors, 2 with."""
+    texts, context, disabled = wanted(asked)
+    findings: list[tuple[str, Placed]] = []
+    for path, before in texts.items():
+        text = mended(before, context, disabled) if asked.fix else before
+        if text != before:
+            if DS_CONFIGS in path.resolve().parents:
+                raise RequestError(
+                    f"{path} is shipped, and --fix would change it for every run. Copy it, and mend the copy."
+                )
+            shown = difference(before, text, str(path))
+            print(shown, end="", file=sys.stdout if asked.format == "text" else sys.stderr)
+            _write(path, text)
+        findings += [(str(path), placed) for placed in check(text, context, disabled).found]
+    if said := written(findings, asked.format):
+        print(said)
+    errors = sum(placed.is_error for _, placed in findings)
+    if asked.format == "text":
+        print(summary(len(texts), errors, [placed for _, placed in findings], context))
+    return 2 if errors else 0
+
+
+def wanted(asked: argparse.Namespace) -> tuple[dict[Path, str], Context, list[str]]:
+    """The texts to check, all of them before any is mended, for which run, and the codes that are not looked for.
+    Raises RequestError."""
     yamls = [name for name in asked.files if is_recipes_yaml(name)]
     if yamls and (asked.config or len(asked.files) > 1):
         raise RequestError(f"{yamls[0]}: is a recipe's YAML and no DeepSpeed config. Give it alone, or by --config.")
@@ -39,31 +63,13 @@ def run(asked: argparse.Namespace) -> int:
             f"{asked.config}: a recipe's YAML that names no DeepSpeed config" if asked.config else "no file is given"
         )
         raise RequestError(f"{where}. Give a path, or a shipped name such as zero2.")
-    described, disabled = _described(asked, planned), _codes(asked.disable)
-    texts = {path: read(path) for path in map(find_config, files)}  # all of them, before any is mended
-    findings: list[tuple[str, Placed]] = []
-    for path, before in texts.items():
-        text = mended(before, described, disabled) if asked.fix else before
-        if text != before:
-            if DS_CONFIGS in path.resolve().parents:
-                raise RequestError(
-                    f"{path} is shipped, and --fix would change it for every run. Copy it, and mend the copy."
-                )
-            shown = difference(before, text, str(path))
-            print(shown, end="", file=sys.stdout if asked.format == "text" else sys.stderr)
-            _write(path, text)
-        findings += [(str(path), placed) for placed in check(text, described, disabled).found]
-    if said := written(findings, asked.format):
-        print(said)
-    errors = sum(placed.is_error for _, placed in findings)
-    if asked.format == "text":
-        print(_summary(len(texts), errors, [placed for _, placed in findings], described))
-    return 2 if errors else 0
+    context, disabled = described(asked, planned), codes(asked.disable)
+    return {path: read(path) for path in map(find_config, files)}, context, disabled
 
 
-def _summary(files: int, errors: int, found: list[Placed], described: Context) -> str:
+def summary(files: int, errors: int, found: list[Placed], run: Context) -> str:
     fixable = sum(placed.mendable for placed in found)
-    ranks = "" if described.world_size is None else f" for {_many(described.world_size, 'rank')}"
+    ranks = "" if run.world_size is None else f" for {_many(run.world_size, 'rank')}"
     hint = f"; --fix mends {fixable}" if fixable else ""
     counts = f"{_many(errors, 'error')}, {_many(len(found) - errors, 'warning')}"
     return f"{counts} in {_many(files, 'file')}{ranks}{hint}"
@@ -80,7 +86,8 @@ def _run(asked: argparse.Namespace) -> Run:
     return resolve(candidates(argv)[0], argv, Launch(world_size=asked.world_size or stages or 1), is_here=False)
 
 
-def _described(asked: argparse.Namespace, planned: Run | None) -> Context:
+def described(asked: argparse.Namespace, planned: Run | None) -> Context:
+    """The run that the options, and the YAML's flags in `planned`, describe. Raises RequestError."""
     stages = planned.stages if planned else asked.pipeline_parallel_size
     ranks, per_node = asked.world_size, asked.ranks_per_node
     if stages is not None and stages < 1:
@@ -119,7 +126,8 @@ def _described(asked: argparse.Namespace, planned: Run | None) -> Context:
     return replace(found, arguments={name: one for name, one in found.arguments.items() if name in planned.given})
 
 
-def _codes(text: str) -> list[str]:
+def codes(text: str) -> list[str]:
+    """Those of --disable. Raises RequestError for what is none."""
     codes = [code for code in text.upper().split(",") if code]
     if wrong := [code for code in codes if not re.fullmatch(r"DS\d{3}", code)]:
         raise RequestError(f"--disable {wrong[0]}: is no code, like DS902. docs/check.md lists them.")

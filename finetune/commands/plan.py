@@ -35,26 +35,16 @@ def run(asked: argparse.Namespace) -> int:
         disk = asked.flags.get("nvme_path")
         calibrate(Path(asked.calibrate), asked.ranks, nvme_path=Path(disk[0]) if disk else None)
         return 0
-    if not asked.target and not asked.recipe and not asked.flags:
-        raise RequestError(
-            "nothing is asked. Give a recipe's YAML, a model's folder or config.json, or a known name such as gpt2."
-        )
-    _check(asked)
-    machine = find_machine(asked.gpu)
-    planned, notes = _run(asked, machine)
-    job, config, more = job_of(planned, machine, asked.params_per_layer)
-    notes += [*more, *notes_of(job)]
-    limits = _limits(asked, job, any(name in planned.given for name in ("bf16", "fp16")))
+    found, config, notes, limits = plan_of(asked)
     if asked.estimator:
         from finetune.measure.estimator import show as show_estimates
 
-        return show_estimates(job, machine)
-    found = plan(job, machine)
+        return show_estimates(found.job, found.machine)
     if asked.verify:
         from finetune.measure.start import verify
 
         return verify(found, config)
-    layouts = None if asked.no_search else search(job, machine, limits)
+    layouts = None if asked.no_search else layouts_of(found, limits)
     if asked.autotune and layouts is not None:
         from finetune.measure.start import autotune
 
@@ -65,6 +55,25 @@ def run(asked: argparse.Namespace) -> int:
 
         print(write(Path(asked.write), layouts), file=sys.stderr if asked.json else sys.stdout)
     return 0 if found.fits or (layouts and layouts.fitting) else 1
+
+
+def plan_of(asked: argparse.Namespace) -> tuple[Plan, dict[str, Any] | None, list[str], Limits]:
+    """What is planned, its DeepSpeed config, what is to be said of it, and among what to look for better. Raises
+    RequestError."""
+    if not asked.target and not asked.recipe and not asked.flags:
+        raise RequestError(
+            "nothing is asked. Give a recipe's YAML, a model's folder or config.json, or a known name such as gpt2."
+        )
+    _check(asked)
+    machine = find_machine(asked.gpu)
+    planned, notes = _run(asked, machine)
+    job, config, more = job_of(planned, machine, asked.params_per_layer)
+    limits = _limits(asked, job, any(name in planned.given for name in ("bf16", "fp16")))
+    return plan(job, machine), config, [*notes, *more, *notes_of(job)], limits
+
+
+def layouts_of(found: Plan, limits: Limits) -> Found:
+    return search(found.job, found.machine, limits)
 
 
 def _check(asked: argparse.Namespace) -> None:

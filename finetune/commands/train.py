@@ -14,8 +14,19 @@ from finetune.launchers import HERE
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Say the line, and become its process. Programs are found beside this Python first, in an environment that is not
-    activated as well."""
+    """Say the line, and become its process."""
+    words, environment = started_by(asked)
+    try:
+        os.execvpe(words[0], words, environment)
+    except OSError as error:
+        raise RequestError(
+            f"{shlex.quote(words[0])} cannot be started: {error.strerror}. Install it, or take another --launcher."
+        ) from None
+
+
+def started_by(asked: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The words that start it, which are said, and its environment. Programs are found beside this Python first, in an
+    environment that is not activated as well. Raises RequestError."""
     if {"-h", "--help"} & set(asked.flags):
         asked.launcher = asked.launcher or "python"  # which the answer needs no ranks for
         asked.gpus_per_node = asked.gpus_per_node or 1
@@ -28,10 +39,4 @@ def run(asked: argparse.Namespace) -> int:
     words = [word.replace(HERE, os.getcwd()) for word in first.words]
     print(f"# {first.line()}", file=sys.stderr, flush=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    environment = {**os.environ, **first.environment, "PATH": path}
-    try:
-        os.execvpe(words[0], words, environment)
-    except OSError as error:
-        raise RequestError(
-            f"{shlex.quote(words[0])} cannot be started: {error.strerror}. Install it, or take another --launcher."
-        ) from None
+    return words, {**os.environ, **first.environment, "PATH": path}

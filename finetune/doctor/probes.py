@@ -41,8 +41,8 @@ def look(asked: Asked) -> Iterator[Result]:
 
 
 def python(asked: Asked) -> Iterator[Result]:
-    fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
-    yield verdict("Python", fits, platform.python_version(), "Use Python 3.10, 3.11 or 3.12, as install.sh does.")
+    fits = (3, 10) <= sys.version_info[:2] <= (3, 13)
+    yield verdict("Python", fits, platform.python_version(), "Use Python 3.10 to 3.13, as install.sh does.")
 
 
 def packages(asked: Asked) -> Iterator[Result]:

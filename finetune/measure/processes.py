@@ -42,7 +42,7 @@ def started(launcher: str, ranks: int) -> list[str]:
 
 def run(command: Sequence[str], log: Path, patience: float) -> Outcome:
     """How it has ended, be that after `patience` seconds; what it says goes into `log`."""
-    with log.open("w", encoding="utf-8") as stream, _all_ended() as mark:
+    with log.open("w", encoding="utf-8") as stream, all_ended() as mark:
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | mark
         )
@@ -54,7 +54,7 @@ def run(command: Sequence[str], log: Path, patience: float) -> Outcome:
 
 
 @contextmanager
-def _all_ended() -> Iterator[dict[str, str]]:
+def all_ended() -> Iterator[dict[str, str]]:
     """Gives the mark. However what stands inside ends, SIGTERM included, no process with it is left."""
     mark = uuid.uuid4().hex
     with _sigterm_raises():

@@ -1,1 +1,27 @@
-"""What a run will take, worked out beforehand: schedules and layouts. Standard library only; never imports torch."""
+"""What a run will take, worked out beforehand: schedules and layouts. Standard library only; never imports torch.
+
+`from finetune import plan` gives this package, whatever has been imported before; so the package itself can be called,
+as `finetune.api.planning.plan`."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Plan(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from finetune.api import planning
+
+        return planning.plan(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> Any:
+        """For `help` and a notebook's completion."""
+        import inspect
+
+        from finetune.api import planning
+
+        return inspect.signature(planning.plan)
+
+
+sys.modules[__name__].__class__ = _Plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Iterator
 from itertools import islice
@@ -77,7 +78,7 @@ def _metric(name: str) -> str | None:
 def _is_no_python(path: Path) -> str | None:
     """By its form alone: a stranger's file runs once, where its figures are tried."""
     try:
-        compile(read_bounded(path), path.name, "exec", dont_inherit=True)
+        ast.parse(read_bounded(path), path.name)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         return f"it is no Python{line}: {first_line(error)}. Mend the file."

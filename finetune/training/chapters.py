@@ -23,6 +23,7 @@ from finetune.training.hub import push
 from finetune.training.pipeline.partition import describe, partition
 from finetune.training.pipeline.trainer import PipelineTrainer
 from finetune.training.profiling.callback import profiling
+from finetune.training.progress import show_numbers
 from finetune.training.protocol import Closing
 from finetune.training.results import closing_line, refuse_divergence
 from finetune.training.run_folder import (
@@ -76,6 +77,7 @@ def trainer_of(
         compression=session[CompressionArguments],
         guards=session[GuardArguments],
     )
+    show_numbers(trainer)
     trainer.identity = identity
     return trainer
 

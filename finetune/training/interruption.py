@@ -88,7 +88,7 @@ class StopOnSignal(TrainerCallback):
         if late and not self.agreed:
             self.agreed = late
             self._leave(args, state)
-        self._end_grace()
+        self.end_grace()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number  # no more: the main thread may hold any lock just now, those of `threading` too
@@ -102,7 +102,8 @@ class StopOnSignal(TrainerCallback):
             if began is not None and time.monotonic() - began > self.grace_seconds:
                 self._give_up()
 
-    def _end_grace(self) -> None:
+    def end_grace(self) -> None:
+        """Nobody's time runs any more, be it that the training has failed."""
         self.is_over.set()
         if self.grace is not None:
             self.grace.join()
@@ -122,7 +123,7 @@ class StopOnSignal(TrainerCallback):
     def _leave(self, args: Any, state: Any) -> None:
         if self.ballot:
             distributed.barrier()  # a launcher ends all ranks when the first one ends: also one that still writes
-        self._end_grace()
+        self.end_grace()
         checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
         what = f"Nothing was saved there (--save_strategy {args.save_strategy.value})."
         if checkpoint.is_dir():

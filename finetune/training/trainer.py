@@ -137,6 +137,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         except InterruptedRunError:
             close_trackers(self.callback_handler, self.args, self.state, self.control)
             raise
+        finally:
+            self.stop.end_grace()
 
     def create_optimizer(self, model: Any = None) -> Any:
         is_new = self.optimizer is None  # the Trainer asks more than once

@@ -68,4 +68,4 @@ def test_a_signal_while_the_main_thread_begins_another_blocks_nothing_and_the_gr
     finally:
         for number, handler in stop.handlers.items():
             signal.signal(number, handler)
-        stop._end_grace()
+        stop.end_grace()

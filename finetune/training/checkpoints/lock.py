@@ -51,7 +51,7 @@ def lock_run_folder(folder: Path, command: str, wait_seconds: float = 0.0) -> st
             os.close(handle)
             return f"note: {folder} cannot be locked ({error.strerror}). Let no second run write there."
     if not _held:
-        os.register_at_fork(after_in_child=_give_up)  # a data loader's worker may outlive its rank
+        os.register_at_fork(after_in_child=give_up_locks)  # a data loader's worker may outlive its rank
     _held[path] = handle
     record = {"host": socket.gethostname(), "pid": os.getpid(), "command": command}
     record["started"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -61,8 +61,9 @@ def lock_run_folder(folder: Path, command: str, wait_seconds: float = 0.0) -> st
     return None
 
 
-def _give_up() -> None:
-    """In a forked child: close the handles, which does not unlock the parent's."""
+def give_up_locks() -> None:
+    """Close the handles: in a forked child, where that does not unlock the parent's; or once a run has ended whose
+    process goes on."""
     for handle in _held.values():
         with suppress(OSError):
             os.close(handle)

@@ -1,0 +1,99 @@
+"""`plan`: what a run would take, as `finetune plan` works it out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.api.html import block, table_of
+from finetune.api.words import words_of
+from finetune.cli import parser
+from finetune.commands.plan import as_json, layouts_of, plan_of
+from finetune.errors import RequestError
+from finetune.plan.mends import ways_out
+from finetune.plan.plan import Plan
+from finetune.plan.search import Found
+from finetune.report.plan_tables import layout_table, memory_table, show, step_table
+from finetune.report.plan_words import headline, more_words, rank_kinds, verdict
+from finetune.run.choose import recipes
+
+TEXT_WIDTH = 120
+MOST_LAYOUTS = 5  # in a notebook
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the layouts that were looked at, the fastest first. `str()` is what `finetune plan` prints."""
+
+    plan: Plan = field(repr=False)
+    layouts: Found | None = field(repr=False)
+    notes: tuple[str, ...]
+    fits: bool
+    peak_bytes: int
+    limit_bytes: int
+    step_seconds: float
+    samples_per_second: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `finetune plan --json` has it."""
+        return as_json(self.plan, self.layouts, list(self.notes))
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        console = Console(file=text, width=TEXT_WIDTH)
+        show(self.plan, self.layouts, [] if self.fits else ways_out(self.plan, self.layouts), self.notes, console)
+        return text.getvalue()
+
+    def _repr_html_(self) -> str:
+        notes = [f"note: {note}" for note in self.notes]
+        tables = [table_of(memory_table(self.plan, rank_kinds(self.plan)[:2])), table_of(step_table(self.plan))]
+        if self.layouts is not None and self.layouts.fitting:
+            tables.append(table_of(layout_table(self.plan, self.layouts), MOST_LAYOUTS))
+        return block(headline(self.plan), [verdict(self.plan), *more_words(self.plan), *notes], *tables)
+
+
+def plan(
+    target: str | Path | None = None,
+    *,
+    model: str | Path | None = None,
+    gpu: str | Path = "cpu",
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    global_batch_size: int | None = None,
+    layouts: Sequence[str] | None = None,
+    search: bool = True,
+    params_per_layer: int | None = None,
+    **flags: Any,
+) -> Planned:
+    """Memory by rank and time by step of a run that need not be possible here, without torch. `target` is a recipe,
+    such as "causal_lm", a recipe's YAML, or a model: its folder, its config.json, or a known name such as "gpt2";
+    `model` is a model beside a recipe. `flags` are those of the recipe. Without `search` no other layouts are looked
+    at.
+
+    Raises RequestError."""
+    target, model = (None if one is None else str(one) for one in (target, model))
+    if target in recipes():
+        flags["recipe"], target = target, model
+    elif target is not None and model is not None:
+        raise RequestError(f"{target} and model={model!r} are both a model or name one. Keep one.")
+    options = {
+        "gpu": gpu,
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "global_batch_size": global_batch_size,
+        "layouts": layouts,
+        "params_per_layer": params_per_layer,
+    }
+    named = target or model
+    # The target comes first: behind a flag of several values it would be one of them.
+    asked = parser().parse_args(["plan", *([named] if named else []), *words_of({**options, **flags})])
+    found, _, notes, limits = plan_of(asked)
+    seconds = found.seconds
+    searched = layouts_of(found, limits) if search else None
+    figures = (found.fits, found.peak_bytes, found.limit_bytes, seconds.total, seconds.samples_per_second)
+    return Planned(found, searched, tuple(notes), *figures)

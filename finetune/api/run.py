@@ -1,0 +1,99 @@
+"""A run's folder as an object: what it came to, its curves, its model."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from finetune.api.html import block, table
+from finetune.errors import RequestError
+from finetune.report.run_curves import training_curves
+from finetune.report.run_folder import RunFolder
+from finetune.report.run_sections import MOST_TILES, TILES, card_heading, verdict
+from finetune.report.svg import escaped, svg_file
+from finetune.report.text import as_number, said
+from finetune.report.write import read
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture. A notebook shows it; `save` writes it."""
+
+    svg: str
+    alt: str
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.svg, encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """As an image: within the page, its style would be the page's."""
+        data = base64.b64encode(self.svg.encode()).decode()
+        return f'<img alt="{escaped(self.alt)}" src="data:image/svg+xml;base64,{data}">'
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has left in `folder`, in which nothing is trusted: files are of bounded size, and no code runs."""
+
+    folder: Path
+    found: RunFolder = field(repr=False)
+
+    @property
+    def finished(self) -> bool:
+        return self.found.finished
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What all_results.json holds: the results of training, evaluation and prediction."""
+        return dict(self.found.results)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl: each log of the Trainer, with its step."""
+        return [dict(row) for row in self.found.rows]
+
+    @property
+    def recipe(self) -> str | None:
+        """The recipe that wrote it; None where the folder does not say."""
+        name = self.found.recipe.get("recipe")
+        return name if isinstance(name, str) else None
+
+    @cached_property
+    def model(self) -> Any:
+        """The trained model, opened when first asked for, on the CPU and in evaluation mode."""
+        from finetune.api.opening import open_model
+
+        return open_model(self.folder, self.recipe)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Of the trained model; of a model of images its image processor."""
+        from finetune.api.opening import open_processor
+
+        return open_processor(self.folder, self.recipe)
+
+    def plot(self) -> Plot:
+        """The loss of training and of evaluation over the steps. Raises RequestError where no loss has been logged."""
+        pictures = training_curves(self.found.rows, "")
+        if not pictures:
+            raise RequestError(f"{self.folder}: no loss has been logged there, so there is nothing to plot.")
+        return Plot(svg_file(pictures[0]), pictures[0].alt)
+
+    def _repr_html_(self) -> str:
+        results = self.found.results
+        shown = [name for name in TILES if as_number(results.get(name)) is not None][:MOST_TILES]
+        rows = [(TILES[name], said(results[name])) for name in shown]
+        lines = filter(None, (card_heading(self.found), verdict(self.found), *self.found.notes))
+        return block(f"run {self.folder}", lines, table(("metric", "value"), rows) if rows else "")
+
+
+def load_run(folder: str | Path) -> Run:
+    """The run in a folder, whoever wrote it. Raises RequestError where there is none."""
+    path = Path(folder).expanduser()
+    runs, _ = read([path])
+    if not runs:
+        raise RequestError(f"{path}: holds a bench, not a run. `finetune bench {path}` shows it.")
+    return Run(runs[0].folder, runs[0])

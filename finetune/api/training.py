@@ -1,0 +1,104 @@
+"""`train`: a recipe from Python, in this process or in several.
+
+One rank without DeepSpeed trains in this process. Several ranks, and DeepSpeed at any number, are started as `finetune
+train` starts them. accelerate's `notebook_launcher` would fork them out of this process instead: that is unsafe once
+torch has started threads or CUDA here, which a first run in this process does, it refuses where CUDA is up, and it has
+no form for DeepSpeed (accelerate 1.15, launchers.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.api.run import Run, load_run
+from finetune.api.words import words_of
+from finetune.cli import parser
+from finetune.commands.recipe import find
+from finetune.commands.train import started_by
+from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError, RequestError, RunError
+from finetune.measure.processes import all_ended
+from finetune.privacy import shown
+from finetune.run.choose import recipes
+from finetune.run.engine import deepspeed_config_of
+from finetune.run.launch import Launch, free_port
+from finetune.run.recipe import Recipe
+from finetune.run.resolve import resolve_here
+
+ERROR_LINE = re.compile(r"(?:\[rank \d+\] )?error: (.*)")
+KINDS: dict[int, type[FinetuneError]] = {one.exit_status: one for one in (RequestError, InterruptedRunError)}
+
+
+def train(recipe: str, *, ranks: int | None = None, **flags: Any) -> Run:
+    """Run a recipe, such as "seq_cls", with its flags as keyword arguments, and give what it leaves: train("seq_cls",
+    train_file="reviews.csv", num_train_epochs=1). `ranks` is for several processes on this machine: one for each GPU,
+    or CPU processes where there is no GPU.
+
+    Raises RequestError with all that is wrong with the request, RunError where the run fails, and InterruptedRunError
+    where a signal has stopped it after a checkpoint."""
+    if "RANK" in os.environ:
+        raise RequestError(
+            "train() is called in a process of a launcher (RANK is set), and would be called once in each of them. "
+            "Call it in plain Python, with ranks=N."
+        )
+    if ranks is not None and ranks < 1:
+        raise RequestError(f"ranks is {ranks}, but it must be 1 or more.")
+    script, words = find(recipe), words_of(flags)
+    known = recipes().get(script.stem)
+    if known is None:
+        raise RequestError(f"{recipe} is not a recipe that trains. Give one of {', '.join(recipes())}.")
+    launch = Launch() if ranks is None else Launch(0, 0, ranks, ranks, "deepspeed")
+    run = resolve_here(known, words, launch)
+    if ranks is None and deepspeed_config_of(run) is None:
+        _here(known, script, words)
+    else:
+        _in_processes(known, ranks or 1, words)
+    return load_run(run.value("output_dir"))
+
+
+def _here(recipe: Recipe, script: Path, words: Sequence[str]) -> None:
+    from finetune.api.process import left_as_found
+
+    with left_as_found([str(script), *words]):
+        try:
+            runpy.run_path(str(script))["main"](resolve_here(recipe, words, Launch()))
+        except NothingToDoError as error:
+            print(shown(str(error)))
+
+
+def _in_processes(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
+    """Their output is printed here as it comes. Whatever ends this, Ctrl-C included, ends them too."""
+    options = ["--gpus_per_node", str(ranks), "--master_port", str(free_port())]
+    command, environment = started_by(parser().parse_args(["train", *options, recipe.name, *words]))
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    lines = []
+    with (
+        all_ended() as mark,
+        subprocess.Popen(command, env=environment | mark, start_new_session=True, **pipes) as process,
+    ):
+        assert process.stdout
+        for line in process.stdout:
+            lines.append(line)
+            sys.stdout.write(line)
+        status = process.wait()
+    if status:
+        raise KINDS.get(status, RunError)(_why(lines, status))
+
+
+def _why(lines: Sequence[str], status: int) -> str:
+    """The error that a rank has said, up to the launcher's own lines; else the last lines."""
+    for place, line in enumerate(lines):
+        if found := ERROR_LINE.match(line):
+            rest = [found[1]]
+            for more in lines[place + 1 :]:
+                if not more.strip() or more.startswith("["):
+                    break
+                rest.append(more.rstrip("\n"))
+            return "\n".join(rest)
+    stopped = next((line.strip() for line in lines if line.startswith("stopped by ")), "")
+    return stopped or f"the run ended with status {status}:\n{''.join(lines[-20:])}"

@@ -1,0 +1,23 @@
+"""Keyword arguments as words of a command line, which is where flags are read, checked and explained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.run.choose import recipes
+
+
+def words_of(flags: Mapping[str, Any]) -> list[str]:
+    """{"train_file": ["a.csv", "b.csv"], "bf16": False, "model_size": None} as `--train_file a.csv b.csv --bf16 False`:
+    None means that nothing is given."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    return [word for name, value in given.items() for word in (f"--{name}", *_values(name, value))]
+
+
+def _values(name: str, value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        takes_pairs = any(name in recipe.flags and recipe.flags[name].pairs for recipe in recipes().values())
+        return [f"{key}={one}" for key, one in value.items()] if takes_pairs else [json.dumps(value)]
+    return [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
