@@ -106,6 +106,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "seq_cls": TINY,
     "token_cls": TINY,
     "causal_lm": {"sample_tokens": 4, "bf16": False},
+    "preference": {"max_train_samples": 32, "max_eval_samples": 8, "bf16": False},
     "causal_lm_pipeline": {"sample_tokens": 4, "bf16": False},
     "image_cls": {"bf16": False},
 }

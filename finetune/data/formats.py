@@ -95,8 +95,8 @@ def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str |
         first = next(iter(rows))
         better = "messages" if _first_turn(first["chosen"]) else "completion" if "prompt" in names else "text"
         raise RequestError(
-            f"{where}: the rows look like preferences, a better and a worse answer each (chosen, rejected), for which "
-            f"there is no recipe yet. This one learns the better answer alone by --column_mapping chosen={better}."
+            f"{where}: the rows are preferences, a better and a worse answer each (chosen, rejected), for "
+            f"recipes/preference.py. This one learns the better answer alone by --column_mapping chosen={better}."
         )
     lower = {name.lower(): name for name in names}
     article = next((lower[name] for name in SUMMARISED if name in lower), None)

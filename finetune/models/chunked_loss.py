@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from finetune.data.packing import IGNORED
 from finetune.errors import RequestError, first_line
@@ -43,6 +44,7 @@ class LossHead(nn.Linear):
     chunk_tokens: int
     targets: torch.Tensor | None = None  # (B, T): the token that follows each position
     items: Any = None  # what the sum is divided by; None for the targets' number
+    by_row = False  # always give what an evaluation gets, of which gradients flow back
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.targets is None:
@@ -52,6 +54,8 @@ class LossHead(nn.Linear):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        if self.by_row:
+            return self._learnt_row_sums(rows, weight, bias, targets)
         if not torch.is_grad_enabled():
             return self._row_sums(rows, weight, bias, targets)
         options = nn.LinearCrossEntropyOptions(
@@ -83,6 +87,20 @@ class LossHead(nn.Linear):
         for some, wanted in zip(rows.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True):
             parts.append(token_figures(nn.functional.linear(some, weight, bias), wanted))
         return torch.cat(parts).reshape(*self.targets.shape, 3).sum(dim=1)
+
+    def _learnt_row_sums(self, rows: Any, weight: Any, bias: Any, targets: Any) -> torch.Tensor:
+        """The same (B, 3), with logits of what is learnt alone: a chunk at a time, and once more on the way back."""
+        assert self.targets is not None
+        learnt = (targets != IGNORED).nonzero()[:, 0]
+        parts = [rows.new_zeros(0, 3, dtype=torch.float32) + 0 * rows.float().sum()]  # a graph, where none is learnt
+        for some in learnt.split(self.chunk_tokens):
+            parts.append(checkpoint(_figures, rows[some], weight, bias, targets[some], use_reentrant=False))
+        sums = rows.new_zeros(len(self.targets), 3, dtype=torch.float32)
+        return sums.index_add(0, learnt // self.targets.shape[1], torch.cat(parts))
+
+
+def _figures(rows: torch.Tensor, weight: Any, bias: Any, targets: torch.Tensor) -> torch.Tensor:
+    return token_figures(nn.functional.linear(rows, weight, bias), targets)
 
 
 def token_figures(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -133,13 +151,14 @@ def refusal(model: Any) -> str | None:
     return None
 
 
-def use_chunked_loss(model: Any, chunk_tokens: int) -> None:
-    """Give `model` a `LossHead` in place of its head, with the same weight, and have it return that one's loss. Ask
-    `refusal` first. `model` is what the Trainer gets, an adapter's wrapper included."""
+def use_chunked_loss(model: Any, chunk_tokens: int, by_row: bool = False) -> None:
+    """Give `model` a `LossHead` in place of its head, with the same weight, and have it return that one's loss, or
+    `by_row` as `logits` the (B, 3) of `row_figures`. Ask `refusal` first. `model` is what the Trainer gets, an
+    adapter's wrapper included."""
     old = model.get_output_embeddings()
     head = LossHead(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
     head.weight, head.bias = old.weight, old.bias
-    head.chunk_tokens = chunk_tokens
+    head.chunk_tokens, head.by_row = chunk_tokens, by_row
     model.set_output_embeddings(head)
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

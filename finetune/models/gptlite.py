@@ -4,7 +4,7 @@
     model = GPTLiteForCausalLM(config)
 
 It saves, loads, generates with a key-value cache, checkpoints activations and takes any `attn_implementation` as other
-models of the library do, and is registered for AutoConfig and AutoModelForCausalLM when this module is imported.
+models of the library do, and is registered for transformers' Auto classes when this module is imported.
 No causal mask is kept as a buffer: scaled-dot-product and flash attention need none.
 """
 
@@ -15,12 +15,20 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -267,8 +275,25 @@ class GPTLiteForCausalLM(GPTLitePreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss, logits, output.past_key_values)
 
 
+class GPTLiteForSequenceClassification(GenericForSequenceClassification, GPTLitePreTrainedModel):
+    """GPT-lite with a score for each label, read off the last token that is no padding."""
+
+    base_model_prefix = "transformer"
+
+    def __init__(self, config: GPTLiteConfig) -> None:
+        # The generic one makes its base by `from_config`, which ZeRO-3 shards before its weights are drawn.
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.transformer = GPTLiteModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
 AutoConfig.register(GPTLiteConfig.model_type, GPTLiteConfig, exist_ok=True)
+AutoModel.register(GPTLiteConfig, GPTLiteModel, exist_ok=True)
 AutoModelForCausalLM.register(GPTLiteConfig, GPTLiteForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(GPTLiteConfig, GPTLiteForSequenceClassification, exist_ok=True)
 # A saved folder carries this file, so that it opens with `trust_remote_code=True` where the toolkit is not installed.
 GPTLiteConfig.register_for_auto_class()
 GPTLiteForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+GPTLiteForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

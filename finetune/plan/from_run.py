@@ -66,6 +66,11 @@ def job_of(
     _check_numbers(run, params_per_layer)
     subject = subject or _subject(run, machine, params_per_layer, notes)
     model, run = subject.model, settle_engine(run)
+    if "reference" in run.recipe.flags:
+        notes.append(
+            "a row of preferences is counted as one text, and is two: plan with twice --per_device_train_batch_size; a "
+            "second model (--reference online) is not counted"
+        )
     _check_engine(run, model)
     lora, asked = lora_of(run, model), deepspeed_config_of(run)
     flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))

@@ -123,6 +123,17 @@ VOID = (
     Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
     Void(("comm_hook_start_steps",), "ddp_comm_hook", tuple(one for one in HOOKS if one not in KEEPS_ERRORS)),
     Void(("powersgd_rank",), "ddp_comm_hook", tuple(one for one in HOOKS if one != "powersgd")),
+    Void(("label_smoothing",), "loss", ("ipo", "kto", "orpo", "reward"), "It is of dpo and simpo. Drop it."),
+    Void(("length_normalization",), "loss", ("kto", "orpo", "reward", "simpo"), "It is of dpo and ipo. Drop it."),
+    Void(("target_margin",), "loss", ("dpo", "ipo", "kto", "orpo", "reward"), "Give --loss simpo, or drop it."),
+    Void(
+        ("desirable_weight", "undesirable_weight"),
+        "loss",
+        ("dpo", "ipo", "orpo", "reward", "simpo"),
+        "Give --loss kto, or drop it.",
+    ),
+    Void(("reference",), "loss", ("orpo", "reward", "simpo"), "It has no reference. Drop it."),
+    Void(("beta", "loss_chunk_tokens"), "loss", ("reward",)),
     Void(("resume",), "do_train", (False,), "Give the checkpoint as --model_name_or_path, or drop it."),
     Void(("resume_changed",), "resume", (None,), "Add --resume auto, or drop it."),
 )

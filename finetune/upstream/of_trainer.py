@@ -6,6 +6,7 @@ from finetune.upstream.row import Row
 
 TRAINER = "transformers.trainer:Trainer."
 MIXIN, SAVING, EVALUATION = "training/trainer.py", "training/saving.py", "training/evaluation.py"
+PREFERENCE = "training/preference.py"
 IS_PUBLIC = "the method goes, or is no longer called from there: it is public"
 
 
@@ -170,6 +171,27 @@ PUBLIC = (
         "self, dataloader, description, prediction_loss_only=, ignore_keys=, metric_key_prefix=",
         "evaluate predict",
         "evaluating draws nothing from what is learnt after it",
+    ),
+    _public(
+        PREFERENCE,
+        "get_batch_samples",
+        "self, epoch_iterator, num_batches, device",
+        "_run_epoch",
+        "KTO's baseline is of a whole step",
+    ),
+    _public(
+        PREFERENCE,
+        "compute_loss",
+        "self, model, inputs, return_outputs=, num_items_in_batch=",
+        "training_step prediction_step",
+        "a row is two texts",
+    ),
+    _public(
+        PREFERENCE,
+        "log",
+        "self, logs, start_time=",
+        "_maybe_log_save_evaluate _finalize_training evaluate",
+        "with rewards and margins",
     ),
     _public(
         MIXIN,

@@ -50,7 +50,13 @@ def test_a_flag_overrules_the_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     assert (job["micro_batch"], job["tokens"], job["precision"], job["zero"]["stage"]) == (2, 128, "fp32", 3)
 
 
-MODELS_GIVEN = ("instruction", "lora_24gb", "lora_zero3", "token_cls_conll")  # the last one's own is not in the table
+MODELS_GIVEN = (
+    "instruction",
+    "preference_dpo",
+    "lora_24gb",
+    "lora_zero3",
+    "token_cls_conll",
+)  # the last one's own is not in the table
 
 
 def test_every_shipped_recipe_config_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:

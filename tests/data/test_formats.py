@@ -96,8 +96,11 @@ def test_texts_stay_a_prompt_and_its_completion_without_turns() -> None:
             r"it has instruction, context, response\..*--column_mapping",
         ),
         ({"dialogue": "a b", "summary": "c"}, "--column_mapping dialogue=prompt summary=completion, or the text alone"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"no recipe yet.*--column_mapping chosen=completion"),
-        ({"chosen": [USER, MODEL], "rejected": [USER]}, r"look like preferences.*--column_mapping chosen=messages"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            r"recipes/preference\.py.*--column_mapping chosen=completion",
+        ),
+        ({"chosen": [USER, MODEL], "rejected": [USER]}, r"are preferences.*--column_mapping chosen=messages"),
         ({"chosen": "Human: a", "rejected": "b"}, "--column_mapping chosen=text"),
     ],
     ids=["two formats", "unknown", "summaries", "preferences", "preferences in turns", "preferences in texts"],

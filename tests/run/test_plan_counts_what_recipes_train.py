@@ -44,8 +44,8 @@ ADAPTED = {
 CASES = [*recipes(), *(name for name, recipe in OF_RECIPES.items() if recipe), *ADAPTED]
 # Whose vocabulary is that of the text, which no plan reads; or whose classes are.
 # Packed weights are half as many to torch.
-BY_THE_DATA = ("causal_lm", "causal_lm_pipeline", "seq_cls", "token_cls", "token_cls_conll", "gptlite_post",
-               "gptlite_tinyshakespeare")  # fmt: skip
+BY_THE_DATA = ("causal_lm", "preference", "causal_lm_pipeline", "seq_cls", "token_cls", "token_cls_conll",
+               "gptlite_post", "gptlite_tinyshakespeare")  # fmt: skip
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 LARGE_VOCABULARY = 9000
 FILES = {"instruction": "chats.jsonl", "gpt2_124m": "words.txt"}  # the latter enough for a BPE of 50,304 tokens
@@ -67,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "tags.jsonl", tags)
     (folder / "text.txt").write_text(SENTENCE * 2000)
     chat = [{"role": "user", "content": SENTENCE}, {"role": "assistant", "content": SENTENCE * 3}]
+    write(folder / "pairs.jsonl", [{"prompt": text, "chosen": text + "!", "rejected": "No."} for text in texts])
     longest = [chat[0], {**chat[1], "content": SENTENCE * 400}]
     write(folder / "chats.jsonl", [{"messages": longest}, *[{"messages": chat}] * 400])
     for split in ("train", "test"):
@@ -113,7 +114,11 @@ def flags_of(case: str, folder: Path) -> list[str]:
         words += ["--image_size", "32"] if case == recipe else ["--test_dir", str(folder / "pictures/test")]
     elif recipe.startswith("causal_lm"):
         words += ["--train_file", str(folder / FILES.get(case, "text.txt"))]
-    if case in ("instruction", "lora_24gb", "lora_zero3") or (case in ADAPTED and recipe == "causal_lm"):
+    elif recipe == "preference":
+        words += ["--train_file", str(folder / "pairs.jsonl")]
+    if case in ("instruction", "preference_dpo", "lora_24gb", "lora_zero3") or (
+        case in ADAPTED and recipe == "causal_lm"
+    ):
         words += ["--model_name_or_path", str(folder / "decoder")]
     words += ADAPTED[case][1] if case in ADAPTED else []
     if case.startswith(("seq_cls_", "token_cls_")) or (case in ADAPTED and recipe != "causal_lm"):

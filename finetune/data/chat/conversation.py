@@ -166,8 +166,8 @@ def completion(tokenizer: Any, prompt: str, answer: str, learning: Learning | No
         raise RequestError(
             f"`prompt` and `completion` must be texts, but one row is {shown}. Turns go into one column `messages`."
         )
-    first = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    second = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    first = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+    second = tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     learns_all = learning is not None and learning.train_on == "all"
     learnt = [learns_all] * len(first) + [True] * (len(second) + len(end))

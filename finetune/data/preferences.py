@@ -1,0 +1,293 @@
+"""Preferences as tokens, prepared once and cached: prompts with a chosen and a rejected answer, or, for KTO, with an
+answer that is desirable or not.
+
+A row of pairs has `chosen_ids` and `rejected_ids` with `chosen_learnt` and `rejected_learnt`, a truth value for each
+token; one of KTO has `answer_...`, and `other_...`: its prompt with the answer of another row. `row` counts through all
+splits: by it the reference's log-probabilities are found.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
+from finetune.data.charset import encoding_notes
+from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, is_ours, read_template
+from finetune.data.columns import IGNORED, said_columns
+from finetune.data.formats import check_renames, renames_of
+from finetune.data.places import Place
+from finetune.data.preference_rows import (
+    SPLITS,
+    Sides,
+    encoded,
+    find_preferences,
+    fitted,
+    held_out,
+    open_tables,
+    sides_of,
+    single,
+    with_others,
+)
+from finetune.data.splits import require_splits, unused_fraction
+from finetune.data.tables import at_most
+from finetune.data.tokenizer import identity, made_by, train_text_tokenizer
+from finetune.errors import RequestError
+from finetune.run.flags.text import PreparationArguments
+from finetune.run.launch import Launch
+from finetune.run.recipes.preference import PreferenceDataArguments
+from finetune.safe_read.bounded import each_bounded
+
+FORMAT = 1  # raise it when what is cached changes
+OF_PAIRS, OF_ANSWERS = ("chosen", "rejected"), ("answer", "other")
+
+
+@dataclass(frozen=True)
+class PreferenceAccount:
+    """What was found, for the log and the model card. Counts are of rows."""
+
+    source: str
+    columns: str
+    rows: dict[str, int]
+    skipped: dict[str, int]
+    truncated: dict[str, int]  # of their prompts
+    max_seq_length: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PreferenceData:
+    """Tokenized splits, with all that belongs to them."""
+
+    splits: dict[str, Dataset]
+    account: PreferenceAccount
+    tokenizer: Any
+    sides: tuple[str, str]  # OF_PAIRS or OF_ANSWERS
+
+    @property
+    def processor(self) -> Any:
+        """What is saved beside the weights."""
+        return self.tokenizer
+
+    def require_all(self, training: Any) -> None:
+        """Raises RequestError where the data lacks a split that a flag of `training` asks for."""
+        require_splits(self.splits, training, "file")
+
+    @property
+    def lengths(self) -> Any:
+        """Tokens of the longer side of each training row, to group by."""
+        return self.splits["train"]["length"] if "train" in self.splits else None
+
+    @cached_property
+    def margins(self) -> torch.Tensor:
+        """By how much the scores of a pair are to differ, of all rows (N,)."""
+        found = [split["margin"][:] for split in self.splits.values() if "margin" in split.column_names]
+        return torch.tensor([margin for some in found for margin in some], dtype=torch.float32)
+
+    @property
+    def collator(self) -> Any:
+        """Rows of one side, then those of the other, padded on the right."""
+        pad = self.tokenizer.pad_token_id
+        return partial(collate, self.sides, pad if pad is not None else self.tokenizer.eos_token_id or 0)
+
+    def describe(self) -> str:
+        """One line for the log: what is used, and which flags change it."""
+        account, kind = self.account, "pairs" if self.sides == OF_PAIRS else "answers"
+        said = ", ".join(f"{count:,} {split}" for split, count in account.rows.items()) + f" {kind}"
+        left_out = sum(account.skipped.values())
+        said += f", {left_out:,} bad rows left out" if left_out else ""
+        said += "".join(f"; {note}" for note in (account.columns, *account.notes) if note)
+        cut = sum(account.truncated.values())
+        said += f"; {cut:,} rows longer than {account.max_seq_length} tokens, cut alike on both sides" if cut else ""
+        more = "; --train_file takes your own" if account.source.startswith("built-in") else ""
+        return f"data: {account.source} ({said}{more})"
+
+
+def collate(sides: tuple[str, str], pad: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """B rows to `input_ids`, `attention_mask` and `targets` (2 B, T): the token that follows each position, IGNORED
+    where none is learnt. The Trainer counts by `labels` (B,), which come first, and by `shift_labels`: without these it
+    would leave out the first row, as the first token of a text."""
+    ids = [row[f"{side}_ids"] for side in sides for row in rows]
+    learnt = [row[f"{side}_learnt"] for side in sides for row in rows]
+    shape = len(ids), max(map(len, ids))
+    one_each = torch.ones(len(rows), dtype=torch.long)
+    batch = {
+        "labels": one_each,
+        "shift_labels": one_each,
+        "desirable": torch.tensor([bool(row["label"]) for row in rows]),
+        "rows": torch.tensor([row["row"] for row in rows]),
+        "input_ids": torch.full(shape, pad),
+        "attention_mask": torch.zeros(shape, dtype=torch.long),
+        "targets": torch.full(shape, IGNORED),
+    }
+    for i, (tokens, used) in enumerate(zip(ids, learnt, strict=True)):
+        own, counts = torch.tensor(tokens), torch.tensor(used)
+        batch["input_ids"][i, : len(own)] = own
+        batch["attention_mask"][i, : len(own)] = 1
+        batch["targets"][i, : len(own) - 1] = torch.where(counts, own, IGNORED)[1:]
+    return batch
+
+
+def prepare_preferences(
+    arguments: PreferenceDataArguments,
+    preparation: PreparationArguments,
+    tokenizer: Any | None,
+    *,
+    loss: str,
+    block_size: int,
+    seed: int,
+    launch: Launch,
+    kept: Any | None = None,
+) -> PreferenceData:
+    """The preferences of one run, from the cache or made on the rank that leads its node. `block_size` is in tokens, of
+    a prompt with its answer.
+
+    Without `tokenizer`, one is made of the training text; a resumed run gives the one that its checkpoint has `kept`.
+    Raises RequestError for bad data.
+    """
+    if arguments.chat_template and tokenizer is not None:
+        tokenizer.chat_template = read_template(arguments.chat_template)  # and so it is saved
+    job = _Job(arguments, preparation, tokenizer, loss == "kto", block_size, seed)
+    if tokenizer is None and kept is not None and not made_by(job.folder, kept):
+        job = replace(job, tokenizer=kept)
+    timeout = preparation.data_timeout_seconds
+    prepare_once(job.folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
+    return job.load()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """All that decides what the rows are, and how they are made."""
+
+    arguments: PreferenceDataArguments
+    preparation: PreparationArguments
+    tokenizer: Any | None
+    is_single: bool  # answers by themselves, for KTO
+    block_size: int
+    seed: int
+
+    @cached_property
+    def folder(self) -> Path:
+        arguments, tokenizer = self.arguments, self.tokenizer
+        key = cache_key(
+            FORMAT,
+            platform.python_version(),  # the built-in text is Python's own
+            asdict(arguments) | {"chat_template": None},  # which is looked at by what it names
+            {name: value for name, value in asdict(self.preparation).items() if name not in OF_NO_EFFECT},
+            file_states(arguments.dataset_name, arguments.train_file, arguments.validation_file),
+            None if tokenizer is None else [*identity(tokenizer), tokenizer.chat_template],
+            self.is_single,
+            self.block_size,
+            self.seed,
+        )
+        return cache_home() / "preference" / key
+
+    def make(self, folder: Path) -> None:
+        """Read, clean, split, tokenize and save."""
+        tables, source = open_tables(self.arguments)
+        sides, columns, skipped = {}, "", {}
+        for split, table in tables.items():
+            sides[split], skipped[split], said = self._sides(split, table)
+            columns = columns or said
+        notes = [*encoding_notes(self.arguments, SPLITS)]
+        if "validation" not in sides:
+            sides |= held_out(sides["train"], self.preparation.validation_fraction, self.seed)
+        elif "train" in sides:
+            notes.append(unused_fraction(self.preparation))
+        for split, most in zip(SPLITS, (self.preparation.max_train_samples, self.preparation.max_eval_samples),
+                               strict=True):  # fmt: skip
+            if split in sides and most is not None:
+                sides[split] = [sides[split][i] for i in at_most(len(sides[split]), most, self.seed)]
+        if self.is_single:
+            sides = {split: single(rows, split == "train") for split, rows in sides.items()}
+        is_chat = any(row.is_chat for rows in sides.values() for row in rows)
+        tokenizer = self.tokenizer or self._train_tokenizer(sides, is_chat)
+        if is_chat and not tokenizer.chat_template:
+            notes.append(INVENTED.format(end=tokenizer.eos_token or "nothing"))
+        truncated, first, rows_of = {}, 0, {}
+        for split, rows in sides.items():
+            made, truncated[split] = self._encoded(tokenizer, rows, first)
+            rows_of[split], first = len(made), first + len(made)
+            made.save_to_disk(str(folder / split))
+        tokenizer.save_pretrained(str(folder / "tokenizer"))
+        said = "" if source.startswith("built-in") else columns
+        notes = [note for note in notes if note]
+        account: dict[str, Any] = {"source": source, "columns": said, "rows": rows_of, "skipped": skipped}
+        account |= {"truncated": truncated, "max_seq_length": self.block_size, "notes": notes, "is_chat": is_chat}
+        (folder / "account.json").write_text(json.dumps(account, indent=1))
+
+    def _sides(self, split: str, table: Dataset) -> tuple[list[Sides], int, str]:
+        """The rows of a split, how many bad ones are left out, and which columns are read. Raises RequestError."""
+        file = getattr(self.arguments, f"{split}_file")
+        place = Place.of_file(file) if file else Place(f"the {split} data")
+        renames = check_renames(renames_of(self.arguments.column_mapping), table.column_names, place.name)
+        table = table.rename_columns(renames) if renames else table
+        kind, read = find_preferences(table.column_names, place.name, self.is_single)
+        found, bad = [], {}
+        for number, row in enumerate(table.select_columns(list(read))):
+            try:
+                found.append(replace(sides_of(kind, row), number=number))
+            except RequestError as error:
+                bad[number] = str(error)
+        if bad and not self.preparation.skip_bad_rows:
+            number, why = next(iter(bad.items()))
+            raise RequestError(
+                f"{place.of(number)}: {why} There are {len(bad):,} such rows of {len(table):,}. Mend them, or leave "
+                "them out by --skip_bad_rows True."
+            )
+        if not found:
+            raise RequestError(f"{place.name}: has no row that can be learnt. The first: {bad.get(0, 'none')}")
+        others = [name for name in table.column_names if name not in read]
+        return found, len(bad), said_columns({kind: read}, others)
+
+    def _train_tokenizer(self, sides: Mapping[str, Sequence[Sides]], is_chat: bool) -> Any:
+        if is_chat:
+            raise RequestError(
+                "the data has conversations, which a tokenizer from scratch does not suit. Give a model's own by "
+                "--model_name_or_path or --tokenizer_name."
+            )
+        texts = [text for row in sides["train"] for text in (row.prompt, *row.answers)]
+        kind, size = self.arguments.tokenizer, self.arguments.bpe_vocab_size
+        return train_text_tokenizer(kind, texts, size, self.block_size, with_end=True)
+
+    def _encoded(self, tokenizer: Any, rows: Sequence[Sides], first: int) -> tuple[Dataset, int]:
+        """A table of token ids, and how many of the rows were cut. Held-out rows are no longer in their order: figures
+        do not depend on it, and padding does."""
+        encode = partial(encoded, tokenizer)
+        strange = any(row.is_chat for row in rows) and not is_ours(tokenizer.chat_template)
+        made = each_bounded(encode, rows, "the tokenizer's chat template") if strange else map(encode, rows)
+        cut_to = [fitted(sides, self.block_size) for sides in made]
+        names = OF_ANSWERS if self.is_single else OF_PAIRS
+        if self.is_single:
+            cut_to = with_others(cut_to, self.block_size)
+        table: list[dict[str, Any]] = []
+        for i in sorted(range(len(rows)), key=lambda i: -max(len(ids) for ids, _ in cut_to[i][0])):
+            (one, other), was_cut = cut_to[i]
+            table.append({
+                f"{names[0]}_ids": one[0], f"{names[0]}_learnt": one[1],
+                f"{names[1]}_ids": other[0], f"{names[1]}_learnt": other[1],
+                "length": max(len(one[0]), len(other[0])), "margin": rows[i].margin, "label": rows[i].label,
+                "row": first + len(table), "was_cut": was_cut,
+            })  # fmt: skip
+        cut = sum(row.pop("was_cut") for row in table)
+        return Dataset.from_list(table), cut
+
+    def load(self) -> PreferenceData:
+        found = json.loads((self.folder / "account.json").read_text())
+        is_chat = found.pop("is_chat")
+        tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(str(self.folder / "tokenizer"))
+        if is_chat and not tokenizer.chat_template:
+            tokenizer.chat_template = DEFAULT_TEMPLATE  # saved with the model, which has learnt by it
+        splits = {name: Dataset.load_from_disk(str(self.folder / name)) for name in SPLITS if name in found["rows"]}
+        account = PreferenceAccount(**{**found, "notes": tuple(found["notes"])})
+        sides = OF_ANSWERS if self.is_single else OF_PAIRS
+        return PreferenceData(splits, account, tokenizer, sides)

@@ -1,0 +1,105 @@
+"""recipes/preference.py: a language model by which of two answers is better, or a model of rewards; and its flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune.run.flag import FILE, NAME_OR_PATH, TEMPLATE, flag
+from finetune.run.flags.adapter import AdapterArguments
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.flags.language import LEAST_BLOCK, LEAST_BPE_VOCABULARY, CausalModelArguments
+from finetune.run.flags.profiling import ProfileArguments
+from finetune.run.flags.text import ENCODING, PreparationArguments
+from finetune.run.on_resume import EVALUATED, GOES_ON, NEVER, ROWS, VALUES
+from finetune.run.range import NOT_NEGATIVE, POSITIVE, Range
+from finetune.run.recipe import USUAL, Recipe
+
+# By loss, its --beta where none is given, as in the papers.
+BETAS = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0, "reward": 1.0}
+OF_REFERENCE = ("dpo", "ipo", "kto")  # losses that measure the policy by where it began
+REFERENCES = ("auto", "cached", "online")
+
+
+@dataclass
+class PreferenceDataArguments:
+    """What to train on. With none of these, docstrings of Python's standard library, the rejected ones shuffled."""
+
+    dataset_name: str | None = flag(None, "hub data set, or a local folder in its layout", ROWS, path=NAME_OR_PATH)
+    dataset_config_name: str | None = flag(None, "configuration of the hub data set", ROWS)
+    train_file: str | None = flag(
+        None, "csv, tsv, json(l) or parquet: chosen and rejected, or completion and label", ROWS, path=FILE
+    )
+    validation_file: str | None = flag(None, "likewise; default: a part of train", EVALUATED, path=FILE)
+    encoding: str | None = flag(None, ENCODING, ROWS)
+    column_mapping: list[str] | None = flag(
+        None, "columns by other names, as in better=chosen worse=rejected", ROWS, pairs=True
+    )
+    chat_template: str | None = flag(
+        None, "a jinja file, or chatml, llama3, ...; default: the tokenizer's", ROWS, path=TEMPLATE
+    )
+    tokenizer: str = flag(
+        "bpe", "from scratch: char, byte, or bpe (trained on the text)", NEVER, choices=("char", "byte", "bpe")
+    )
+    bpe_vocab_size: int = flag(
+        2048, "tokens of a bpe tokenizer from scratch", NEVER, range=Range(least=LEAST_BPE_VOCABULARY)
+    )
+    block_size: int | None = flag(
+        None, "tokens of prompt and answer; default: the model's, <= 1024", ROWS, range=Range(least=LEAST_BLOCK)
+    )
+
+
+@dataclass
+class PreferenceArguments:
+    """What is learnt of the preferences (docs/preference.md)."""
+
+    loss: str = flag("dpo", f"{', '.join(BETAS)} (which trains a model of rewards)", NEVER, choices=tuple(BETAS))
+    beta: float | None = flag(None, "scale of rewards; ORPO's lambda; default: 0.1, of simpo 2", VALUES, range=POSITIVE)
+    label_smoothing: float = flag(
+        0.0, "of dpo and simpo: the share of pairs taken to be wrong", VALUES, range=Range(least=0, below=0.5)
+    )
+    length_normalization: bool = flag(False, "of dpo and ipo: means over an answer's tokens", VALUES)
+    target_margin: float = flag(1.0, "of simpo: by how much rewards differ, its gamma", VALUES, range=NOT_NEGATIVE)
+    desirable_weight: float = flag(1.0, "of kto: how much a desirable answer counts", VALUES, range=NOT_NEGATIVE)
+    undesirable_weight: float = flag(1.0, "of kto: how much an undesirable one does", VALUES, range=NOT_NEGATIVE)
+    reference: str = flag(
+        "auto",
+        "auto: the model without its adapter, else cached; cached: computed once; online: a second model",
+        GOES_ON,
+        choices=REFERENCES,
+    )
+
+
+PREFERENCE = Recipe(
+    name="preference",
+    task="text-generation",
+    groups=(
+        CausalModelArguments,
+        AdapterArguments,
+        PreferenceDataArguments,
+        PreparationArguments,
+        PreferenceArguments,
+        ProfileArguments,
+        RunArguments,
+        CompressionArguments,
+        GuardArguments,
+    ),
+    figures=(
+        *("loss", "preference_accuracy", "reward_margin", "reward_chosen", "reward_rejected"),
+        *("logp_chosen", "logp_rejected"),
+    ),
+    defaults={
+        **USUAL,
+        "output_dir": "runs/preference",
+        "per_device_train_batch_size": 8,  # pairs, so twice as many texts
+        "per_device_eval_batch_size": 16,
+        "num_train_epochs": 1,  # a second pass over the same pairs mostly learns them by heart
+        "learning_rate": 1e-6,  # a trained model is to leave its reference by little
+        "warmup_steps": 0.1,
+        "remove_unused_columns": False,  # the collator makes of a row what the model reads
+        "logging_nan_inf_filter": False,  # a NaN is to be seen
+    },
+    # There is nothing to keep of weights that were drawn.
+    scratch_defaults={"learning_rate": 1e-3, "per_device_train_batch_size": 16},
+)

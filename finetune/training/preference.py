@@ -1,0 +1,273 @@
+"""Training on preferences: the trainer, and what the policy is measured by, the reference.
+
+The reference is the model before its first step. With an adapter it is the model without it; else its log-probabilities
+are computed once, by all ranks, and kept in the cache; --reference online keeps a second model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from datasets import concatenate_datasets
+from torch import Tensor
+from transformers import TrainerCallback
+
+from finetune.data.cache import cache_home
+from finetune.data.preferences import PreferenceData
+from finetune.errors import RequestError
+from finetune.models.chunked_loss import LossHead, row_figures
+from finetune.run.recipes.preference import BETAS, PreferenceArguments
+from finetune.training.checkpoints.writing import leads, of_first
+from finetune.training.metrics import first_output
+from finetune.training.preference_losses import LOSSES, Pairs, Settings, kto
+from finetune.training.preference_model import MISSING, PIECE_ROWS, Reference, read_pieces, write_whole
+from finetune.training.start import Session
+from finetune.training.trainer import FinetuneTrainer
+
+# What an evaluation has of each row. A row of KTO has one answer, and of the other's columns NaN.
+COLUMNS = ("loss", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "divergence")
+
+
+def settings_of(session: Session) -> Settings:
+    """What the flags say of the loss."""
+    asked = session[PreferenceArguments]
+    return Settings(
+        asked.loss,
+        BETAS[asked.loss] if asked.beta is None else asked.beta,
+        asked.label_smoothing,
+        asked.length_normalization,
+        asked.target_margin,
+        asked.desirable_weight,
+        asked.undesirable_weight,
+    )
+
+
+def mean_loss(outputs: dict[str, Tensor], labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The Trainer's `compute_loss_func`: the sum over rows by the number of rows of the global batch, so that it is the
+    same however they are spread."""
+    return outputs["logits"][:, 0].sum() / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+class PreferenceTrainer(FinetuneTrainer):
+    """Call `judge_by` before it trains or evaluates."""
+
+    settings: Settings
+    reference: Reference
+    margins: Tensor
+    baseline: Tensor  # of KTO, for the step at hand
+    seen: list[Tensor]  # the columns of training rows since the last log
+
+    def judge_by(self, session: Session, reference: Reference, data: PreferenceData) -> None:
+        """The loss, and what the policy is measured by."""
+        self.settings, self.reference, self.margins, self.seen = settings_of(session), reference, data.margins, []
+        self.by_row = any(isinstance(module, LossHead) for module in self.model.modules())
+        if reference.form == "cached":
+            self.add_callback(_Precomputes(self))
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        def judged(**given: Any) -> dict[str, Tensor]:
+            columns = self.judge(model, given)
+            if torch.is_grad_enabled():
+                self.seen.append(columns.detach())
+            return {"logits": columns}
+
+        return super().compute_loss(judged, inputs, return_outputs, num_items_in_batch)
+
+    def judge(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Of B rows the COLUMNS (B, 6)."""
+        rows, count = inputs["rows"], len(inputs["rows"])
+        if self.settings.loss == "kto":
+            return self._judge_single(model, inputs)
+        if self.settings.loss == "reward":
+            scores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0].float()
+            logps, tokens = scores, torch.ones_like(scores)
+        else:
+            logps, tokens = self.log_probabilities(model, inputs)
+        of_reference = self._of_reference(model, inputs, logps)
+        sides: Any = [side for some in (logps, tokens, of_reference) for side in some.split(count)]
+        pairs = Pairs(*[*sides, self.margins[rows.cpu()].to(logps.device)])
+        losses, chosen, rejected = LOSSES[self.settings.loss](pairs, self.settings)
+        return torch.stack([losses, chosen, rejected, *sides[:2], torch.zeros_like(losses)], dim=1)
+
+    def _judge_single(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """In training the answers alone, by the baseline of their step; else that of the batch, which the metrics put
+        right."""
+        count, learns = len(inputs["rows"]), torch.is_grad_enabled()
+        some = first_half(inputs, count) if learns else inputs
+        logps, _ = self.log_probabilities(model, some)
+        ratios = logps - self._of_reference(model, some, logps)
+        others = torch.zeros(count, device=ratios.device) if learns else ratios[count:]
+        baseline = self.baseline if learns else others.mean().clamp(min=0)
+        good = inputs["desirable"]
+        losses, rewards = kto(ratios[:count], good, baseline, self.settings)
+        parts = [(value, where) for value in (rewards, logps[:count]) for where in (good, ~good)]
+        apart = [torch.where(where, value, torch.nan) for value, where in parts]
+        return torch.stack([losses, *apart, others], dim=1)
+
+    def log_probabilities(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Of each text's learnt tokens, in fp32: the sum of their log-probabilities and their number, (texts,) each. No
+        logits of all tokens are made, unless the model does more than its head."""
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        targets = inputs["targets"]
+        if self.by_row:
+            figures = model(**given, labels=targets, shift_labels=targets).logits
+        else:
+            figures = row_figures(model(**given).logits, targets)
+        return -figures[:, 0].float(), figures[:, 2].float().clamp(min=1)
+
+    def _of_reference(self, model: Any, inputs: dict[str, Any], like: Tensor) -> Tensor:
+        """Its log-probabilities of the same texts, without gradients."""
+        form = self.reference.form
+        if form == "none":
+            return torch.zeros_like(like)
+        if self.reference.values is not None:
+            return self.reference.values[inputs["rows"].cpu()].T.reshape(-1)[: len(like)].to(like.device)
+        with torch.no_grad(), self._without_adapter() if form != "online" else contextlib.nullcontext():
+            asked = self.reference.model if form == "online" else model
+            with evaluating(asked):
+                return self.log_probabilities(asked, inputs)[0]
+
+    def _without_adapter(self) -> Any:
+        model = self.accelerator.unwrap_model(self.model)
+        return model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """As the Trainer's; and KTO's baseline, over all ranks and micro-batches of the step."""
+        samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.settings.loss == "kto" and samples:
+            total = torch.zeros((), device=self.args.device)
+            with torch.no_grad(), evaluating(self.model_wrapped):
+                for sample in samples:
+                    others = second_half(self._prepare_inputs(sample), len(sample["rows"]))
+                    logps, _ = self.log_probabilities(self.model_wrapped, others)
+                    values = self.reference.values
+                    if values is not None:
+                        total += (logps - values[sample["rows"].cpu()][:, 1].to(logps.device)).sum()
+                    else:
+                        total += (logps - self._of_reference(self.model_wrapped, others, logps)).sum()
+            self.baseline = (self.accelerator.reduce(total, "sum") / items).clamp(min=0)
+        return samples, items
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """With the figures of the training rows since the last log, of all ranks."""
+        if "loss" in logs and self.seen:
+            rows = torch.cat(self.seen)
+            sums = torch.stack([rows.nansum(0), (~rows.isnan()).sum(0)])
+            right = torch.stack([_in_order(rows[:, 1] - rows[:, 2]).sum(), rows.new_tensor(len(rows))])
+            sums, right = self._sum_over_ranks(sums), self._sum_over_ranks(right)
+            means = dict(zip(COLUMNS, (sums[0] / sums[1].clamp(min=1)).tolist(), strict=True))
+            logs.update(_named(means, None if self.settings.loss == "kto" else float(right[0] / right[1])))
+            self.seen = []
+        super().log(logs, start_time)
+
+    def precompute(self) -> None:
+        """The reference's log-probabilities of all rows, from the cache or by the model as it is before its first step.
+        All ranks must call it. Raises RequestError where a resumed run has lost them."""
+        splits = [split for split in (self.train_dataset, self.eval_dataset) if split is not None]
+        table, folder = concatenate_datasets(splits), cache_home() / "reference" / self.reference.key
+        kept = Path(self.args.output_dir) / MISSING
+        begins = range(0, len(table), PIECE_ROWS)
+        found = of_first(read_pieces(folder, kept, self.reference.key, begins) if leads() else {})
+        moved = self.state.global_step > 0 and not hasattr(self.accelerator.unwrap_model(self.model), "peft_config")
+        if moved and len(found) < len(begins):
+            raise RequestError(
+                f"--resume: the reference's log-probabilities are neither in {kept} nor in {folder} ($FINETUNE_CACHE), "
+                "and the model has moved on since. Start the run again, or go on with --reference online."
+            )
+        for begin in begins:
+            if begin not in found:
+                found[begin] = piece = self._piece(table, range(begin, min(begin + PIECE_ROWS, len(table))))
+                if leads():
+                    write_whole(folder / f"{begin}.npy", partial(np.save, arr=piece))
+        values = np.concatenate([found[begin] for begin in begins])
+        self.reference.values = torch.from_numpy(values)
+        if leads():
+            write_whole(kept, partial(np.savez, key=np.array(self.reference.key), values=values))
+
+    def _piece(self, table: Any, rows: range) -> npt.NDArray[Any]:
+        """(rows, 2): each rank computes its share of every batch."""
+        size, world, rank, parts = self.args.eval_batch_size, self.args.world_size, self.args.process_index, []
+        with torch.no_grad(), self._without_adapter(), evaluating(self.model_wrapped):
+            for begin in range(rows.start, rows.stop, size * world):
+                self.progress()
+                some = range(begin, min(begin + size * world, rows.stop))
+                own = [some[min(rank * size + i, len(some) - 1)] for i in range(size)]  # the last again, to fill up
+                inputs = self._prepare_inputs(self.data_collator([table[i] for i in own]))
+                logps, _ = self.log_probabilities(self.model_wrapped, inputs)
+                parts.append(self.accelerator.gather(logps.reshape(2, -1).T.contiguous())[: len(some)].cpu())
+        found: npt.NDArray[Any] = torch.cat(parts).numpy()
+        return found
+
+
+class _Precomputes(TrainerCallback):
+    """Once the engine stands, and before the first step."""
+
+    def __init__(self, trainer: PreferenceTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.precompute()
+
+
+def first_half(inputs: dict[str, Any], count: int) -> dict[str, Any]:
+    return {name: value[:count] for name, value in inputs.items()}
+
+
+def second_half(inputs: dict[str, Any], count: int) -> dict[str, Any]:
+    return {name: value[count:] if len(value) > count else value for name, value in inputs.items()}
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Without dropout."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _in_order(margins: Any) -> Any:
+    """1 where the chosen answer has the greater reward, 1/2 where both have the same."""
+    return (margins > 0) + 0.5 * (margins == 0)
+
+
+def _named(means: dict[str, float], accuracy: float | None) -> dict[str, float]:
+    """Figures by name, but for the loss."""
+    own = {name: means[name] for name in COLUMNS[1:5]}
+    own["reward_margin"] = own["reward_chosen"] - own["reward_rejected"]
+    return own if accuracy is None else {"preference_accuracy": accuracy, **own}
+
+
+def preference_metrics(session: Session) -> Callable[[Any], dict[str, float]]:
+    """A `compute_metrics` over the COLUMNS (N, 6). Of KTO's answers, which come one by one, the accuracy is over all
+    pairs of a desirable and an undesirable one."""
+    settings = settings_of(session)
+
+    def metrics(evaluated: Any) -> dict[str, float]:
+        rows = first_output(evaluated.predictions)
+        loss = float(rows[:, 0].mean())
+        if settings.loss == "kto":
+            good = ~np.isnan(rows[:, 1])
+            ratios = torch.from_numpy(np.where(good, rows[:, 1], rows[:, 2]) / settings.beta)
+            divergence = torch.tensor(max(float(rows[:, 5].mean()), 0.0))
+            loss = float(kto(ratios, torch.from_numpy(good), divergence, settings)[0].mean())
+            better, worse = rows[good, 1], np.sort(rows[~good, 2])
+            below = [np.searchsorted(worse, better, side) for side in ("left", "right")]
+            accuracy = float(np.mean(below) / max(len(worse), 1)) if len(better) else float("nan")
+        else:
+            accuracy = float(_in_order(rows[:, 1] - rows[:, 2]).mean())
+        means = dict(zip(COLUMNS, np.nanmean(rows, axis=0).tolist(), strict=True))
+        return {"loss": loss, **_named(means, accuracy)}
+
+    return metrics

@@ -1,0 +1,122 @@
+"""The losses of preferences, each as its paper has it: of an answer's log-probability under the policy and under the
+reference to a loss and a reward. docs/preference.md says when to take which.
+
+`beta` scales rewards: how far the policy may leave the reference, or for ORPO the weight of the preference beside the
+likelihood of the chosen answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the flags of these names say."""
+
+    loss: str
+    beta: float
+    label_smoothing: float = 0.0
+    length_normalization: bool = False
+    target_margin: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+class Pairs(NamedTuple):
+    """Of B pairs, the chosen and the rejected answer: log-probabilities (B,) summed over the `tokens` (B,), those of
+    the reference (zeros without one), and by how much rewards are to differ."""
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+    chosen_reference: Tensor
+    rejected_reference: Tensor
+    margin: Tensor
+
+
+class Judged(NamedTuple):
+    """Losses and rewards of both answers, (B,) each."""
+
+    losses: Tensor
+    chosen: Tensor
+    rejected: Tensor
+
+
+def _ratios(pairs: Pairs, of: Settings) -> tuple[Tensor, Tensor]:
+    """log(policy / reference) of both answers; with length normalization the mean over an answer's tokens."""
+    chosen, rejected = pairs.chosen - pairs.chosen_reference, pairs.rejected - pairs.rejected_reference
+    if of.length_normalization:
+        return chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
+    return chosen, rejected
+
+
+def _preferred(logits: Tensor, smoothing: float) -> Tensor:
+    """Cross entropy of "the chosen one is better", which is wrong in a share `smoothing` of the pairs."""
+    return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
+
+
+def dpo(pairs: Pairs, of: Settings) -> Judged:
+    """Rafailov et al., arXiv 2305.18290, equation 7; smoothed as by Mitchell, "A note on DPO with noisy preferences",
+    equation 3."""
+    chosen, rejected = (of.beta * ratio for ratio in _ratios(pairs, of))
+    return Judged(_preferred(chosen - rejected, of.label_smoothing), chosen, rejected)
+
+
+def ipo(pairs: Pairs, of: Settings) -> Judged:
+    """Azar et al., arXiv 2310.12036, equation 17, with beta for its tau."""
+    chosen, rejected = _ratios(pairs, of)
+    return Judged((chosen - rejected - 1 / (2 * of.beta)) ** 2, of.beta * chosen, of.beta * rejected)
+
+
+def simpo(pairs: Pairs, of: Settings) -> Judged:
+    """Meng et al., arXiv 2405.14734, equation 6: its gamma is the target margin."""
+    chosen, rejected = of.beta * pairs.chosen / pairs.chosen_tokens, of.beta * pairs.rejected / pairs.rejected_tokens
+    return Judged(_preferred(chosen - rejected - of.target_margin, of.label_smoothing), chosen, rejected)
+
+
+def orpo(pairs: Pairs, of: Settings) -> Judged:
+    """Hong et al., arXiv 2403.07691, equations 6 and 7, with beta for its lambda: the chosen answer's negative
+    log-likelihood by token, and the odds ratio. Both are means over pairs, as their expectation is."""
+    chosen, rejected = pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
+    odds = (chosen - _log_of_rest(chosen)) - (rejected - _log_of_rest(rejected))
+    return Judged(-chosen + of.beta * _preferred(odds, 0.0), of.beta * chosen, of.beta * rejected)
+
+
+def _log_of_rest(logp: Tensor) -> Tensor:
+    """log(1 - p) of log p. An answer of which the model is certain has no finite odds, so it is kept from 1."""
+    return torch.log(-torch.expm1(logp.clamp(max=-1e-7)))
+
+
+def reward(pairs: Pairs, of: Settings) -> Judged:
+    """Bradley and Terry's model of scores (in `chosen` and `rejected`), with margins as Touvron et al., arXiv
+    2307.09288, equation 2."""
+    return Judged(_preferred(pairs.chosen - pairs.rejected - pairs.margin, 0.0), pairs.chosen, pairs.rejected)
+
+
+def kto(ratios: Tensor, desirable: Tensor, baseline: Tensor, of: Settings) -> tuple[Tensor, Tensor]:
+    """Ethayarajh et al., arXiv 2402.01306, equation 8: losses and rewards (B,) of answers by themselves, some of them
+    `desirable`. `ratios` are log(policy / reference), `baseline` is z_0 of equation 7: the divergence from the
+    reference, of answers that belong to other prompts, and no gradient flows through it."""
+    rewards, z = of.beta * ratios, of.beta * baseline
+    values = torch.where(
+        desirable,
+        of.desirable_weight * (1 - torch.sigmoid(rewards - z)),
+        of.undesirable_weight * (1 - torch.sigmoid(z - rewards)),
+    )
+    return values, rewards
+
+
+LOSSES: dict[str, Callable[[Pairs, Settings], Judged]] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "simpo": simpo,
+    "orpo": orpo,
+    "reward": reward,
+}

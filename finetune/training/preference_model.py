@@ -1,0 +1,197 @@
+"""What recipes/preference.py trains: a language model, or one of rewards, with its reference; and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from finetune.data import digests
+from finetune.data.cache import cache_key
+from finetune.data.preferences import PreferenceData
+from finetune.errors import RequestError
+from finetune.models.adapters import check_adapter, kept_as, with_adapter
+from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
+from finetune.models.chunked_loss import refusal, use_chunked_loss
+from finetune.models.gptlite import GPTLiteForSequenceClassification
+from finetune.models.gptlite_weights import draw_weights
+from finetune.models.source import load_weights
+from finetune.run.facts import loss_chunk_tokens
+from finetune.run.flags.adapter import AdapterArguments
+from finetune.run.flags.language import CausalModelArguments
+from finetune.run.recipes.preference import OF_REFERENCE, PreferenceArguments, PreferenceDataArguments
+from finetune.training.merging import merged
+from finetune.training.model_card import Card, write_card
+from finetune.training.results import USE_LANGUAGE_MODEL, named, pictures_of, rows_table, sentences
+from finetune.training.start import Session
+
+FORMAT = 1  # raise it when what is cached changes
+PIECE_ROWS = 4096  # of the reference are kept at a time, so that a run that is killed goes on there
+MISSING = "reference.npz"  # in the run folder, for a run that goes on elsewhere
+USE_REWARD = """import finetune.models.gptlite  # makes GPT-lite known to transformers; other models do without
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+model = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+print(model(**tokenizer("A prompt and its answer", return_tensors="pt")).logits)  # the greater, the better"""
+
+
+@dataclass
+class Reference:
+    """`form` is "none", "adapter", "cached" or "online"; `key` names what cached values are of, `model` is a second one
+    and `values` (rows, 2) are the log-probabilities of both sides."""
+
+    form: str
+    key: str = ""
+    model: Any = None
+    values: Tensor | None = None
+
+
+def form_of(session: Session, has_adapter: bool) -> str:
+    """Of the reference. Raises RequestError where nobody knows what the model was before its training."""
+    asked = session[PreferenceArguments]
+    if asked.loss not in OF_REFERENCE:
+        return "none"
+    if has_adapter:
+        return "cached" if asked.reference == "cached" else "adapter"
+    if not session.training.do_train:
+        raise RequestError(
+            f"--do_train False: --loss {asked.loss} measures a model by what it was before it was trained, and of a "
+            "whole model nobody knows that. Evaluate an adapter, or by --loss simpo, which has no reference."
+        )
+    return "online" if asked.reference == "online" else "cached"
+
+
+def reference_key(session: Session, source: CausalSource, data: PreferenceData, config: Any) -> str:
+    """All that decides the reference's log-probabilities: the model, its precision, and the rows, which the data, the
+    tokenizer and the block size have made."""
+    run, training = session.run, session.training
+    return cache_key(
+        FORMAT,
+        [digests.of_rows(split) for split in data.splits.values()],
+        config.to_json_string(use_diff=False),
+        digests.of_base(run.value("model_name_or_path"), run.value("model_revision"), whole=True),
+        None if source.pretrained else training.seed,
+        [training.bf16, training.fp16, run.value("dtype"), run.value("load_in_4bit")],
+    )
+
+
+def read_pieces(folder: Path, kept: Path, key: str, begins: range) -> dict[int, npt.NDArray[Any]]:
+    """What there is, by its first row."""
+    found = {begin: np.load(path) for begin in begins if (path := folder / f"{begin}.npy").is_file()}
+    if len(found) < len(begins) and kept.is_file():
+        with np.load(kept) as stored:
+            if str(stored["key"]) == key:
+                found = {begin: stored["values"][begin : begin + PIECE_ROWS] for begin in begins}
+    return found
+
+
+def write_whole(path: Path, save: Callable[[Any], None]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        save(file)
+    unfinished.replace(path)
+
+
+def preference_source(session: Session) -> CausalSource:
+    """Which model, before its weights. Raises RequestError for flags that do not go with it."""
+    training, run = session.training, session.run
+    source = find_causal_source(session[CausalModelArguments], session[PreferenceDataArguments].block_size)
+    check_adapter(run, source.adapter, session.shards_weights)
+    if session[PreferenceArguments].loss == "reward" and run.value("merge_adapter"):
+        raise RequestError(f"{run.said('merge_adapter')}: a model of rewards is not merged yet. Drop it.")
+    form_of(session, bool(run.value("use_peft") or source.adapter))
+    if training.metric_for_best_model and "greater_is_better" not in run.given:
+        training.greater_is_better = not training.metric_for_best_model.endswith("loss")
+    return source
+
+
+def preference_model(session: Session, source: CausalSource, data: PreferenceData) -> tuple[Any, Reference]:
+    """The model with its adapter, and its reference."""
+    arguments, training, run = session[CausalModelArguments], session.training, session.run
+    is_reward = session[PreferenceArguments].loss == "reward"
+    kept = kept_as(run, source.adapter, training.bf16)
+    if is_reward:
+        base = _reward_model(session, source, data.tokenizer, kept)
+    else:
+        base = build_causal_lm(arguments, source, data.tokenizer, training.seed, kept)
+    base.accepts_loss_kwargs = False  # the trainer divides by itself
+    task = "text-classification" if is_reward else run.recipe.task
+    model = with_adapter(base, session[AdapterArguments], source.adapter, task)
+    chunk = 0 if is_reward else _chunk(arguments.loss_chunk_tokens, base, training.device.type)
+    if chunk:
+        use_chunked_loss(model, chunk, by_row=True)
+    reference = Reference(form_of(session, hasattr(model, "peft_config")))
+    if reference.form == "cached":
+        reference.key = reference_key(session, source, data, base.config)
+    if reference.form == "online":
+        second = build_causal_lm(arguments, source, data.tokenizer, training.seed, kept).requires_grad_(False)
+        if chunk:
+            use_chunked_loss(second, chunk, by_row=True)
+        reference.model = _placed(session, second)
+    return model, reference
+
+
+def _chunk(asked: int | None, base: Any, device: str) -> int:
+    """Rows of logits at a time; 0 for all of them. Raises RequestError where the model cannot do what is asked."""
+    chunk = loss_chunk_tokens(asked, base.config.get_text_config().vocab_size, device)
+    why = refusal(base) if chunk else None
+    if why and asked:
+        raise RequestError(f"--loss_chunk_tokens {asked}: {why}. Set it to 0.")
+    return 0 if why else chunk
+
+
+def _placed(session: Session, second: Any) -> Any:
+    """Where it can be asked: under ZeRO-3 sharded by an engine of its own, else whole on the device. In the precision
+    of DeepSpeed's engine, which casts the policy."""
+    training = session.training
+    half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
+    if is_deepspeed_zero3_enabled() and any(hasattr(weight, "ds_id") for weight in second.parameters()):
+        import deepspeed
+
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        config |= {"bf16": {"enabled": training.bf16}, "fp16": {"enabled": training.fp16}}
+        return deepspeed.initialize(model=second, config=config)[0].eval()
+    second.to(training.device)
+    return (second.to(half) if session.ds_config else second).eval()
+
+
+def _reward_model(session: Session, source: CausalSource, tokenizer: Any, kept: Any) -> Any:
+    """A classifier of one output, its score."""
+    arguments = session[CausalModelArguments]
+    config = settled_config(arguments, source, tokenizer)
+    config.num_labels, config.problem_type = 1, "regression"
+    pad = tokenizer.pad_token_id
+    config.get_text_config().pad_token_id = tokenizer.eos_token_id if pad is None else pad
+    if source.pretrained is None:
+        model = GPTLiteForSequenceClassification(config)
+        draw_weights(model, session.training.seed)
+        return model
+    kind, is_local = AutoModelForSequenceClassification, source.hub_id is None
+    return load_weights(kind, source.pretrained, config, is_local, arguments, kept, ignore_mismatched_sizes=True)
+
+
+def write_preference_report(session: Session, data: PreferenceData, source: CausalSource) -> list[str]:
+    """`training_curve.png` and README.md; and the merged model where --merge_adapter asks for it."""
+    account, loss = data.account, session[PreferenceArguments].loss
+    is_reward = loss == "reward"
+    card = Card(
+        task="model of rewards" if is_reward else f"language model trained on preferences ({loss})",
+        pipeline_tag="text-classification" if is_reward else "text-generation",
+        **named(session, source, account),
+        table=rows_table("rows", account),
+        facts=sentences(account.columns, *account.notes),
+        pictures=pictures_of(session.folder, "eval_preference_accuracy"),
+        use=USE_REWARD if is_reward else USE_LANGUAGE_MODEL,
+    )
+    write_card(session.folder, card)
+    return [] if is_reward else merged(session, source, data)

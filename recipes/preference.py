@@ -1,0 +1,64 @@
+"""Train a language model on preferences (DPO, IPO, KTO, ORPO, SimPO), or a model of rewards, in full or by LoRA.
+
+    deepspeed --num_gpus 2 recipes/preference.py          # small, offline, on Python's docstrings against shuffled ones
+    deepspeed --num_gpus 8 recipes/preference.py --deepspeed zero3 --model_name_or_path FOLDER --train_file pairs.jsonl
+    python recipes/preference.py --loss reward --model_name_or_path FOLDER --train_file pairs.jsonl --output_dir reward
+
+Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
+taken, too; `--help` lists all. docs/preference.md says which rows are read, and what each loss is for.
+"""
+
+from finetune.run.flags.text import PreparationArguments
+from finetune.run.main import run_recipe
+from finetune.run.recipes.preference import PREFERENCE, PreferenceArguments, PreferenceDataArguments
+
+
+def main(run):
+    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    from finetune.data.preferences import prepare_preferences
+    from finetune.training.chapters import finish, trainer_of
+    from finetune.training.preference import PreferenceTrainer, mean_loss, preference_metrics
+    from finetune.training.preference_model import preference_model, preference_source, write_preference_report
+    from finetune.training.start import start
+
+    # Start: the machine is settled, the ranks meet, the config is checked.
+    session = start(run)
+
+    # Data: the model's tokenizer, or one made from the text. One rank prepares, the others wait.
+    source = preference_source(session)
+    data = prepare_preferences(
+        session[PreferenceDataArguments],
+        session[PreparationArguments],
+        source.tokenizer,
+        loss=session[PreferenceArguments].loss,
+        block_size=source.block_size,
+        seed=session.training.seed,
+        launch=session.launch,
+        kept=session.kept_tokenizer(),
+    )
+    data.require_all(session.training)
+    session.introduce(data.describe(), source.description)
+
+    # Model: built after `start`, for ZeRO-3 shards it while it is built; and what it is measured by.
+    model, reference = preference_model(session, source, data)
+
+    # Train, evaluate the held-out pairs, each once, whatever the number of ranks; then report.
+    trainer = trainer_of(
+        session,
+        model,
+        data,
+        compute_metrics=preference_metrics(session),
+        compute_loss=mean_loss,
+        kind=PreferenceTrainer,
+    )
+    trainer.judge_by(session, reference, data)
+    finish(
+        session,
+        trainer,
+        samples=data.account.rows,
+        report=lambda done: write_preference_report(session, data, source),
+    )
+
+
+if __name__ == "__main__":
+    run_recipe(PREFERENCE, main)

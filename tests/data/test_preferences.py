@@ -1,0 +1,164 @@
+"""Which rows preferences are read from, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.data.preference_rows import (
+    ANSWERS,
+    PAIRS,
+    docstring_pairs,
+    encoded,
+    find_preferences,
+    fitted,
+    held_out,
+    sides_of,
+    single,
+    with_others,
+)
+from finetune.data.preferences import PreferenceData, collate, prepare_preferences
+from finetune.data.tokenizer import train_text_tokenizer
+from finetune.errors import RequestError
+from finetune.run.flags.text import PreparationArguments
+from finetune.run.launch import read_launch
+from finetune.run.recipes.preference import PreferenceDataArguments
+
+USER, GOOD, BAD = ({"role": role, "content": text} for role, text in
+                   (("user", "Hello"), ("assistant", "Good day"), ("assistant", "What?")))  # fmt: skip
+BYTES = train_text_tokenizer("byte", ["a"], 257, 64, with_end=True)
+
+ROWS = [
+    ({"prompt": "Hello", "chosen": [GOOD], "rejected": [BAD]}, "a prompt as text, answers as turns"),
+    ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, "a prompt as turns"),
+    ({"prompt": "Hello", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "UltraFeedback"),
+    ({"chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD])}, "turns in JSON"),
+    ({"chosen": "\n\nHuman: Hello\n\nAssistant: Good day", "rejected": "\n\nHuman: Hello\n\nAssistant: What?"}, "HH"),
+    (
+        {name: [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": text}]
+         for name, text in (("chosen", "Good day"), ("rejected", "What?"))},
+        "ShareGPT",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=name) for row, name in ROWS])
+def test_conversations_are_read_whatever_their_layout(row: dict[str, Any]) -> None:
+    assert sides_of(PAIRS, row).prompt == [USER]
+    assert sides_of(PAIRS, row).answers == ([GOOD], [BAD])
+
+
+def test_a_score_of_each_answer_gives_the_margin() -> None:
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 8.0, "score_rejected": 5.5}
+    assert find_preferences(list(row), "rows", False) == (PAIRS, tuple(sorted(row, key=list(row).index))[1:3] + (
+        "prompt", "score_chosen", "score_rejected"))  # fmt: skip
+    assert sides_of(PAIRS, row).margin == 2.5
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "alike"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "alike"),
+        ({"prompt": "p", "chosen": "a", "rejected": " "}, "`rejected` is empty"),
+        ({"prompt": "p", "chosen": None, "rejected": "a"}, "`chosen` is empty"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, "no answer of the assistant's"),
+    ],
+)
+def test_a_row_that_says_nothing_is_refused(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        sides_of(PAIRS, row)
+
+
+def test_other_rows_name_the_recipe_or_the_loss_that_they_are_for() -> None:
+    with pytest.raises(RequestError, match=r"recipes/causal_lm\.py"):
+        find_preferences(["messages"], "rows", False)
+    with pytest.raises(RequestError, match="--loss kto"):
+        find_preferences(["prompt", "completion", "label"], "rows", False)
+    assert find_preferences(["prompt", "completion", "label"], "rows", True)[0] == ANSWERS
+
+
+def test_kto_takes_pairs_apart_and_refuses_answers_of_one_kind() -> None:
+    pair = sides_of(PAIRS, {"prompt": "p", "chosen": "a", "rejected": "b"})
+    assert [(one.answers, one.label) for one in single([pair])] == [(("a",), 1), (("b",), 0)]
+    alone = sides_of(ANSWERS, {"prompt": "p", "completion": "a", "label": "True"})
+    with pytest.raises(RequestError, match="desirable, and there is nothing to tell apart"):
+        single([alone, alone])
+
+
+def test_the_answers_alone_are_learnt_and_both_prompts_are_cut_alike() -> None:
+    pair = encoded(BYTES, sides_of(PAIRS, {"prompt": "0123456789", "chosen": "abc", "rejected": "de"}))
+    assert [(len(ids), learnt.index(True), sum(learnt)) for ids, learnt in pair] == [(14, 10, 4), (13, 10, 3)]
+    short, was_cut = fitted(pair, 8)
+    assert was_cut
+    assert [BYTES.decode(ids[:4]) for ids, _ in short] == ["6789", "6789"]
+    assert [sum(learnt) for _, learnt in short] == [4, 3]
+    shorter, _ = fitted(pair, 3)
+    assert [(learnt, BYTES.decode(ids)) for ids, learnt in shorter] == [
+        ([False, True, True], "9ab"), ([False, True, True], "9de")]  # fmt: skip
+
+
+def test_of_conversations_the_answers_are_learnt_with_their_end() -> None:
+    row = sides_of(PAIRS, {"chosen": [USER, BAD, USER, GOOD], "rejected": [USER, BAD, USER, BAD]})
+    assert row.prompt == [USER, BAD, USER]
+    said = [
+        BYTES.decode([token for token, used in zip(ids, learnt, strict=True) if used])
+        for ids, learnt in encoded(BYTES, row)
+    ]
+    assert said == ["Good day<|endoftext|>", "What?<|endoftext|>"]
+
+
+def test_the_other_answer_of_kto_is_that_of_another_row() -> None:
+    rows = single([sides_of(PAIRS, {"prompt": "p", "chosen": "a", "rejected": "bc"})])
+    made = with_others([fitted(encoded(BYTES, row), 64) for row in rows], 64)
+    assert [[BYTES.decode(ids, skip_special_tokens=True) for ids, _ in sides] for sides, _ in made] == [
+        ["pa", "pbc"], ["pbc", "pa"]]  # fmt: skip
+
+
+def test_a_batch_predicts_the_next_token_of_answers_and_pads_on_the_right() -> None:
+    rows = [{"chosen_ids": [1, 2, 3], "chosen_learnt": [False, True, True], "rejected_ids": [1, 4],
+             "rejected_learnt": [False, True], "label": 1, "row": 7}]  # fmt: skip
+    batch = collate(("chosen", "rejected"), 0, rows)
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [1, 4, 0]]
+    assert batch["targets"].tolist() == [[2, 3, -100], [4, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert next(iter(batch)) == "labels", "the Trainer counts by the first"
+
+
+def test_a_prompt_is_on_one_side_of_the_split_alone() -> None:
+    rows = [sides_of(PAIRS, {"prompt": f"p{i % 10}", "chosen": f"a{i}", "rejected": "b"}) for i in range(40)]
+    parts = held_out(rows, 0.2, 0)
+    prompts = [{row.prompt for row in part} for part in parts.values()]
+    assert not prompts[0] & prompts[1]
+    assert len(parts["validation"]) == 8
+
+
+def test_built_in_pairs_differ_in_the_order_of_their_words_alone() -> None:
+    pairs = docstring_pairs()
+    assert len(pairs) > 1_000
+    for pair in pairs[:50]:
+        assert pair["chosen"] != pair["rejected"]
+        assert sorted(pair["chosen"].split()) == sorted(pair["rejected"].split())
+
+
+def prepared(folder: Path, rows: list[dict[str, Any]], loss: str = "dpo", **more: Any) -> PreferenceData:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags, cut = PreferenceDataArguments(train_file=str(path)), PreparationArguments(**more)
+    return prepare_preferences(flags, cut, BYTES, loss=loss, block_size=12, seed=0, launch=read_launch())
+
+
+def test_bad_rows_are_named_by_their_line_or_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}" * 10, "chosen": "ab", "rejected": "c"} for i in range(10)]
+    rows[3] = {"prompt": "x", "chosen": "a", "rejected": "a"}
+    with pytest.raises(RequestError, match=r"rows\.jsonl line 4: .*alike.*1 such rows of 10"):
+        prepared(tmp_path, rows)
+    data = prepared(tmp_path, rows, skip_bad_rows=True)
+    assert data.account.skipped == {"train": 1}
+    assert data.account.rows == {"train": 8, "validation": 1}
+    assert sum(data.account.truncated.values()) == 9
+    assert "cut alike on both sides" in data.describe()
+    assert [row for split in data.splits.values() for row in split["row"]] == list(range(9))
