@@ -26,7 +26,7 @@ from finetune.measure.processes import all_ended
 from finetune.privacy import shown
 from finetune.run.choose import recipes
 from finetune.run.engine import deepspeed_config_of
-from finetune.run.launch import Launch, free_port
+from finetune.run.launch import Launch, free_port, read_launch
 from finetune.run.recipe import Recipe
 from finetune.run.resolve import resolve_here
 
@@ -52,7 +52,7 @@ def train(recipe: str, *, ranks: int | None = None, **flags: Any) -> Run:
     known = recipes().get(script.stem)
     if known is None:
         raise RequestError(f"{recipe} is not a recipe that trains. Give one of {', '.join(recipes())}.")
-    launch = Launch() if ranks is None else Launch(0, 0, ranks, ranks, "deepspeed")
+    launch = read_launch() if ranks is None else Launch(0, 0, ranks, ranks, "deepspeed")
     run = resolve_here(known, words, launch)
     if ranks is None and deepspeed_config_of(run) is None:
         _here(known, script, words)

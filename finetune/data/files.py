@@ -159,7 +159,7 @@ def refuse_wide(said: str, columns: int) -> None:
     if columns > MOST_COLUMNS:
         raise RequestError(
             f"{said}: has {columns:,} columns, and a table for a recipe has at most {MOST_COLUMNS:,}. Keep those of "
-            "text and label. (A file of features needs no language model.)"
+            "text and label."
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.columns import LINE, of_chats_alone
-from finetune.data.files import KINDS, TEXT_FILES, csv_options, refuse_wide
+from finetune.data.files import KINDS, TEXT_FILES, csv_options
 from finetune.data.find_columns import HEAD_ROWS, find_columns, find_token_columns
 from finetune.data.formats import check_renames, find_format, renames_of
 from finetune.data.tag_schemes import PARSED, SHOWN, find_scheme, not_named, read_conll, refuse_untagged, spelt_alike
@@ -46,7 +46,6 @@ def _look(run: Any, name: str) -> None:
     rows, where = [{"text": ""}] if kind == "text" else _head(run, name, kind), "the training data"
     if not rows:
         return
-    refuse_wide(f"--train_file {name}", len(rows[0]))
     if wants_label:
         data = run[DataArguments]
         find_columns(rows, data.text_column_names, data.label_column_name, where)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from finetune.errors import RequestError
 
 COUNT = re.compile(r"[0-9]{1,9}")
+OF_ACCELERATE = ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_CONFIG_DS_FIELDS")
+ON = ("1", "true", "t", "yes", "y", "on")  # accelerate 1.15, utils/environment.py, str_to_bool
 SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 LAUNCH = (
-    "Launch with `torchrun --nproc_per_node N`, `deepspeed` or `accelerate launch`, which set all of it; for a run of "
-    "one process unset it."
+    "Launch with `torchrun --nproc_per_node N`, `deepspeed` or `accelerate launch`, which set these variables; for a run "
+    "of one process unset them."
 )
 
 
@@ -45,10 +47,11 @@ class Launch:
 
 def read_launch() -> Launch:
     """From the environment that torchrun, `accelerate launch` and the deepspeed launcher set up. Raises RequestError
-    where it is of no launch, or of one that libraries would see otherwise.
+    if the variables do not describe a launch, or if libraries would read another one out of them.
 
-    deepspeed/launcher/launch.py sets CROSS_SIZE and LOCAL_SIZE; accelerate always sets
-    ACCELERATE_MIXED_PRECISION (utils/launch.py; ACCELERATE_USE_DEEPSPEED is also set by us); all set RANK.
+    deepspeed/launcher/launch.py sets CROSS_SIZE and LOCAL_SIZE. accelerate (1.15, utils/launch.py) always sets its
+    precision, which people also export, and OF_ACCELERATE beside it. All set RANK, but for accelerate's of one
+    process.
     """
     env = os.environ
     if "RANK" not in env:
@@ -56,7 +59,8 @@ def read_launch() -> Launch:
         return Launch()
     rank, world = _count("RANK"), _count("WORLD_SIZE", 1)
     local_rank = _count("LOCAL_RANK", 0)
-    local_size = "LOCAL_WORLD_SIZE" if env.get("LOCAL_WORLD_SIZE") else "LOCAL_SIZE"
+    by_deepspeed = "CROSS_SIZE" in env and env.get("LOCAL_SIZE")
+    local_size = "LOCAL_WORLD_SIZE" if env.get("LOCAL_WORLD_SIZE") and not by_deepspeed else "LOCAL_SIZE"
     local_world = _count(local_size, world) if env.get(local_size) else world
     for name, number, size, of in (
         ("RANK", rank, "WORLD_SIZE", world),
@@ -67,7 +71,7 @@ def read_launch() -> Launch:
             raise RequestError(
                 f"{name} is {env.get(name, number)} in the environment, but {size} is {env.get(size, of)}. {LAUNCH}"
             )
-    if "ACCELERATE_MIXED_PRECISION" in env:
+    if "ACCELERATE_MIXED_PRECISION" in env and any(name in env for name in OF_ACCELERATE):
         launcher = "accelerate"
     else:
         launcher = "deepspeed" if "CROSS_SIZE" in env else "torchrun"
@@ -101,12 +105,17 @@ def _refuse_without_rank() -> None:
 
 def accelerate_uses_deepspeed() -> bool:
     """True under `accelerate launch` with DeepSpeed in its config or flags."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return is_on("ACCELERATE_USE_DEEPSPEED")
 
 
 def accelerate_uses_fsdp() -> bool:
     """True under `accelerate launch` with FSDP in its config or flags."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return is_on("ACCELERATE_USE_FSDP")
+
+
+def is_on(name: str) -> bool:
+    """Whether accelerate takes this variable of the environment for true."""
+    return os.environ.get(name, "").lower() in ON
 
 
 def free_port() -> int:

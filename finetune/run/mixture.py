@@ -11,7 +11,7 @@ from pathlib import Path
 from finetune.errors import RequestError
 
 WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
-MOST_FILES = 1_000
+MOST_FILES = 10_000  # 20,000 take half a minute to look at
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ GOES_ON = frozenset(
     hybrid_engine log_level memory_breakdown pipeline sequence_parallel_size steps_per_print tensor_parallel tensorboard
     timers use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer $schema
-    fp16.enabled bf16.enabled bf16.check_grad_overflow data_types.buffer_dtype
+    fp16.enabled bf16.enabled data_types.buffer_dtype
     """.split()
     + [
         f"zero_optimization.{name}"
@@ -46,7 +46,7 @@ APPLIED = frozenset(
     communication_data_type seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor
     gradient_allreduce_op gradient_clipping torch_autocast
     data_types.grad_accum_dtype data_types.param_dtype data_types.keep_in_fp32_modules fp16.auto_cast
-    bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states bf16.immediate_grad_update
+    bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states bf16.immediate_grad_update bf16.check_grad_overflow
     fp16.fp16_master_weights_and_grads
     zero_optimization.zenflow zero_optimization.zero_quantized_gradients
     zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_quantized_weights
@@ -67,6 +67,10 @@ CLASSES = {"goes on exactly": GOES_ON, "applied, and said": APPLIED, "refused": 
 DEFAULTS = {
     "gradient_predivide_factor": 1.0,
     "prescale_gradients": False,
+    "gradient_allreduce_op": "mean",
+    "seq_parallel_communication_data_type": "fp32",
+    "torch_autocast": {"enabled": False},
+    "bf16.check_grad_overflow": True,
     "fp16.loss_scale": 0,
     "fp16.initial_scale_power": 16,
     "fp16.loss_scale_window": 1000,
@@ -85,7 +89,7 @@ def arithmetic_of(config: Mapping[str, Any], max_grad_norm: float) -> dict[str, 
         old = next((old for old, new in OTHER_NAMES.items() if new == section and old in config), section)
         value = (config.get(old) or {}).get(name) if name else config.get(section)
         default = max_grad_norm if place == "gradient_clipping" else DEFAULTS.get(place)
-        is_said = value not in (None, "auto", False, default) and not (isinstance(value, dict) and not value)
+        is_said = not (value in (None, "auto", default) or value is (default or False) or value == {})
         if is_said and (section != "fp16" or is_fp16):
             found[place] = value
     return found | ({FP16: True} if is_fp16 else {})

@@ -14,8 +14,12 @@ from finetune.run.snapshot import snapshot
 if TYPE_CHECKING:
     from finetune.run.run import Run
 
-# transformers 5.23, trainer_optimizer.py. SWITCHES are off for any other word; TURNED_ON are on for any word.
-SWITCHES = ("nesterov", "centered", "use_kahan_summation", "bf16_stochastic_round")
+# transformers 5.23, trainer_optimizer.py. Of the first two any word but true, 1 and yes is off; TURNED_ON are on for
+# any word.
+SWITCHES = {
+    **dict.fromkeys(("nesterov", "centered"), ("true", "1", "yes", "false", "0", "no")),
+    **dict.fromkeys(("use_kahan_summation", "bf16_stochastic_round"), (*TRUE, *FALSE)),
+}
 TURNED_ON = ("decouple_lr", "kahan_sum")
 WORDS = ("proj", "proj_type", "scale_type")
 TAKES_ANY = "rmsprop_bnb"  # and its like: all are handed on to bitsandbytes
@@ -50,7 +54,7 @@ def optim_mistakes(run: Run) -> Iterator[str]:
 
 def _wrong(name: str, value: str) -> str:
     if name in SWITCHES:
-        return "" if value.lower() in (*TRUE, *FALSE) else "and must be True or False"
+        return "" if value.lower() in SWITCHES[name] else "and must be True or False"
     if name in TURNED_ON:
         return "" if value.lower() in TRUE else "but transformers takes any word for True. Drop it, or write True"
     if name in WORDS or name.endswith("_dtype") or NUMBER.fullmatch(value):

@@ -124,7 +124,8 @@ def _value(flag: Flag, given: Any) -> Any:
         raise ValueError("names nothing, as an empty variable of the shell does")
     if flag.path or flag.name in ALSO_PATHS:
         for word in _texts(given):
-            if why := unusable(word, may_be_long=flag.name in IN_BASE64):
+            is_json = flag.kind == "json" and word.lstrip().startswith("{")
+            if not is_json and (why := unusable(word, may_be_long=flag.name in IN_BASE64)):
                 raise ValueError(why)
     if given == []:
         if flag.kind != "bool":

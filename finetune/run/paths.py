@@ -13,7 +13,7 @@ from finetune.errors import RequestError, first_line
 from finetune.run.flag import FILE, FOLDER, METRIC, NAME_OR_PATH, TEMPLATE
 from finetune.run.meanings import nearest
 from finetune.run.mixture import path_of
-from finetune.safe_read import read_bounded
+from finetune.safe_read import read_bytes
 
 TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
 METRICS = tuple(sorted(path.stem for path in Path(__file__).parents[1].glob("metrics/[!_]*.py")))
@@ -78,7 +78,7 @@ def _metric(name: str) -> str | None:
 def _is_no_python(path: Path) -> str | None:
     """By its form alone: a stranger's file runs once, where its figures are tried."""
     try:
-        ast.parse(read_bounded(path), path.name)
+        ast.parse(read_bytes(path), path.name)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         return f"it is no Python{line}: {first_line(error)}. Mend the file."

@@ -35,6 +35,7 @@ class Void:
     mend: str = "Drop it."
     implies: Any = None
     unless: tuple[str, ...] = ()
+    spares_defaults: bool = False  # a YAML for other data may say them
 
 
 # By transformers 5.23: trainer_callback.py (DefaultFlowCallback), training_args.py, optimization.py (get_scheduler),
@@ -146,7 +147,14 @@ COLUMNS = (
 # Of a run that is to start here: of another, data may be named later.
 VOID_HERE = (
     Void(COLUMNS, "train_file", (None,), "Built-in data has columns of its own. Give --train_file.", unless=OTHER_DATA),
-    Void(OF_CHATS, "train_file", (None,), "Built-in data has no conversations. Give --train_file.", unless=OTHER_DATA),
+    Void(
+        OF_CHATS,
+        "train_file",
+        (None,),
+        "Built-in data has no conversations. Give --train_file.",
+        unless=OTHER_DATA,
+        spares_defaults=True,
+    ),
 )
 DDP, DEEPSPEED, FSDP = "DistributedDataParallel", "DeepSpeed", "FSDP"
 # By engines, the flags that no other reads (transformers 5.23, trainer.py and training_args.py; the last two are ours).
@@ -194,7 +202,7 @@ def settle_void(run: Run, rows: Sequence[Void] = VOID) -> tuple[Run, list[str]]:
         if row.by not in run.recipe.flags or not _is_void(row, run):
             continue
         for name in row.flags:
-            if not says(run.given.get(name)):
+            if not says(run.given.get(name)) or (row.spares_defaults and run.value(name) == run.recipe.default(name)):
                 continue
             if row.by not in run.given and row.implies is not None:
                 before = run.said(row.by).partition(" is ")[2]

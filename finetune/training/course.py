@@ -14,7 +14,9 @@ from transformers import AutoTokenizer, TrainingArguments
 from finetune.data import digests
 from finetune.data.tokenizer import identity as tokenizer_identity
 from finetune.errors import RequestError
+from finetune.run.accelerate_plugin import config_of_fields
 from finetune.run.conflicts import BY_METRIC
+from finetune.run.engine import deepspeed_by_accelerate
 from finetune.run.files import IDENTITY, STATE_FILE
 from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH, TEMPLATE
 from finetune.run.on_resume import EVALUATED, ROWS, named
@@ -180,7 +182,7 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
     base = (run.value("model_name_or_path"), run.value("model_revision"), bool(run.value("use_peft")))
     facts: dict[str, dict[str, Any]] = {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model}
-    config_of_engine = session.ds_config or {}
+    config_of_engine = session.ds_config or (config_of_fields() if deepspeed_by_accelerate(run) else {})
     engine = _of_engine(config_of_engine) | {ARITHMETIC: arithmetic_of(config_of_engine, training.max_grad_norm)}
     return {**facts, "base": digests.of_base(*base), "engine": engine}
 

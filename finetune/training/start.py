@@ -24,6 +24,7 @@ from finetune.run.engine import (
     load_deepspeed,
     stated_precision,
 )
+from finetune.run.environment import precision as precision_by_accelerate
 from finetune.run.facts import checkpointing_kwargs, object_of, precision_flags
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.profiling import check_profile
@@ -222,7 +223,7 @@ def checkpointing(run: Run) -> dict[str, Any]:
 
 def choose_precision(run: Run, has_cuda: bool, deepspeed: str | None) -> dict[str, bool]:
     """The Trainer's `bf16` and `fp16`: as asked for by flag, or stated in the config, or what is fastest here."""
-    by_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is what it says when nobody chose
+    by_accelerate = precision_by_accelerate()
     is_chosen = by_accelerate in ("bf16", "fp16")
     known = by_accelerate if is_chosen else None
     by_deepspeed = bool(deepspeed) or deepspeed_by_accelerate(run)

@@ -140,7 +140,7 @@ STANDARD_LIBRARY = (
         "file, fix_imports=, encoding=, errors=, buffers=",
     ),
     Row(
-        "cli.py",
+        "run/command_line.py",
         "argparse:ArgumentParser._actions",
         "read",
         "all flags, to name the nearest",

@@ -109,10 +109,11 @@ REFUSED = [
     ({"ACCELERATE_USE_DEEPSPEED": "true"}, ()),
     ({"ACCELERATE_USE_DEEPSPEED": "1"}, ("--deepspeed", "none")),
     ({"ACCELERATE_USE_FSDP": "True"}, ()),
-    ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, ()),
-    ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "x.json"}, ()),
+    ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, ("--deepspeed", "zero2")),
+    ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "x.json"}, ("--deepspeed", "zero2")),
     ({"ACCELERATE_CONFIG_DS_FIELDS": "zero_stage"}, ("--deepspeed", "zero2")),
-    ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}, ()),
+    ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}, ("--deepspeed", "zero2")),
+    ({"ACCELERATE_GRADIENT_CLIPPING": "0.1", **TWO, "ACCELERATE_MIXED_PRECISION": "bf16"}, ("--deepspeed", "zero2")),
     ({"ACCELERATE_GRADIENT_CLIPPING": "0.1"}, ("--deepspeed", "zero2")),
     ({"ACCELERATE_MIXED_PRECISION": "fp8"}, ()),
     ({"ACCELERATE_MIXED_PRECISION": "half"}, ()),
@@ -120,7 +121,8 @@ REFUSED = [
     ({"ACCELERATE_TORCH_DEVICE": "meta"}, ()),
     ({"ACCELERATE_USE_MEGATRON_LM": "true"}, ()),
     ({"ACCELERATE_USE_PARALLELISM_CONFIG": "yes"}, ()),
-    ({"ACCELERATE_USE_SAGEMAKER": "true"}, ()),
+    ({"ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL", "ACCELERATE_USE_SAGEMAKER": "true"}, ()),
+    ({"ACCELERATE_USE_CPU": "true"}, ("--use_cpu", "false")),
     ({**TWO, "FSDP_OFFLOAD_PARAMS": "true"}, ("--fsdp", "true")),
 ]
 
@@ -137,11 +139,62 @@ def test_what_accelerate_would_heed_and_nobody_asked_for_is_refused(
     assert "\n" not in found
 
 
+HARMLESS = [
+    ({"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "NO"}, ()),
+    ({**TWO, "ACCELERATE_USE_FSDP": "true"}, ("--fsdp", "true")),
+    ({"ACCELERATE_DYNAMO_BACKEND": "inductor"}, ("--torch_compile", "true")),
+    ({"ACCELERATE_GRADIENT_CLIPPING": "0.1"}, ()),
+]
+
+
+@pytest.mark.parametrize(("env", "argv"), HARMLESS, ids=lambda one: str(one)[:60])
+def test_what_changes_nothing_is_taken(
+    env: dict[str, str], argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert said("--output_dir", str(tmp_path / "run"), *argv) == ""
+
+
+USUAL = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+}
+BY_DEEPSPEED = {**TWO, "CROSS_SIZE": "1", "CROSS_RANK": "0", "LOCAL_SIZE": "2"}
+LAUNCHERS = [
+    (TWO, "torchrun"),
+    ({**TWO, "ACCELERATE_MIXED_PRECISION": "bf16"}, "torchrun"),
+    (BY_DEEPSPEED, "deepspeed"),
+    ({**BY_DEEPSPEED, "ACCELERATE_MIXED_PRECISION": "bf16"}, "deepspeed"),
+    ({**BY_DEEPSPEED, "LOCAL_WORLD_SIZE": "8"}, "deepspeed"),
+    ({**TWO, **USUAL}, "accelerate"),
+    ({**BY_DEEPSPEED, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage"}, "accelerate"),
+]
+
+
+@pytest.mark.parametrize(("env", "launcher"), LAUNCHERS, ids=lambda one: str(one)[-60:])
+def test_a_launcher_is_told_by_what_it_alone_sets(
+    env: dict[str, str], launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert read_launch() == Launch(0, 0, 2, 2, launcher)
+
+
+def test_accelerates_config_may_ask_for_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TWO, **USUAL, "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}.items():
+        monkeypatch.setenv(name, value)
+    run = noted("--output_dir", str(tmp_path / "run"))
+    assert (run.value("torch_compile"), run.value("torch_compile_backend")) == (True, "inductor")
+    assert any("ACCELERATE_DYNAMO_BACKEND is 'INDUCTOR'" in note for note in run.notes)
+
+
 def test_what_accelerate_launch_sets_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `accelerate launch` has it for a run by DDP and for one by DeepSpeed (accelerate 1.15, utils/launch.py)."""
-    usual = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default"}
     fields = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
-    for env in (usual, {**usual, "ACCELERATE_USE_CPU": "False"}, {**TWO, **usual}, {**TWO, **usual, **fields}):
+    for env in (USUAL, {**USUAL, "ACCELERATE_USE_CPU": "False"}, {**TWO, **USUAL}, {**TWO, **USUAL, **fields}):
         with monkeypatch.context() as patch:
             for name, value in env.items():
                 patch.setenv(name, value)

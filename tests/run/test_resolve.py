@@ -109,6 +109,7 @@ LAUNCHES = [
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
             "ACCELERATE_MIXED_PRECISION": "no",
+            "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
         },
         Launch(0, 0, 2, 2, "accelerate"),
         id="accelerate",

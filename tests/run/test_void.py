@@ -204,6 +204,7 @@ def test_built_in_data_has_no_conversations(flag: str, tmp_path: Path) -> None:
         RequestError, match=rf"{flag.split()[0]} is .*\(command line\).*Built-in data has no conversations"
     ):
         starting(CAUSAL_LM, flag, Launch(), tmp_path)
+    starting(CAUSAL_LM, "--train_on assistant --reasoning keep", Launch(), tmp_path)
 
 
 def test_a_deepspeed_config_and_a_recipes_yaml_in_each_others_place_are_named(tmp_path: Path) -> None:

@@ -29,7 +29,21 @@ def test_each_recipe_has_path_flags_to_try() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a.csv", "~", "~/runs", "./a b", "a ", "\u00fcber/\u65e5\u672c.csv", "n" * 255, '{"a":\n1}', "a/" * 300]
+    "name",
+    [
+        "a.csv",
+        "~",
+        "~/runs",
+        "./a b",
+        "a ",
+        "\u00fcber/\u65e5\u672c.csv",
+        "n" * 255,
+        "a/" * 300,
+        "\u8cc7\u6599\u3000\u96c6.csv",
+        "a\u00a0b",
+        "Screenshot 9.41\u202fAM.png",
+        "\u0645\u06cc\u200c\u0634\u0648\u062f",
+    ],
 )
 def test_names_that_people_have_are_taken(name: str) -> None:
     assert unusable(name) is None

@@ -231,6 +231,7 @@ def test_a_changed_flag_is_refused_by_its_source_before_anything_is_imported(tmp
         ({"best_metric": {}}, "best_metric is '{}'"),
         ({"best_metric": [1]}, "best_metric is '[1]', but it must be a number, or null"),
         ({"total_flos": True}, "total_flos is 'True'"),
+        ({"total_flos": 4.2e21}, None),
         ({"best_model_checkpoint": 3}, "best_model_checkpoint is '3', but it must be a text, or null"),
         ({"best_model_checkpoint": None}, None),
         ({"logged_step": [1]}, "has 'logged_step', which the Trainer does not know"),

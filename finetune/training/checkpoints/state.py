@@ -26,6 +26,11 @@ def _is_number(value: Any, least: float = -math.inf) -> bool:
     return good and (least == -math.inf or least <= value < MOST)
 
 
+def _is_amount(value: Any) -> bool:
+    """Of any size: a large model's floating-point operations are more than 2**63 in a day."""
+    return _is_number(value) and math.isfinite(value) and value >= 0
+
+
 Rule = tuple[Callable[[Any], bool], str]
 COUNT: Rule = (_is_count, "a whole number from 0 on")
 FROM_ZERO: Rule = (lambda value: value is None or _is_number(value, 0), "a number from 0 on, or null")
@@ -35,7 +40,8 @@ SWITCH: Rule = (lambda value: value is None or isinstance(value, bool), "true or
 OBJECT: Rule = (lambda value: value is None or isinstance(value, dict), "an object, or null")
 RULES = {
     **dict.fromkeys(("global_step", "max_steps", "num_train_epochs"), COUNT),  # without which nothing goes on
-    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "total_flos", "num_input_tokens_seen"), FROM_ZERO),
+    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "num_input_tokens_seen"), FROM_ZERO),
+    "total_flos": (lambda value: value is None or _is_amount(value), "a number from 0 on, or null"),
     "best_metric": NUMBER,
     **dict.fromkeys(("best_model_checkpoint", "trial_name"), TEXT),
     **dict.fromkeys(("is_local_process_zero", "is_world_process_zero", "is_hyper_param_search"), SWITCH),

@@ -18,7 +18,7 @@ from finetune.plan.mends import cheaper
 from finetune.plan.plan import plan
 from finetune.plan.run_model import run_of_record
 from finetune.run.files import RUN_RECORD
-from finetune.run.launch import read_launch
+from finetune.run.launch import own_rank, read_launch
 from finetune.training.speed import peak_rss_bytes
 
 GIB = 2**30
@@ -39,7 +39,7 @@ def out_of_memory(error: BaseException, folder: Path) -> RunError:
     said = (str(error).strip().splitlines() or ["no memory"])[0].removesuffix(".")
     traceback.clear_frames(error.__traceback__)  # whose tensors planning needs the room of
     gc.collect()
-    return RunError(f"out of memory on rank {read_launch().rank}: {said[:200]}. {_measured()} {advice(folder)}")
+    return RunError(f"out of memory on rank {own_rank()}: {said[:200]}. {_measured()} {advice(folder)}")
 
 
 def _measured() -> str:
