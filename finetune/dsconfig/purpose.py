@@ -28,6 +28,7 @@ OF_INFERENCE = (
     "transposed_mode ep_size moe quant zero dtype"
 ).split()
 WITHOUT_LISTS = {"integer", "boolean", "number"}
+WRAPPER = "deepspeed_config"
 OF_TRAINING = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer")
 
 
@@ -47,7 +48,11 @@ def template(text: str) -> Finding | None:
 
 
 def other_program(config: dict[str, Any]) -> Finding | None:
-    """DS010 for a file of DeepSpeed's inference or of its autotuner."""
+    """DS010 for a file of DeepSpeed's inference or of its autotuner, and for a config inside of another file's key."""
+    inner = config.get(WRAPPER)
+    if isinstance(inner, dict) and not any(key in config for key in (*OF_TRAINING, "zero_optimization")):
+        said = f"the config is inside of {WRAPPER}, as accelerate's YAML has it, and no engine looks there. Move it up."
+        return Finding("DS010", "error", (WRAPPER,), said)
     trains = any(key in config for key in OF_TRAINING)
     of_inference = [key for key in OF_INFERENCE if key in config]
     if of_inference and not trains and "zero_optimization" not in config:

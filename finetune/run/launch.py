@@ -16,8 +16,8 @@ OF_ACCELERATE = ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_CONFIG_DS_FIELDS
 ON = ("1", "true", "t", "yes", "y", "on")  # accelerate 1.15, utils/environment.py, str_to_bool
 SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 LAUNCH = (
-    "Launch with `torchrun --nproc_per_node N`, `deepspeed` or `accelerate launch`, which set these variables; for a run "
-    "of one process unset them."
+    "Launch with `torchrun --nproc_per_node N`, `deepspeed` or `accelerate launch`, which set these variables; for a "
+    "run of one process unset them."
 )
 
 

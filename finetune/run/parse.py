@@ -53,7 +53,7 @@ def settings_of(
         where = f"--{name} ({source})"
         if name in flags:
             try:
-                found[name] = Setting(_value(flags[name], given), source)
+                found[name] = Setting(_value(flags[name], given, source), source)
             except ValueError as error:
                 shown = " ".join(given) if isinstance(given, list) and source == COMMAND_LINE else given
                 mistakes.append(f"--{name} is {shown!r} ({source}), but it {error}.")
@@ -108,6 +108,8 @@ def _lines(path: str, recipes: Sequence[str], mistakes: list[str]) -> dict[str, 
             mistakes.append(f"--{name} ({where}) is said twice, and once in {found[name][1]}. Keep one.")
         elif value is not None:
             found[name] = value, where
+    if "config" in found:
+        mistakes.append(f"--config ({found.pop('config')[1]}): a YAML names no other one. Write its lines here.")
     asked, _ = found.pop(RECIPE_KEY, (None, ""))
     if asked not in (None, *recipes):
         mistakes.append(f"--config {path} (command line) is for recipes/{asked}.py, not for recipes/{recipes[0]}.py.")
@@ -119,7 +121,9 @@ def spelt(name: str) -> str:
     return name.replace("-", "_")
 
 
-def _value(flag: Flag, given: Any) -> Any:
+def _value(flag: Flag, given: Any, source: str) -> Any:
+    if isinstance(given, list) and not flag.many and source != COMMAND_LINE:
+        raise ValueError("must be one value, and no list")
     if flag.path and given in ("", [""]):
         raise ValueError("names nothing, as an empty variable of the shell does")
     if flag.path or flag.name in ALSO_PATHS:

@@ -25,6 +25,7 @@ from finetune.run.output_folder import check_output_dir
 from finetune.run.parse import Setting, settings_of
 from finetune.run.recipe import ENGINE_FLAG, PIPELINE, Recipe
 from finetune.run.run import Run
+from finetune.run.schedules import vain_rates
 from finetune.run.void import settle_void
 
 
@@ -47,6 +48,7 @@ def resolve_here(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
     except RequestError as error:
         typos += others([str(error)], typos)  # what is said of another engine would be wrong, too
     run = obeyed(run)
+    run = run.noted(*vain_rates(run))
     mistakes += left_over(run, asked)
     mistakes += [*found_wrong_here(run, asked), *raised_by(lambda: _check_deepspeed(run, asked))]
     if launch.speaks:

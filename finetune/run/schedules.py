@@ -92,6 +92,17 @@ def schedule_mistakes(run: Run) -> Iterator[str]:
             yield f"{said}: {error}."
 
 
+def vain_rates(run: Run) -> Iterator[str]:
+    """What is said of rates with which a run learns little, though it may be meant, as in a trial of a few steps."""
+    steps, warmup = run.value("max_steps") or 0, run.value("warmup_steps") or 0
+    if not run.value("do_train"):
+        return
+    if run.value("learning_rate") == 0:
+        yield f"note: {run.said('learning_rate')}, so that no step changes a weight."
+    elif warmup >= 1 and 0 < steps <= warmup:
+        yield f"note: {run.said('warmup_steps')}, and {run.said('max_steps')}: the rate does not get to its full value."
+
+
 def parameters_of(maker: Callable[..., Any], left_out: Container[str]) -> dict[str, Any]:
     """What a schedule may be given: by name the default, or REQUIRED."""
     every = inspect.signature(maker).parameters.values()

@@ -126,6 +126,8 @@ def test_files_of_another_purpose_get_one_message() -> None:
     assert [placed.finding.code for placed in check(json.dumps(inference), a_run()).found] == ["DS010"]
     stages = {"zero_optimization": {"stage": [0, 1, 2, 3]}, "autotuning": {"enabled": True}, "num-layers": 12}
     assert [placed.finding.code for placed in check(json.dumps(stages), a_run()).found] == ["DS010"]
+    wrapped = {"deepspeed_config": {"zero_optimization": {"stage": 2}}}
+    assert [placed.finding.code for placed in check(json.dumps(wrapped), a_run()).found] == ["DS010"]
 
 
 @pytest.mark.parametrize(

@@ -329,3 +329,16 @@ def test_stages_are_answered_in_recipes_that_have_them_and_in_others(word: str) 
         run_of(f"--{word}", "2", groups=(PipelineArguments,))
     with pytest.raises(RequestError, match=r"no such flag\. Stages are for recipes/causal_lm_pipeline\.py"):
         request(f"--{word}", "2")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_steps: [4]\n", r"--max_steps is \[4\] \(.* line 1\), but it must be one value, and no list"),
+        ("config: other.yaml\n", r"--config \(.* line 1\): a YAML names no other one"),
+    ],
+)
+def test_a_yaml_that_says_what_a_run_would_pass_over_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(RequestError, match=words):
+        request("--config", str(tmp_path / "c.yaml"))

@@ -16,7 +16,7 @@ from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
 from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 from finetune.run.recipes.seq_cls import SEQ_CLS
-from finetune.run.resolve import resolve
+from finetune.run.resolve import resolve, resolve_here
 from finetune.run.schedules import rule_of
 from finetune.run.snapshot import REQUIRED, snapshot
 
@@ -127,3 +127,18 @@ def test_kwargs_of_a_schedule_are_named_by_their_line(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("lr_scheduler_type: cosine\nlr_scheduler_kwargs: {foo: 1}\n")
     with pytest.raises(RequestError, match=r"--lr_scheduler_kwargs is {'foo': 1} \(.*a\.yaml line 2\): foo is unknown"):
         resolve(SEQ_CLS, ["--config", str(tmp_path / "a.yaml")], Launch(), is_here=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--warmup_steps 500 --max_steps 4", "--warmup_steps is 500.0"),
+        ("--warmup_steps 0.5 --max_steps 4", None),
+        ("--warmup_steps 500", None),
+        ("--learning_rate 0", "--learning_rate is 0.0"),
+    ],
+)
+def test_rates_with_which_nothing_is_learnt_are_said(flags: str, words: str | None, tmp_path: Path) -> None:
+    run = resolve_here(SEQ_CLS, [*flags.split(), "--output_dir", str(tmp_path / "run")], Launch())
+    assert len(run.notes) == (words is not None)
+    assert words is None or words in run.notes[0]
