@@ -151,7 +151,7 @@ def test_a_folder_that_holds_a_run_is_neither_written_over_nor_lost(tmp_path: Pa
     (foreign := tmp_path / "foreign").mkdir()
     (foreign / "note.txt").touch()
     assert "holds 1 files" in launch("python", foreign, {**TINY, "resume": "allow"}, check=False).errors[0]
-    wrong = {**TINY, "overwrite_output_dir": True, "max_seq_length": 9999}
+    wrong = {**TINY, "overwrite_output_dir": True, "tokenizer_name": foreign}  # without a tokenizer
     assert launch("python", folder, wrong, check=False).status == 2
     assert ages(folder) == before
     reused = {**TINY, "overwrite_output_dir": True, "do_train": False, "model_name_or_path": folder}
