@@ -13,14 +13,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from finetune.errors import RunError, disk_is_full
+from finetune.errors import RequestError, RunError, disk_is_full
 from finetune.run.launch import Launch
 
 OF_NO_EFFECT = ("preprocessing_num_workers", "data_timeout_seconds")  # flags that change nothing of what is prepared
@@ -68,14 +68,15 @@ def prepare_once(
 
     `prepare` fills the temporary folder that it is given, which is renamed when it returns: a folder that is there is
     complete. The rank that leads a node may prepare; the others wait.
-    Raises RunError when `timeout_seconds` have passed.
+    Raises RunError when `timeout_seconds` have passed, and RequestError where the cache cannot be written to.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    with kept_in(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
     waiting = _Waiting(what, folder, launch.tells_of_waiting, timeout_seconds)
     lock = FileLock(f"{folder}.lock", timeout=0)
     while not folder.is_dir():
         if launch.leads_its_node:
-            with suppress(Timeout):  # another node, or another run, is preparing the same data
+            with suppress(Timeout), kept_in(folder.parent):  # another node, or another run, is preparing the same data
                 lock.acquire()
         if lock.is_locked:
             try:
@@ -87,6 +88,20 @@ def prepare_once(
                 lock.release()
         waiting.a_little()
     return False
+
+
+@contextmanager
+def kept_in(folder: Path) -> Iterator[None]:
+    """Raises RequestError, naming the variable, where nothing can be written to `folder` of the cache."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, Timeout) or disk_is_full(error):
+            raise
+        raise RequestError(
+            f"FINETUNE_CACHE: no prepared data can be kept in {folder} ({error.strerror}). Set the variable to a "
+            "folder that can be written to."
+        ) from error
 
 
 def _prepare_in(folder: Path, prepare: Callable[[Path], None]) -> None:

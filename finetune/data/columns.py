@@ -168,6 +168,11 @@ def _number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def is_number(text: str) -> bool:
+    """Whether it is written as a finite number."""
+    return _number(text) is not None
+
+
 def of_chats_alone(kind: str, given: CorpusArguments) -> Iterator[str]:
     """The flags that do nothing for documents of this kind, if they are said."""
     names = () if kind == CHAT else OF_CHATS[:-1] if kind == COMPLETION else OF_CHATS

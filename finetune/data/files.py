@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.hub import hub_is_reachable
+from finetune.data.open_quotes import refuse_open_quotes
 from finetune.errors import FinetuneError, RequestError, first_line
 from finetune.run.flags.text import CONLL
 from finetune.safe_read import DEEPEST, TOKEN
@@ -72,6 +73,8 @@ def open_file(
     if kind == "json":
         _refuse_deep(said, path)
     options = csv_options(said, path, has_header) if kind == "csv" else {}
+    if options and not streaming and options["quoting"] == csv.QUOTE_MINIMAL and len(options["names"]) > 1:
+        refuse_open_quotes(said, path, options["sep"], len(options["names"]))
     if options:
         options["features"] = Features({column: Value("string") for column in options["names"]})
     try:

@@ -23,6 +23,7 @@ PAIR_NAMES = (
     ("text_a", "text_b"),
     ("query", "passage"),
 )
+OURS = "label"  # what the column of labels is called once it is read: no text has this name
 TOKEN_NAMES, TAG_NAMES = ("tokens", "words"), ("tags", "ner_tags", "labels", "label")
 SHOWN, SHOWN_CHARACTERS = 30, 60  # columns that an error lists, and of the name of each
 HEAD_ROWS = 200  # of a table: by these its columns are found
@@ -55,6 +56,11 @@ def find_columns(
     if label is None and needs_label:
         raise RequestError(f"{where}: cannot tell which column is the label. {_describe(head)} {_how_to_say_it(head)}")
     found = tuple(text) if text else _find_text(head, label, where)
+    if label is not None and OURS in found:
+        raise RequestError(
+            f"{where}: the column {OURS!r} would be read as text, and {label!r} as label. Say them by "
+            f"--text_column_names and --label_column_name the other way round, or give {OURS!r} another name."
+        )
     return Columns(found, label, tuple(name for name in names if name not in (*found, label)))
 
 

@@ -28,3 +28,9 @@ def require_splits(there: Iterable[str], training: Any, kind: str) -> None:
                 f"--{flag} needs a {name} split, but the data has: {', '.join(names)}. Give --{name}_{kind}, or "
                 f"--{flag} False."
             )
+
+
+def said_split(arguments: Any, split: str) -> str:
+    """How an error names a split: by its file, if it has one."""
+    name = getattr(arguments, f"{split}_file")
+    return f"--{split}_file {name}" if name else f"the {split} data"

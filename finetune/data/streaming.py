@@ -29,6 +29,7 @@ from finetune.data.files import open_file, open_hub, readable
 from finetune.data.find_columns import HEAD_ROWS, find_columns
 from finetune.data.line_breaks import without_html_breaks
 from finetune.data.list_text import are_lists
+from finetune.data.odd_labels import countable, missing_words, notes_of_names, refuse_nested, said_missing
 from finetune.data.tables import ROW
 from finetune.errors import RequestError, RunError
 from finetune.run.flags.text import DataArguments, PreparationArguments
@@ -101,7 +102,8 @@ def survey(
                     "--skip_bad_rows True."
                 )
             continue
-        label = names[row[columns.label]] if names else row[columns.label]
+        label = countable(names[row[columns.label]] if names else row[columns.label])
+        refuse_nested([label], str(columns.label), f"data row {number + 1} of the stream")
         everything[label] += 1
         if held_out < most_held_out and is_drawn(number, seed, fraction):
             held_out += 1
@@ -111,6 +113,8 @@ def survey(
             rows += 1
         elif not fraction or held_out >= most_held_out:
             break
+    if not names and (words := missing_words(everything)) and not (trained and set(words) <= set(trained.ids)):
+        raise RequestError(f"the stream has rows without a label.{said_missing(words)} Take them out of the file.")
     labels = find_labels(everything, arguments.task, names, "the training data", trained)
     counts: Counter[str] = Counter()
     if labels.task == "classification":
@@ -118,7 +122,8 @@ def survey(
             counts[label_text(value)] += count
     if not kept or (fraction and not held_out):
         raise RequestError(f"the stream has {rows + held_out} good rows: too few. Add --validation_file, or rows.")
-    notes = tuple(filter(None, [note_of_numbers(everything, labels, arguments.task)]))
+    odd = [] if names else notes_of_names(labels.names, str(columns.label))
+    notes = tuple(filter(None, [note_of_numbers(everything, labels, arguments.task), *odd]))
     return Survey(columns, labels, dict(counts), rows, bad, fraction, held_out, last, notes)
 
 

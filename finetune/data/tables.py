@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from datasets import ClassLabel, Dataset
+from datasets import ClassLabel, Dataset, LargeList, List
 from sklearn.model_selection import train_test_split
 
 from finetune.data.builtin import docstring_rows
@@ -29,7 +30,8 @@ from finetune.data.find_columns import HEAD_ROWS, find_columns
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
 from finetune.data.line_breaks import without_html_breaks
 from finetune.data.list_text import note_of_joined, note_of_lists
-from finetune.data.splits import unused_fraction
+from finetune.data.odd_labels import countable, missing_labels, notes_of_names, refuse_nested, said_missing
+from finetune.data.splits import said_split, unused_fraction
 from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
 
@@ -95,19 +97,24 @@ def clean_tables(
         names = _class_names(tables["train"], columns.label)
     skipped: dict[str, int] = {}
     cleaned: Table = {}
+    single = {} if names else _single_labels(tables, columns.label, arguments)
+    missing = missing_labels(single, known[1] if known else trained)
     for split, table in tables.items():
         kept = _only_needed_columns(table, columns, split)
         kept = without_html_breaks(kept, columns) if arguments.clean_line_breaks else kept
-        cleaned[split], skipped[split] = _without_bad_rows(kept, columns, split, cut.skip_bad_rows)
+        cleaned[split], skipped[split] = _without_bad_rows(
+            kept, columns, split, cut.skip_bad_rows, missing.get(split, ())
+        )
     if known is None:
         values = cleaned["train"][columns.label][:]
         if has_lists(cleaned["train"], columns.label):
             labels = find_many_labels(values, names, trained)
         else:
-            counts = Counter(values)
+            counts = Counter(map(countable, values))
             labels = find_labels(counts, arguments.task, names, "the training data", trained)
-            notes.append(note_of_numbers(set(values), labels, arguments.task))
+            notes.append(note_of_numbers(set(counts), labels, arguments.task))
             notes.append("" if names else note_of_joined(counts, str(columns.label)))
+        notes += [] if names else notes_of_names(labels.names, str(columns.label))
     else:
         labels = known[1]
     for split, table in cleaned.items():
@@ -122,6 +129,19 @@ def clean_tables(
         if split in cleaned and most is not None:
             cleaned[split] = _at_most(cleaned[split], most, None if split == "test" else seed)
     return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, notes)))
+
+
+def _single_labels(tables: Table, label: str | None, arguments: DataArguments) -> dict[str, list[Any]]:
+    """The labels of each split that has one a row, and writes it itself. Raises RequestError for any that is a list or
+    an object."""
+    found = {
+        split: table[label][:]
+        for split, table in tables.items()
+        if label in table.column_names and not isinstance(table.features[label], ClassLabel | List | LargeList)
+    }
+    for split, values in found.items():
+        refuse_nested(values, str(label), said_split(arguments, split))
+    return found
 
 
 def _known_without_training(tables: Table, arguments: DataArguments, trained: Labels | None) -> tuple[Columns, Labels]:
@@ -168,11 +188,16 @@ def _only_needed_columns(table: Dataset, columns: Columns, split: str) -> Datase
     return table
 
 
-def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) -> tuple[Dataset, int]:
-    """Rows with empty text or label are refused, or with `skip` left out. A test split may be unlabelled altogether."""
+def _without_bad_rows(
+    table: Dataset, columns: Columns, split: str, skip: bool, missing: Sequence[str] = ()
+) -> tuple[Dataset, int]:
+    """Rows with empty text or label, which those of `missing` count as, are refused, or with `skip` left out. A test
+    split may be unlabelled altogether."""
     bad: npt.NDArray[np.bool_] = np.zeros(len(table), dtype=bool)
     for name in table.column_names:
-        empty = np.fromiter((is_empty(value) for value in table[name]), dtype=bool, count=len(table))
+        none = missing if name == columns.label else ()
+        found = (is_empty(value) or label_text(value) in none for value in table[name])
+        empty = np.fromiter(found, dtype=bool, count=len(table))
         if name == columns.label and split == "test" and empty.all():
             table = table.remove_columns(name)
             continue
@@ -183,7 +208,7 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
         raise RequestError(
             f"the {split} data has {count:,} of {len(table):,} rows with empty text or label (counted from 1, "
             f"without a header: {rows}{', ...' if count > 5 else ''}). Mend them, or leave them out by "
-            "--skip_bad_rows True."
+            f"--skip_bad_rows True.{said_missing(missing)}"
         )
     if count == len(table):
         raise RequestError(f"the {split} data has no row with both text and label. Check the column names.")

@@ -21,7 +21,7 @@ from finetune.data.files import open_file, open_hub
 from finetune.data.find_columns import find_token_columns
 from finetune.data.list_text import lists_of_text, note_of_lists
 from finetune.data.python_names import name_rows
-from finetune.data.splits import unused_fraction
+from finetune.data.splits import said_split, unused_fraction
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most
 from finetune.data.tag_schemes import (
     OUTSIDE,
@@ -68,12 +68,6 @@ def _open(split: str, name: str, encoding: str | None) -> Dataset:
     return Dataset.from_dict(columns if rows[0][1] is None else {**columns, "tags": [tags for _, tags, _ in rows]})
 
 
-def _said(arguments: TokenDataArguments, split: str) -> str:
-    """How an error names a split: by its file, if it has one."""
-    name = getattr(arguments, f"{split}_file")
-    return f"--{split}_file {name}" if name else f"the {split} data"
-
-
 def _places(table: Dataset, rows: Sequence[int], arguments: TokenDataArguments, split: str) -> str:
     """Where some rows are in their file, as an error says it."""
     name = getattr(arguments, f"{split}_file") or ""
@@ -102,24 +96,27 @@ def clean_sentences(
         )
     first = "train" if "train" in tables else next(iter(tables))
     if tables[first].column_names == ["tokens", LINE] and first != "test":
-        refuse_untagged([word for row in tables[first]["tokens"][:SHOWN] for word in row], _said(arguments, first))
-    columns = find_token_columns(tables[first].column_names, arguments, _said(arguments, first), first != "test")
+        refuse_untagged([word for row in tables[first]["tokens"][:SHOWN] for word in row], said_split(arguments, first))
+    columns = find_token_columns(tables[first].column_names, arguments, said_split(arguments, first), first != "test")
     cleaned, skipped = {}, {}
     for split, table in tables.items():
         cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, arguments, cut.skip_bad_rows)
     tags = {split: table["tags"][:] for split, table in cleaned.items() if "tags" in table.column_names}
-    said = " and ".join(_said(arguments, split) for split in tags)
+    said = " and ".join(said_split(arguments, split) for split in tags)
     every, spelt = spelt_alike([row for rows in tags.values() for row in rows], said)
     scheme, note = find_scheme(every, said)
     found = iter(every)
     bio = {split: [to_bio(next(found), scheme) for _ in rows] for split, rows in tags.items()}
-    labels = _labels(bio.get("train", []), trained, _said(arguments, "train"))
+    labels = _labels(bio.get("train", []), trained, said_split(arguments, "train"))
     for split, rows in bio.items():
-        ids = _ids(rows, labels, _said(arguments, split))
+        ids = _ids(rows, labels, said_split(arguments, split))
         cleaned[split] = cleaned[split].remove_columns("tags").add_column("label", ids)
     notes = [*(note_of_lists(tables[first], name) for name in (*columns.text, str(columns.label))), spelt, note]
     if "validation" not in cleaned and "train" in cleaned:
-        cleaned |= _held_out(cleaned["train"], cut.validation_fraction, seed, _said(arguments, "train"))
+        said = said_split(arguments, "train")
+        if len(tables["train"]) == 1 and LINE in tables["train"].column_names:
+            said += ": has no blank line between words, and so is a single sentence (a blank line ends one)"
+        cleaned |= _held_out(cleaned["train"], cut.validation_fraction, seed, said)
     elif "train" in cleaned:
         notes.append(unused_fraction(cut))
     for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
@@ -134,7 +131,7 @@ def _without_bad_rows(
 ) -> tuple[Dataset, int]:
     """Columns `tokens`, and `tags` as names where there are any. A row without words, with another number of tags, or
     with an empty one is refused or left out."""
-    said = _said(arguments, split)
+    said = said_split(arguments, split)
     for column in filter(None, (columns.text[0], columns.label)):
         table = lists_of_text(table, column, said)
     words = table[columns.text[0]][:]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune.data import cache
-from finetune.errors import RunError
+from finetune.errors import RequestError, RunError
 from finetune.run.launch import Launch
 
 WAITING = Launch(rank=1, local_rank=1, world_size=2, local_world_size=2)
@@ -41,6 +41,12 @@ def test_of_many_processes_one_prepares_and_all_see_it_whole(tmp_path: Path) -> 
     assert sum(made for _, made, _ in seen) == 1
     assert all(made is False for leads, made, _ in seen if not leads)
     assert {content for *_, content in seen} == {"whole"}
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/dev/null/x"])
+def test_a_cache_that_cannot_be_written_to_is_refused_by_the_variables_name(place: str) -> None:
+    with pytest.raises(RequestError, match=rf"FINETUNE_CACHE: no prepared data can be kept in {place} \("):
+        cache.prepare_once(Path(place, "key"), prepare_slowly, what="to test", launch=Launch(), timeout_seconds=1)
 
 
 def test_waiting_ends_with_the_name_of_what_is_waited_for(tmp_path: Path) -> None:

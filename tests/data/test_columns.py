@@ -139,6 +139,12 @@ def test_one_column_is_not_text_and_label() -> None:
         find_columns([{"text": "a", "stars": 1}], ["stars"], "stars", "data")
 
 
+def test_text_and_label_that_are_exchanged_are_refused() -> None:
+    rows = [{"text": f"some words {i}", "label": str(i % 2)} for i in range(8)]
+    with pytest.raises(RequestError, match=r"'label' would be read as text, and 'text' as label.* the other way round"):
+        find_columns(rows, None, "text", "the training data")
+
+
 def test_emptiness_and_names_of_values() -> None:
     assert [is_empty(v) for v in (None, "", " \t", float("nan"), "0", 0, "NA")] == [True] * 4 + [False] * 3
     assert {label_text(1), label_text(1.0), label_text("1"), label_text(" 1 ")} == {"1"}

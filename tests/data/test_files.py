@@ -110,7 +110,13 @@ def test_real_sst2_is_read_whole(sst2: Path) -> None:
         ("a.csv", 'text,label\n"a\nb",1\nc, d,0\n', "line 4 has 3 cells"),
         ("a.tsv", "text\tlabel\na b\t1\nc\td\t0\n", "line 3 has 3 cells, and there are 2 columns"),
         ("a.csv", "text,label\n" + "a b,1\n" * 300 + "c, d,0\n", "line 302 has 3 cells, and there are 2 columns"),
-        ("a.csv", "text,label\n" + "a b,1\n" * 300 + '"c d,0\n' + "e,1\n", "row 302 opens a double quote that nothing"),
+        ("a.csv", 'text,label\n"a b",1\n"c d,0\n"e",1\n"f",0\n', "line 3 opens .* lines 3 to 4 would be one. Close it"),
+        ("a.csv", 'text,label\n"c, d,0\nx,1\ny,0\n"e f",1\n', "line 2 opens .* lines 2 to 5 would be one"),
+        (
+            "a.csv",
+            "text,label\n" + "a b,1\n" * 300 + '"c d,0\n' + "e,1\n",
+            "line 302 opens a double quote that its row does not close",
+        ),
     ],
 )
 def test_a_row_with_too_many_cells_is_named_by_its_line(name: str, text: str, said: str, tmp_path: Path) -> None:
@@ -118,6 +124,14 @@ def test_a_row_with_too_many_cells_is_named_by_its_line(name: str, text: str, sa
     path.write_text(text)
     with pytest.raises(RequestError, match=f"--train_file {path}: {said}"):
         open_file("train_file", str(path))
+
+
+@pytest.mark.parametrize(
+    "cell", ["one, two\nthree, four", 'he said ""a,1""\nand, so', "a\n\nb,1", "b,1\n", '""a""\nb,1']
+)
+def test_a_quoted_cell_of_several_lines_is_read_whole(cell: str, tmp_path: Path) -> None:
+    text = f'text,label\nx,1\n"{cell}",0\n"y",1\n'
+    assert open_file("train_file", write(tmp_path, "a.csv", text))["text"][:] == ["x", cell.replace('""', '"'), "y"]
 
 
 def test_a_text_of_one_column_is_told_what_it_lacks(tmp_path: Path) -> None:

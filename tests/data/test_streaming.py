@@ -129,6 +129,16 @@ def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
     assert not {" ", "row 50"} & {*trained, *held_out_rows(data, found, seed=3)["text"]}
 
 
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [(["0", "1", "NaN"], "without a label. 'NaN' counts as no label"), ([0, 1, [1]], r"row 3 .* is \[1\], a list")],
+)
+def test_labels_of_a_stream_that_are_none_are_refused(labels: list[Any], said: str, tmp_path: Path) -> None:
+    rows = [{"text": f"row {i}", "label": labels[i % 3]} for i in range(ROWS)]
+    with pytest.raises(RequestError, match=said):
+        surveyed(arguments(tmp_path, rows))
+
+
 def test_a_stream_that_ends_early_ends_the_run(tmp_path: Path) -> None:
     data = arguments(tmp_path)
     found = surveyed(data, has_validation=True)

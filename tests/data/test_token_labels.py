@@ -165,6 +165,15 @@ def test_a_test_split_may_have_no_tags() -> None:
     assert found.splits["test"]["words"][:] == WORDS
 
 
+def test_a_file_without_blank_lines_is_told_that_it_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a.conll"
+    path.write_text("Ada B-PER\nlives O\n" * 20)
+    arguments = TokenDataArguments(train_file=str(path))
+    tables, _ = load_sentences(arguments)
+    with pytest.raises(RequestError, match=r"no blank line .* too few sentences to hold some out"):
+        clean_sentences(tables, arguments, PreparationArguments(), 0)
+
+
 def test_a_sentence_that_occurs_twice_is_held_out_twice_or_not_at_all() -> None:
     rows = [[f"w{i % 20}", "x"] for i in range(60)]
     found = clean({"train": table(rows, [["B-a", "O"]] * 60)})

@@ -1,0 +1,85 @@
+"""Labels that may be mistakes: words for a missing value, one name in several spellings, lists and objects among names.
+Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from finetune.data.columns import MAX_SHOWN, Labels, is_empty, is_number, label_text
+from finetune.errors import RequestError, plain
+
+MISSING = frozenset("NA|N/A|n/a|#N/A|#NA|<NA>|NaN|nan|NULL|null".split("|"))  # as pandas, R and SQL write no value
+PERHAPS_MISSING = MISSING | {"None", "none"}
+FEW_SHARE = 0.1  # of the rows: such words on more of them may be a class, as NA of a continent is
+TRUTHS = dict.fromkeys(("true", "t", "yes", "y", "1"), "true") | dict.fromkeys(("false", "f", "no", "n", "0"), "false")
+SHOWN_CHARACTERS = 40
+
+
+def countable(value: Any) -> Any:
+    """A label as it may be counted: Python takes True for 1."""
+    return str(value) if isinstance(value, bool) else value
+
+
+def missing_words(counts: Counter[Any]) -> tuple[str, ...]:
+    """The labels of the training rows that are words for a missing value, which are no classes: where all others are
+    numbers, or these words are few. `counts` are the raw labels with their numbers."""
+    found: Counter[str] = Counter()
+    others: Counter[str] = Counter()
+    for value, count in counts.items():
+        name = label_text(value)
+        (found if name in MISSING else others)[name] += count
+    is_sure = all(map(is_number, others)) or found.total() <= FEW_SHARE * counts.total()
+    return tuple(sorted(found)) if others and is_sure else ()
+
+
+def missing_labels(values: Mapping[str, Sequence[Any]], known: Labels | None) -> dict[str, tuple[str, ...]]:
+    """The labels of each split that count as none, by the raw labels of all; those of a trained model, `known`, are
+    classes."""
+    names = {split: [label_text(value) for value in column if not is_empty(value)] for split, column in values.items()}
+    counts = Counter(names.get("train", ()))
+    classes = set(counts).difference(missing_words(counts)) | set(known.ids if known else ())
+    return {split: tuple(sorted(MISSING.intersection(found) - classes)) for split, found in names.items()}
+
+
+def said_missing(words: Sequence[str]) -> str:
+    """What an error about such labels adds; nothing without them."""
+    names = " and ".join(map(repr, words))
+    return f" {names} counts as no label; a class that is called so needs another name." if words else ""
+
+
+def refuse_nested(values: Sequence[Any], label: str, said: str) -> None:
+    """Raises RequestError for a label that is an object, or a list beside single labels; `said` names the table."""
+    for row, value in enumerate(values, 1):
+        if isinstance(value, list | dict):
+            what = "an object" if isinstance(value, dict) else "a list, and others are not"
+            mend = "the name alone" if isinstance(value, dict) else "every row a list, or every row one name"
+            raise RequestError(
+                f"{said}: row {row} of {label!r} is {plain(str(value))[:SHOWN_CHARACTERS]}, {what}. Give {mend}."
+            )
+
+
+def notes_of_names(names: Sequence[str], label: str) -> list[str]:
+    """What to say of classes that may be mistakes."""
+    return [*_note_of_missing(names, label), *_note_of_spellings(names, label)]
+
+
+def _note_of_missing(names: Sequence[str], label: str) -> list[str]:
+    found = [name for name in names if name in PERHAPS_MISSING]
+    words = " and ".join(map(repr, found))
+    return [f"{label}: {words} is a class of its own; if it means no label, leave such rows out"] if found else []
+
+
+def _note_of_spellings(names: Sequence[str], label: str) -> list[str]:
+    folded = {name: "".join(name.split()).casefold() for name in names}
+    are_truths = all(name in TRUTHS for name in folded.values())
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name, key in folded.items():
+        alike[TRUTHS[key] if are_truths else key].append(plain(name)[:SHOWN_CHARACTERS])
+    several = [" and ".join(map(repr, spellings)) for spellings in alike.values() if len(spellings) > 1]
+    if not several:
+        return []
+    more = f", and {len(several) - MAX_SHOWN} more" if len(several) > MAX_SHOWN else ""
+    what = "that may be one truth value in several spellings" if are_truths else "that differ only in case or blanks"
+    return [f"{label}: labels {what}, each a class of its own: {', '.join(several[:MAX_SHOWN])}{more}"]
