@@ -105,6 +105,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHORT: dict[str, dict[str, Any]] = {
     "seq_cls": TINY,
     "token_cls": TINY,
+    "seq2seq": {"max_train_samples": 64, "bf16": False},
     "causal_lm": {"sample_tokens": 4, "bf16": False},
     "preference": {"max_train_samples": 32, "max_eval_samples": 8, "bf16": False},
     "causal_lm_pipeline": {"sample_tokens": 4, "bf16": False},

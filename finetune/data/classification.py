@@ -112,7 +112,7 @@ class Kind:
     texts: Callable[[CleanTables], Iterator[str]]
     count: Callable[[Table, Labels], dict[str, int]]
     kept: tuple[str, ...]
-    lowercase: bool = True  # where a tokenizer is trained
+    train: Callable[[Iterator[str], int, int], Any] = train_wordpiece  # where no tokenizer is given; see there
 
 
 def prepare(
@@ -195,7 +195,7 @@ class _Preparation:
         tokenizer = self.tokenizer
         if tokenizer is None:
             texts = some_texts(arguments, found) if found else kind.texts(clean)
-            tokenizer = train_wordpiece(texts, self.vocab_size, self.max_seq_length, kind.lowercase)
+            tokenizer = kind.train(texts, self.vocab_size, self.max_seq_length)
         workers = preparation.preprocessing_num_workers or os.cpu_count()
         encode = kind.encoder(tokenizer, clean.columns, self.max_seq_length)
         tokenized, truncated = tokenize_tables(clean.splits, encode, kind.kept, workers)

@@ -1,5 +1,5 @@
-"""Which columns of a table hold the text and the label, or the words and their tags: as flags say, or found where that
-is unambiguous. Imports no torch."""
+"""Which columns of a table hold the text and the label, the words and their tags, or the two texts of a pair: as flags
+say, or found where that is unambiguous. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune.data.columns import LINE, Columns
-from finetune.errors import RequestError
+from finetune.errors import RequestError, plain
 from finetune.run.flags.text import TokenDataArguments
+from finetune.run.recipes.seq2seq import PairArguments
 
 LABEL_NAMES = ("label", "labels", "sentiment", "class", "category", "target", "y", "score", "stars", "rating")
 SURE_LABEL_NAMES = ("label", "labels")  # whatever else is there
@@ -25,6 +26,14 @@ PAIR_NAMES = (
 )
 OURS = "label"  # what the column of labels is called once it is read: no text has this name
 TOKEN_NAMES, TAG_NAMES = ("tokens", "words"), ("tags", "ner_tags", "labels", "label")
+# The layouts of the usual data sets (transformers, examples/pytorch/summarization/run_summarization.py) and their like.
+SOURCE_NAMES = (
+    *(("source", "target"), ("src", "tgt"), ("input", "output"), ("inputs", "targets"), ("input_text", "target_text")),
+    *(("document", "summary"), ("article", "highlights"), ("dialogue", "summary"), ("text", "summary")),
+    *(("article", "summary"), ("text", "headline"), ("text", "title"), ("report", "summary"), ("review", "title")),
+    *(("question", "answer"), ("code", "docstring"), ("prompt", "completion")),
+)
+TRANSLATION = "translation"  # a column of objects, of texts by language
 SHOWN, SHOWN_CHARACTERS = 30, 60  # columns that an error lists, and of the name of each
 HEAD_ROWS = 200  # of a table: by these its columns are found
 
@@ -129,3 +138,27 @@ def find_token_columns(names: Sequence[str], arguments: TokenDataArguments, said
     tokens = find("tokens_column_name", arguments.tokens_column_name, TOKEN_NAMES, True)
     tags = find("tags_column_name", arguments.tags_column_name, TAG_NAMES, is_labelled)
     return Columns((str(tokens),), tags, tuple(name for name in there if name not in (tokens, tags)))
+
+
+def find_pair(names: Sequence[str], arguments: PairArguments, said: str, is_labelled: bool) -> Columns:
+    """Which columns are read and written. Raises RequestError."""
+    lower = {name.lower(): name for name in names}
+    found = [(lower[a], lower[b]) for a, b in SOURCE_NAMES if a in lower and b in lower]
+    source, target = arguments.source_column_name, arguments.target_column_name
+    likely = [(a, b) for a, b in found if source in (None, a) and target in (None, b)]
+    if likely:
+        source, target = likely[0]
+    elif not is_labelled and source is None:
+        source = next((lower[a] for a, _ in SOURCE_NAMES if a in lower), None)
+    for flag, name in (("source", source), ("target", target)):
+        if (name is None and (flag == "source" or is_labelled)) or (name is not None and name not in names):
+            other = " Conversations are for recipes/causal_lm.py." if "messages" in lower else ""
+            other += " Preferences are for recipes/preference.py." if "chosen" in lower else ""
+            what = f"no column {name!r}" if name else f"no two columns by the usual names to tell the {flag} by"
+            raise RequestError(
+                f"{said}: has {what}; it has {', '.join(map(plain, names))}. Say which it is by "
+                f"--{flag}_column_name.{other}"
+            )
+    if source == target:
+        raise RequestError(f"{said}: {source!r} cannot be source and target. Say another by --target_column_name.")
+    return Columns((str(source),), target, tuple(name for name in names if name not in (source, target)))

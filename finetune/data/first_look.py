@@ -12,13 +12,14 @@ from typing import Any
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.columns import LINE, of_chats_alone
 from finetune.data.files import KINDS, TEXT_FILES, csv_options
-from finetune.data.find_columns import HEAD_ROWS, find_columns, find_token_columns
+from finetune.data.find_columns import HEAD_ROWS, TRANSLATION, find_columns, find_pair, find_token_columns
 from finetune.data.formats import check_renames, find_format, renames_of
 from finetune.data.tag_schemes import PARSED, SHOWN, find_scheme, not_named, read_conll, refuse_untagged, spelt_alike
 from finetune.errors import RequestError
 from finetune.run.flags.language import CorpusArguments
 from finetune.run.flags.text import DataArguments, TokenDataArguments
 from finetune.run.paths import named_in
+from finetune.run.recipes.seq2seq import PairArguments
 from finetune.safe_read.files import open_plain
 
 HEAD_CHARACTERS = 10 << 20  # of which `datasets` makes its first table of JSON, whose columns all others must have
@@ -39,9 +40,9 @@ def _look(run: Any, name: str) -> None:
     wants_text = "text_column_name" in flags
     kind = "text" if wants_text and suffix in TEXT_FILES else KINDS.get(suffix)
     kind = "conll" if "tokens_column_name" in flags and suffix not in PARSED else kind
-    wants_tokens = "tokens_column_name" in flags
+    wants_tokens, wants_pairs = "tokens_column_name" in flags, "source_column_name" in flags
     wants_label = "text_column_names" in flags and not run.value("label_column_names")
-    if not path.is_file() or kind is None or not (wants_text or wants_tokens or wants_label):
+    if not path.is_file() or kind is None or not (wants_text or wants_tokens or wants_label or wants_pairs):
         return
     rows, where = [{"text": ""}] if kind == "text" else _head(run, name, kind), "the training data"
     if not rows:
@@ -49,6 +50,9 @@ def _look(run: Any, name: str) -> None:
     if wants_label:
         data = run[DataArguments]
         find_columns(rows, data.text_column_names, data.label_column_name, where)
+    elif wants_pairs:
+        if TRANSLATION not in rows[0]:  # whose languages the preparation knows
+            find_pair(list(rows[0]), run[PairArguments], where, True)
     elif wants_tokens:
         _look_at_tags(rows, run, name)
     else:

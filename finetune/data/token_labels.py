@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from finetune.data.tag_schemes import (
     spelt_alike,
     to_bio,
 )
+from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
 from finetune.safe_read.files import open_plain
@@ -288,5 +290,5 @@ SENTENCES = Kind(
     texts=lambda clean: (" ".join(words) for words in clean.splits["train"]["tokens"]),
     count=_tag_counts,
     kept=(ROW, WORDS),
-    lowercase=False,  # a capital letter tells a name
+    train=partial(train_wordpiece, lowercase=False),  # a capital letter tells a name
 )

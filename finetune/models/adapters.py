@@ -23,7 +23,9 @@ TASKS = {
     "text-generation": "CAUSAL_LM",
     "text-classification": "SEQ_CLS",
     "token-classification": "TOKEN_CLS",
+    "text2text-generation": "SEQ_2_SEQ_LM",
 }
+WRITERS = ("CAUSAL_LM", "SEQ_2_SEQ_LM")  # whose head the model has had before
 ALL_LINEAR = "all-linear"  # peft's word
 POOLER = "pooler"  # of BERT's kind, which a masked language model is trained without
 
@@ -124,7 +126,7 @@ def saved_modules(model: Any, arguments: AdapterArguments, task: str) -> list[st
                 f"--lora_modules_to_save {name}: embeddings and head of this model are one tensor, of which a copy "
                 "would be trained for one of them alone. Leave it out."
             )
-    return [*asked, *(() if task == TASKS["text-generation"] else heads_of(model))]
+    return [*asked, *(() if task in WRITERS else heads_of(model))]
 
 
 def heads_of(model: Any) -> list[str]:
@@ -138,7 +140,7 @@ def heads_of(model: Any) -> list[str]:
 def labels_of(model: Any) -> dict[str, Any] | None:
     """What a classifier's adapter has beside it, None of another model: the config of its base does not know it, and
     transformers takes an adapter with a config.json for a whole model (models/auto/auto_factory.py)."""
-    if not hasattr(model, "peft_config") or model.active_peft_config.task_type == TASKS["text-generation"]:
+    if not hasattr(model, "peft_config") or model.active_peft_config.task_type in WRITERS:
         return None
     known = {name: value for name, value in model.config.to_dict().items() if name in OF_LABELS}
     return {**known, "architectures": [type(model.get_base_model()).__name__]}

@@ -55,6 +55,7 @@ class Subject:
     tokens: int = 1
     image_size: int = MOST_SIDE
     loss_chunk_tokens: int = 0
+    targets: int | None = None
 
 
 def job_of(
@@ -87,6 +88,7 @@ def job_of(
         partition_method=_one_of(run, "partition_method", ("balanced", "uniform", "parameters"), "balanced"),
         micro_batch=run.value("per_device_train_batch_size"),
         tokens=subject.tokens,
+        targets=subject.targets,
         image_size=subject.image_size,
         accumulation=run.value("gradient_accumulation_steps"),
         precision=precision,
@@ -132,7 +134,8 @@ def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: li
     model = model_of_run(run, params_per_layer, notes)
     if model.family in NO_TEXT:
         return Subject(model, image_size=_side(run, notes))
-    return Subject(model, _tokens(run, model, notes), loss_chunk_tokens=_chunk(run, model, machine))
+    tokens, chunk = _tokens(run, model, notes), _chunk(run, model, machine)
+    return Subject(model, tokens, loss_chunk_tokens=chunk, targets=_targets(run, model))
 
 
 def _chunk(run: Run, model: Model, machine: Machine) -> int:
@@ -155,14 +158,22 @@ def _tokens(run: Run, model: Model, notes: list[str]) -> int:
     )  # fmt: skip
     most = NO_LIMIT
     tokenizer = Path(str(given)).expanduser() / "tokenizer_config.json"
-    if flag == "max_seq_length" and given and tokenizer.is_file():
+    if flag != "block_size" and given and tokenizer.is_file():
         said = read_config(tokenizer).get("model_max_length")
         most = int(said) if isinstance(said, int) and 0 < said < NO_LIMIT else NO_LIMIT
     positions, source = positions_of(model.sizes.config.get), f" ({run.source(flag)})"
     found = tokens_of(flag, run.value(flag), positions, most, otherwise, source)
-    if flag == "max_seq_length":
+    if flag != "block_size":
         notes.append(f"samples are counted as {found} tokens, the most; batches of shorter texts take less")
     return found
+
+
+def _targets(run: Run, model: Model) -> int | None:
+    """Of a recipe that makes one text of another."""
+    flag = "max_target_length"
+    if flag not in run.recipe.flags:
+        return None
+    return tokens_of(flag, run.value(flag), positions_of(model.sizes.config.get), source=f" ({run.source(flag)})")
 
 
 def _side(run: Run, notes: list[str]) -> int:

@@ -22,6 +22,7 @@ NO_ZERO, ADAM = Zero(), Optimizer("adam")
 class Job:
     """`engine`: the Trainer alone (DDP on several ranks), DeepSpeed under the Trainer, or DeepSpeed's pipeline.
     `micro_batch` is in samples a rank, `tokens` in each sample (1 of what is no text); `image_size` in pixels.
+    `targets`: tokens that are written of each, by an encoder with a decoder; None of others, and there as many.
     `eval_batch`: samples a rank of an evaluation; 0: there is none."""
 
     model: Model
@@ -33,6 +34,7 @@ class Job:
     partition_method: str = "balanced"
     micro_batch: int = 1
     tokens: int = 512
+    targets: int | None = None
     image_size: int = 224
     accumulation: int = 1
     eval_batch: int = 0
@@ -54,8 +56,13 @@ class Job:
         return self.micro_batch * self.accumulation * self.data_parallel_size
 
     @property
+    def sample_tokens(self) -> int:
+        """Of a sample, what is read and what is written."""
+        return self.tokens + (self.targets or 0)
+
+    @property
     def batch(self) -> Batch:
-        return Batch(self.micro_batch, self.tokens, self.image_size)
+        return Batch(self.micro_batch, self.tokens, self.image_size, self.targets)
 
     @property
     def uses_autocast(self) -> bool:

@@ -196,4 +196,5 @@ def batch_bytes(job: Job) -> int:
         numbers = job.model.hidden_size if job.model.family == "mlp" else pixels
         return rows * (numbers * FP32_BYTES + INT64_BYTES)
     labels = 1 if job.model.head == CLASSES else job.tokens
+    labels = labels if job.targets is None else 2 * job.targets  # and what the decoder reads, which are these, shifted
     return INT64_BYTES * rows * (job.tokens + labels)

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
-from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, TAGS, Sizes
+from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, SEQ2SEQ, TAGS, Sizes
 from finetune.plan.model import Model, is_block_linear, model_of, read_config
 from finetune.plan.named import CHARACTERS, Named, find_model, gptlite_config
 from finetune.plan.values import Lora
@@ -31,6 +31,7 @@ HEADS = {
     "text-classification": CLASSES,
     "token-classification": TAGS,
     "image-classification": IMAGES,
+    "text2text-generation": SEQ2SEQ,
 }
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
 BYTES = 256 + 1  # and one that ends a text
@@ -69,7 +70,9 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
         own = model_of(config, str(given)).head
     except (RequestError, KeyError):  # which is said when the model is looked at
         return (CAUSAL,)
-    trained = [head for head in (own, CAUSAL, CLASSES, TAGS, IMAGES) if head in heads and head in HEADS.values()]
+    trained = [
+        head for head in (own, CAUSAL, CLASSES, TAGS, IMAGES, SEQ2SEQ) if head in heads and head in HEADS.values()
+    ]
     return tuple(trained[:1])
 
 
@@ -139,6 +142,10 @@ def _adapter_of(given: str) -> dict[str, Any]:
 def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
     """Of the model that the recipe builds where none is named."""
     size = str(run.value("model_size"))
+    if run.recipe.scratch is not None:
+        config = run.recipe.scratch(run.value)
+        notes.append(f"a vocabulary of {config['vocab_size']:,} tokens is taken for granted; the data decides")
+        return config
     if CausalModelArguments in run.recipe.groups:
         return _gptlite(run, size, notes)
     if ImageModelArguments in run.recipe.groups:

@@ -183,7 +183,7 @@ def _step(job: Job, machine: Machine, segments: Sequence[SegmentWork], seconds: 
     return StepSeconds(
         **{name: machine.step_factor * part for name, part in {**seconds, "loop": loop}.items()},
         samples=job.global_batch,
-        tokens=job.global_batch * job.tokens,
+        tokens=job.global_batch * job.sample_tokens,
         model_flops=flops,
         peak_flops=machine.peak_flops[precision] * job.world_size,
     )

@@ -59,6 +59,7 @@ def headline(plan: Plan) -> str:
     """What is planned, in a sentence."""
     job, model = plan.job, plan.job.model
     of_tokens = "" if job.model.family in NO_TEXT else f" of {job.tokens:,} tokens"
+    of_tokens += f" to {job.targets:,}" if job.targets else ""
     batch = f"micro-batch {job.micro_batch}{of_tokens}"
     batch += f", accumulation {job.accumulation}" if job.accumulation > 1 else ""
     more = f", {job.stages} stages" if job.stages > 1 else ""

@@ -52,13 +52,15 @@ def has_one_length(run: RunFolder) -> bool:
 def _as_it_was(run: RunFolder, job: Job) -> Job:
     """With samples as long as the run's were on the mean: a plan before the run counts each as long as it may be."""
     tokens = tokens_a_sample(run)
-    if tokens is None or round(tokens) >= job.tokens:
+    if tokens is None or round(tokens) >= job.sample_tokens:
         return job
     run.notes.append(
         f"Planned for samples of {max(1, round(tokens)):,} tokens, as the run's were on the mean, and not of the "
-        f"{job.tokens:,} that they may have."
+        f"{job.sample_tokens:,} that they may have."
     )
-    return replace(job, tokens=max(1, round(tokens)))
+    share = tokens / job.sample_tokens  # of what is read and of what is written alike
+    targets = None if job.targets is None else max(1, round(share * job.targets))
+    return replace(job, tokens=max(1, round(share * job.tokens)), targets=targets)
 
 
 def _machine(run: RunFolder) -> Machine:

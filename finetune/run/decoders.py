@@ -1,4 +1,5 @@
-"""Models that cannot learn to write, told by their config.json: each of an encoder's tokens sees those after it."""
+"""Models of another kind than a recipe trains, told by their config.json: an encoder cannot learn to write, and only an
+encoder with a decoder reads one text to write another."""
 
 from __future__ import annotations
 
@@ -21,6 +22,9 @@ ENCODERS = frozenset(
     """.split()
 )
 
+# Encoders with a decoder that have a class of classifiers (the same file, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING).
+CLASSIFYING = frozenset("bart bigbird_pegasus led mbart mt5 mvp plbart t5 t5gemma t5gemma2 umt5".split())
+
 
 def refuse_encoder(read: Callable[[str], Any], said: str) -> None:
     """Raises RequestError for a model that is none for this task; `read` gives the values of its config by name, None
@@ -35,13 +39,48 @@ def refuse_encoder(read: Callable[[str], Any], said: str) -> None:
     if read("is_encoder_decoder"):
         raise RequestError(
             f"{said}: its config.json is of an encoder with a decoder ({kind}), which reads one text and writes "
-            "another, and for that there is no recipe yet. Give a decoder (Llama, Qwen, GPT-2, ...)."
+            "another: that is for recipes/seq2seq.py. Give a decoder (Llama, Qwen, GPT-2, ...)."
         )
 
 
+def refuse_one_sided(read: Callable[[str], Any], said: str) -> None:
+    """Likewise for a model that has not both sides, an encoder and a decoder."""
+    kind = str(read("model_type"))
+    if read("is_encoder_decoder"):
+        return
+    is_encoder = kind in ENCODERS and not read("is_decoder")
+    what, recipe = ("an encoder", "recipes/seq_cls.py and recipes/token_cls.py") if is_encoder else (
+        "a decoder, or of a model that reads no text", "recipes/causal_lm.py"
+    )  # fmt: skip
+    raise RequestError(
+        f"{said}: its config.json is of {what} ({kind}), and one text is made of another by an encoder with a decoder "
+        f"(T5, BART, Pegasus, Marian, ...). Give such a model; a {kind} is for {recipe}."
+    )
+
+
+def refuse_writer(read: Callable[[str], Any], said: str) -> None:
+    """Likewise for an encoder with a decoder that transformers has no classifier of."""
+    kind = str(read("model_type"))
+    if read("is_encoder_decoder") and kind not in CLASSIFYING:
+        raise RequestError(
+            f"{said}: its config.json is of an encoder with a decoder ({kind}), of which transformers has no "
+            "classifier: it is for recipes/seq2seq.py. Give an encoder (DistilBERT, RoBERTa, ...)."
+        )
+
+
+# By the recipe's task.
+REFUSES = {
+    "text-generation": refuse_encoder,
+    "text2text-generation": refuse_one_sided,
+    "text-classification": refuse_writer,
+    "token-classification": refuse_writer,
+}
+
+
 def look_at_model(run: Run) -> None:
-    """Raises RequestError as loading the model would, by a folder's config.json, if the run is to write text."""
+    """Raises RequestError as loading the model would, by a folder's config.json, for one that the recipe does not
+    train."""
     name = run.value("model_name_or_path")
     file = Path(str(name)).expanduser() / "config.json"
-    if name and "block_size" in run.recipe.flags and file.is_file():
-        refuse_encoder(read_json_object(file).get, run.said("model_name_or_path"))
+    if name and run.recipe.task in REFUSES and file.is_file():
+        REFUSES[run.recipe.task](read_json_object(file).get, run.said("model_name_or_path"))

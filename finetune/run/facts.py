@@ -19,6 +19,8 @@ NO_LIMIT = 10**9
 TOKENS = {
     "max_seq_length": (512, LEAST_TOKENS, "which leaves no room for text"),
     "block_size": (1024, LEAST_BLOCK, "and there is nothing to predict"),
+    "max_source_length": (512, LEAST_BLOCK, "which leaves no room for text"),
+    "max_target_length": (128, LEAST_BLOCK, "which leaves no room for text"),
 }
 # RoBERTa's family keeps two positions for itself (padding_idx + 1).
 RESERVED = dict.fromkeys(("roberta", "xlm-roberta", "camembert", "longformer"), 2)
@@ -31,7 +33,10 @@ LARGE_VOCABULARY = 8_192  # below, all logits are small beside the activations, 
 
 
 def positions_of(read: Callable[[str], Any]) -> int:
-    """How many tokens a model can read; `read` gives the values of its config by name, None for what is not there."""
+    """How many tokens a model can read; `read` gives the values of its config by name, None for what is not there. A T5
+    has positions that are relative, and no last one, whatever its config's n_positions says of its training."""
+    if read("relative_attention_num_buckets") and read("is_encoder_decoder"):
+        return NO_LIMIT
     positions = read("max_position_embeddings") or read("n_positions")
     return int(positions) - RESERVED.get(str(read("model_type")), 0) if positions else NO_LIMIT
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,7 +34,8 @@ class Recipe:
 
     `defaults` overrule the Trainer's and the groups'; `scratch_defaults` overrule them where no model is named. `reads`
     names recipes whose YAMLs this one takes, too. `figures` are what an evaluation gives where --metrics says nothing;
-    `metrics` are those of ours that it may name.
+    `metrics` are those of ours that it may name. `scratch` makes of the flags' values, by name, the config of the model
+    that is built where none is named, for the planner; None: `finetune.plan.run_model` knows it.
     """
 
     name: str  # of the file in recipes/
@@ -48,6 +49,7 @@ class Recipe:
     reads: tuple[str, ...] = ()
     figures: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
+    scratch: Callable[[Callable[[str], Any]], dict[str, Any]] | None = None
 
     @property
     def script(self) -> str:

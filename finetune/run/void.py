@@ -120,6 +120,9 @@ VOID = (
     Void(("validation_fraction",), "validation_dir", GIVEN),
     Void(("test_file", "test_dir", "max_predict_samples"), "do_predict", (False,), "Add --do_predict True.", True),
     Void(("sample_prompt", "sample_temperature"), "sample_tokens", (0,)),
+    Void(
+        ("num_beams", "generation_max_length", "metrics"), "predict_with_generate", (False,), "Nothing is written then."
+    ),
     Void(("profile_first_step",), "profile", (0,), "Give --profile the number of steps.", unless=OF_PROFILES[:2]),
     Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
     Void(("comm_hook_start_steps",), "ddp_comm_hook", tuple(one for one in HOOKS if one not in KEEPS_ERRORS)),
@@ -143,6 +146,7 @@ OTHER_DATA = ("dataset_name", *FILES[1:])
 COLUMNS = (
     *("text_column_name", "text_column_names", "tokens_column_name"),
     *("label_column_name", "label_column_names", "tags_column_name"),
+    *("source_column_name", "target_column_name"),
 )
 # Of a run that is to start here: of another, data may be named later.
 VOID_HERE = (

@@ -46,11 +46,18 @@ class EvaluatingMixin(EvaluatesOnce, AnyTrainer):
 
     looped: Any = None  # what an evaluation gave, until its figures are known
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; what is learnt after it does not depend on it."""
         with kept_random_states():
-            self.looped = super().evaluation_loop(*args, **kwargs)
+            self.looped = super().evaluation_loop(dataloader, *args, **kwargs)
+            more = self.more_figures(dataloader.dataset, prefix := kwargs.get("metric_key_prefix", "eval"))
+        self.looped.metrics.update({f"{prefix}_{name}": value for name, value in more.items()})
         return self.looped
+
+    def more_figures(self, dataset: Any, prefix: str) -> dict[str, float]:
+        """For a task that judges more than what the loop gives, such as texts that the model writes of the data set.
+        All ranks call it, once the loop has its figures, which begin with `prefix`."""
+        return {}
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As the Trainer's."""

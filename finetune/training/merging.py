@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from finetune.models.adapters import write_merged
@@ -36,17 +37,18 @@ def use_of(session: Session, name: str, whole: str) -> str:
     return USE_ADAPTER.format(auto=CLASSES[task], name=name, task=task) if adapted else whole
 
 
-def merged(session: Session, source: Any, data: Any) -> list[str]:
-    """The whole model, to merged/, where --merge_adapter asks for it; and the line that says so."""
+def merged(session: Session, source: Any, data: Any, build: Callable[[], Any] | None = None) -> list[str]:
+    """The whole model, to merged/, where --merge_adapter asks for it; and the line that says so. `build` gives the base
+    of a recipe's model that is neither a classifier nor a causal one."""
     if not session.run.value("merge_adapter") or not session.training.do_train:
         return []
 
-    def build() -> Any:
+    def known() -> Any:
         if CausalModelArguments in session.run.recipe.groups:
             return build_causal_lm(session[CausalModelArguments], source, data.tokenizer, seed=0)  # loaded, not drawn
         return build_classifier(session[ModelArguments], source, data.labels, data.tokenizer)
 
-    place, labels = write_merged(session.folder, build, data.tokenizer), session.folder / LABELS
+    place, labels = write_merged(session.folder, build or known, data.tokenizer), session.folder / LABELS
     if labels.is_file() and (thresholds := read_json_object(labels).get("thresholds")):
         save_thresholds(place, thresholds)
     return [f"merged: {place}"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -137,7 +137,17 @@ def metrics_of_run(session: Any, labels: Labels, source: Any) -> TaskMetrics:
     return metrics
 
 
-def settle_best_metric(training: Any, metrics: TaskMetrics, given: Mapping[str, Any]) -> None:
+class Judged(Protocol):
+    """What an evaluation gives, of rows with such `labels`; and of each figure whether more is better."""
+
+    @property
+    def labels(self) -> Labels: ...
+
+    @property
+    def greater_is_better(self) -> Mapping[str, bool]: ...
+
+
+def settle_best_metric(training: Any, metrics: Judged, given: Mapping[str, Any]) -> None:
     """Tell the Trainer which of two models is the better one: it takes the greater for all but losses. Raises
     RequestError for a --metric_for_best_model that no evaluation will give."""
     name, there = training.metric_for_best_model, metrics.greater_is_better

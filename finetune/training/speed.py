@@ -15,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
+from finetune.data.columns import IGNORED
 from finetune.data.packing import REAL_TOKENS
 from finetune.errors import RequestError
 from finetune.plan.machine import find_machine
@@ -107,6 +108,9 @@ class SpeedMeter(TrainerCallback):
         self._rows += ids.shape[0]
         self._real = self._real + (ids.numel() if mask is None else mask.sum())
         self._padded += ids.numel()
+        if "decoder_input_ids" in inputs and "labels" in inputs:  # what is written counts beside what is read
+            self._real = self._real + (inputs["labels"] != IGNORED).sum()
+            self._padded += inputs["labels"].numel()
         self._device = ids.device
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from finetune.upstream.row import Row
 
 MODEL = "transformers.modeling_utils:PreTrainedModel."
@@ -150,7 +152,7 @@ STANDARD_LIBRARY = (
 )
 
 METRIC = "evaluate.module:EvaluationModule."
-METRIC_FILES = ("accuracy", "entity_f1", "f1", "matthews", "mse", "pearson")
+METRIC_FILES = tuple(sorted(path.stem for path in (Path(__file__).parents[1] / "metrics").glob("[a-z]*.py")))
 METRICS = tuple(
     Row(
         f"metrics/{file}.py",

@@ -95,6 +95,7 @@ class Way:
     interval: int = 0
     chunk: int = 0
     lora: Lora | None = None
+    targets: int | None = None  # tokens, of an encoder with a decoder
 
     @property
     def numbers(self) -> Numbers:
@@ -116,6 +117,7 @@ class Way:
             "eager": self.attention == "eager",
             f"every-{self.interval}": self.interval,
             f"chunk-{self.chunk}": self.chunk,
+            f"to-{self.targets}": self.targets,
             "dora" if self.lora and self.lora.is_dora else "lora": self.lora,
         }
         return "-".join(word for word, holds in words.items() if holds) or "fp32"
@@ -158,6 +160,8 @@ CASES: list[tuple[str, Way]] = [
     ("llama-7-layers", Way(lora=ATTENTION_LORA, autocast=True, frozen_half=True, interval=1, chunk=64)),
     *((name, Way(lora=lora, autocast=True, frozen_half=True, attention="eager" if name in EAGER_ALONE else "sdpa"))
       for name, lora in OTHER_LORA.items()),
+    *(("t5", Way(targets=TOKENS // 4, **how)) for how in ({}, {"half": True}, {"attention": "eager"}, {"interval": 1})),
+    ("t5", Way(targets=2 * TOKENS)),
     ("llama", Way(lora=DORA)),
     ("llama", Way(lora=DORA, half=True)),
     ("llama", Way(lora=DORA, autocast=True, frozen_half=True)),
@@ -229,6 +233,8 @@ def real_batch(name: str, way: Way) -> dict[str, torch.Tensor]:
     else:
         rows = ROWS * TOKENS if name.startswith("mlp") else ROWS
         batch = {key: torch.stack([value] * rows) for key, value in samples(config, head, TOKENS).items()}
+        if way.targets:
+            batch["labels"] = torch.zeros(rows, way.targets, dtype=torch.long)
     return {key: v.bfloat16() if way.half and v.is_floating_point() else v for key, v in batch.items()}
 
 
@@ -248,7 +254,7 @@ def planned(name: str, way: Way) -> tuple[Model, Tape]:
     head, config = MODELS[name]
     model = model_of(config, head=head)
     model = with_lora(model, way.lora) if way.lora else model
-    batch = Batch(ROWS * TOKENS) if name.startswith("mlp") else Batch(ROWS, TOKENS, IMAGE)
+    batch = Batch(ROWS * TOKENS) if name.startswith("mlp") else Batch(ROWS, TOKENS, IMAGE, way.targets)
     return model, build_tape(model, batch, way.numbers, way.interval, loss_chunk_tokens=way.chunk)
 
 

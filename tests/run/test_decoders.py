@@ -10,7 +10,7 @@ import pytest
 
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
-from finetune.run.decoders import ENCODERS, look_at_model
+from finetune.run.decoders import CLASSIFYING, ENCODERS, look_at_model
 from finetune.run.launch import Launch
 from finetune.run.resolve import resolve, resolve_here
 
@@ -27,13 +27,37 @@ def model(folder: Path, **config: Any) -> Path:
         ({"model_type": "bert"}, r"of an encoder \(bert\).*recipes/seq_cls.py"),  # MiniLM's, too
         ({"model_type": "distilbert"}, "of an encoder"),
         ({"model_type": "roberta", "is_decoder": False}, "of an encoder"),
-        ({"model_type": "t5", "is_encoder_decoder": True}, r"an encoder with a decoder \(t5\).*no recipe yet"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, r"an encoder with a decoder \(t5\).*recipes/seq2seq.py"),
         ({"model_type": "bert", "is_decoder": True}, ""),
         ({"model_type": "llama"}, ""),
     ],
     ids=["BERT", "DistilBERT", "RoBERTa", "T5", "BERT as a decoder", "Llama"],
 )
 def test_an_encoder_is_no_causal_language_model(
+    recipe: str, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    words = ["--model_name_or_path", str(model(tmp_path, **config))]
+    run = resolve(recipes()[recipe], words, Launch(), is_here=False)
+    if not message:
+        look_at_model(run)
+        return
+    with pytest.raises(RequestError, match=message):
+        look_at_model(run)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "message"),
+    [
+        ("seq2seq", {"model_type": "llama"}, r"of a decoder.*\(llama\).*is for recipes/causal_lm.py"),
+        ("seq2seq", {"model_type": "bert"}, r"of an encoder \(bert\).*is for recipes/seq_cls.py"),
+        ("seq2seq", {"model_type": "t5", "is_encoder_decoder": True}, ""),
+        ("seq_cls", {"model_type": "pegasus", "is_encoder_decoder": True}, r"\(pegasus\).*is for .*seq2seq.py"),
+        ("token_cls", {"model_type": "marian", "is_encoder_decoder": True}, "it is for recipes/seq2seq.py"),
+        ("seq_cls", {"model_type": "bart", "is_encoder_decoder": True}, ""),
+        ("seq_cls", {"model_type": "llama"}, ""),
+    ],
+)
+def test_one_text_is_made_of_another_by_an_encoder_with_a_decoder(
     recipe: str, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     words = ["--model_name_or_path", str(model(tmp_path, **config))]
@@ -57,6 +81,8 @@ def test_every_model_that_fills_in_masks_is_known() -> None:
 
     text_to_text = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     assert set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES) - set(text_to_text) <= ENCODERS
+    classifiers = set(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+    assert {kind for kind in text_to_text if kind in classifiers} <= CLASSIFYING
 
 
 def test_a_hub_models_config_is_looked_at_as_well(tmp_path: Path) -> None:

@@ -15,8 +15,16 @@ import pytest
 import yaml
 from conftest import REPO
 from PIL import Image
-from transformers import DistilBertConfig, DistilBertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
+from finetune.data.seq2seq import train_tokenizer
 from finetune.data.tokenizer import train_text_tokenizer, train_wordpiece
 from finetune.plan.engines.resident import Weights
 from finetune.plan.from_run import job_of
@@ -44,7 +52,7 @@ ADAPTED = {
 CASES = [*recipes(), *(name for name, recipe in OF_RECIPES.items() if recipe), *ADAPTED]
 # Whose vocabulary is that of the text, which no plan reads; or whose classes are.
 # Packed weights are half as many to torch.
-BY_THE_DATA = ("causal_lm", "preference", "causal_lm_pipeline", "seq_cls", "token_cls", "token_cls_conll",
+BY_THE_DATA = ("seq2seq", "causal_lm", "preference", "causal_lm_pipeline", "seq_cls", "token_cls", "token_cls_conll",
                "gptlite_post", "gptlite_tinyshakespeare")  # fmt: skip
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 LARGE_VOCABULARY = 9000
@@ -65,6 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(folder / "classes" / f"{split}.jsonl", rows)
     tags = [{"tokens": text.split(), "tags": ["O"] + ["B-x"] * (len(text.split()) - 1)} for text in texts]
     write(folder / "tags.jsonl", tags)
+    write(folder / "sources.jsonl", [{"source": text, "target": text} for text in texts])
+    write(folder / "translations.jsonl", [{"translation": {"en": text, "de": text}} for text in texts])
     (folder / "text.txt").write_text(SENTENCE * 2000)
     chat = [{"role": "user", "content": SENTENCE}, {"role": "assistant", "content": SENTENCE * 3}]
     write(folder / "pairs.jsonl", [{"prompt": text, "chosen": text + "!", "rejected": "No."} for text in texts])
@@ -88,6 +98,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(decoder).save_pretrained(folder / "decoder")
     train_text_tokenizer("bpe", texts, 300, 2048, with_end=True).save_pretrained(folder / "decoder")
+    both = T5Config(
+        d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, vocab_size=LARGE_VOCABULARY, decoder_start_token_id=0
+    )
+    T5ForConditionalGeneration(both).save_pretrained(folder / "both")
+    train_tokenizer(iter(texts), 300, 2048).save_pretrained(folder / "both")
     draw = random.Random(0)
     words = ("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=8)) for _ in range(40_000))
     (folder / "words.txt").write_text(" ".join(words))
@@ -108,6 +123,8 @@ def flags_of(case: str, folder: Path) -> list[str]:
         words += ["--dataset_name", str(folder / "classes")]
     elif recipe == "token_cls":
         words += ["--train_file", str(folder / "tags.jsonl")]
+    elif recipe == "seq2seq":
+        words += ["--train_file", str(folder / ("translations.jsonl" if "translation" in case else "sources.jsonl"))]
     elif recipe == "image_cls":
         words += ["--train_dir", str(folder / "pictures/train")]
         # The pictures' own size; the YAML predicts.
@@ -121,6 +138,8 @@ def flags_of(case: str, folder: Path) -> list[str]:
     ):
         words += ["--model_name_or_path", str(folder / "decoder")]
     words += ADAPTED[case][1] if case in ADAPTED else []
+    if case.startswith("seq2seq_"):
+        words += ["--model_name_or_path", str(folder / "both")]
     if case.startswith(("seq_cls_", "token_cls_")) or (case in ADAPTED and recipe != "causal_lm"):
         words += ["--model_name_or_path", str(folder / "encoder")]
     return words

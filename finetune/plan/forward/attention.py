@@ -26,6 +26,7 @@ class Heads:
     casts_weights: bool = True  # to the precision of the values
     cached: bool = False  # keys and values come from a cache, head by head: no product needs a copy of them
     names_scores: bool = False  # eager attention has a name for them until it ends
+    keys: int | None = None  # tokens that are looked at; None: as many as look
     sinks: str = ""  # the parameter that stands beside the scores of each head as one token more
 
     @property
@@ -47,12 +48,16 @@ class Heads:
         return self.batch.rows * self.heads
 
     @property
+    def looked_at(self) -> int:
+        return self.tokens if self.keys is None else self.keys
+
+    @property
     def scores(self) -> Gemm:
-        return Gemm(self.tokens, self.tokens, self.width, self.count)
+        return Gemm(self.tokens, self.looked_at, self.width, self.count)
 
     @property
     def mix(self) -> Gemm:
-        return Gemm(self.tokens, self.width, self.tokens, self.count)
+        return Gemm(self.tokens, self.width, self.looked_at, self.count)
 
 
 def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool = False) -> str:
@@ -212,7 +217,7 @@ def _math(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask
     if mask is not None and mask.bytes_each > 1:
         scores = tape.add(scores, mask)
     elif heads.causal or mask is not None:
-        made = tape.op("mask", (), heads.tokens**2, bytes_each=FP32_BYTES, needs_grad=False)
+        made = tape.op("mask", (), heads.tokens * heads.looked_at, bytes_each=FP32_BYTES, needs_grad=False)
         scores = tape.add(scores, made)
         tape.hold(made)
     weights = tape.dropout(tape.softmax(scores), heads.dropout)
@@ -232,9 +237,9 @@ def _fused(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
         if numbers.attention == "sdpa":
             key, value = _repeated(tape, key, heads), _repeated(tape, value, heads)
         if mask.bytes_each == 1:  # as floats, and for each row (attention.cpp, convert_boolean_attn_mask)
-            many = heads.batch.rows * heads.tokens**2
+            many = heads.batch.rows * heads.tokens * heads.looked_at
             mask = tape.op("mask", (mask,), many, bytes_each=numbers.product_bytes, needs_grad=False)
-    length = heads.tokens // 2 if heads.causal and mask is None else heads.tokens
+    length = heads.tokens // 2 if heads.causal and mask is None else heads.looked_at
     first = Gemm(heads.tokens, max(length, 1), heads.width, heads.count)
     second = Gemm(heads.tokens, heads.width, max(length, 1), heads.count)
     masks = () if mask is None else (mask,)

@@ -15,11 +15,13 @@ LONGEST_PERIOD = 24  # of layers that differ in turn: windowed ones, recomputed 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of one rank: `rows` samples of `tokens`, or of pictures of `image_size` pixels square."""
+    """A micro-batch of one rank: `rows` samples of `tokens`, or of pictures of `image_size` pixels square. A decoder
+    behind an encoder has samples of `targets` tokens; None: of as many."""
 
     rows: int
     tokens: int = 1
     image_size: int = 224
+    targets: int | None = None
 
     @property
     def positions(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from finetune.plan.forward.attention import EAGER, Heads, attend, cat, eager_mask, kind_of, split_heads
 from finetune.plan.forward.losses import cross_entropy, output_in_fp32
 from finetune.plan.forward.parts import Setting, activation, inverse_root, stack
@@ -12,25 +14,27 @@ DROPOUT = 0.1
 
 
 def t5(setting: Setting) -> Value:
-    """Inputs and targets have the same number of tokens."""
+    """The decoder's tokens are the targets."""
     tape, sizes = setting.tape, setting.sizes
     encoders = sizes("num_layers")
     decoders = sizes("num_decoder_layers", default=encoders)
     states = _side(setting, "encoder", range(encoders), None)
-    out = _side(setting, "decoder", range(encoders, encoders + decoders), states)
+    batch = setting.batch
+    written = replace(setting, batch=replace(batch, tokens=batch.targets or batch.tokens))
+    out = _side(written, "decoder", range(encoders, encoders + decoders), states, batch.tokens)
     with tape.segment("head"):
         tape.keep(states, out)
         if sizes.is_on("tie_word_embeddings", True):
             out = tape.scale(out)
         logits = tape.linear(out, "lm_head", "shared.weight")
-        loss = cross_entropy(tape, logits, setting.batch.positions)
+        loss = cross_entropy(tape, logits, written.batch.positions)
         tape.hold(out)
         output_in_fp32(tape, logits)
     return loss
 
 
-def _side(setting: Setting, side: str, layers: range, states: Value | None) -> Value:
-    """Embedding, blocks, closing norm. `states`: what the decoder looks at besides."""
+def _side(setting: Setting, side: str, layers: range, states: Value | None, read: int | None = None) -> Value:
+    """Embedding, blocks, closing norm. `states`: what the decoder looks at besides, of `read` tokens."""
     tape, dropout = setting.tape, setting.sizes.share("dropout_rate", DROPOUT)
     with tape.segment(f"{side} embeddings"):
         embedded = tape.embedding("shared", setting.batch.positions)
@@ -43,7 +47,7 @@ def _side(setting: Setting, side: str, layers: range, states: Value | None) -> V
         return f"{side}.block.{layer - layers.start}"
 
     def block(layer: int, x: Value) -> Value:
-        return _block(setting, name(layer), x, bias, cross, states, *masks)
+        return _block(setting, name(layer), x, bias, cross, states, next(iter(masks), None), read)
 
     def held(layer: int) -> tuple[Value, ...]:
         return (*bias, *cross, *masks, *((states,) if states else ()))
@@ -63,7 +67,7 @@ def _norm(tape: Tape, x: Value, module: str) -> Value:
 
 
 def _block(setting: Setting, name: str, x: Value, bias: list[Value], cross: list[Value], states: Value | None,
-           mask: Value | None = None) -> Value:  # fmt: skip
+           mask: Value | None = None, read: int | None = None) -> Value:  # fmt: skip
     tape, dropout = setting.tape, setting.sizes.share("dropout_rate", DROPOUT)
     normed = _norm(tape, x, f"{name}.layer.0.layer_norm")
     out = _attention(setting, f"{name}.layer.0.SelfAttention", normed, normed, bias, states is not None, mask=mask)
@@ -71,7 +75,7 @@ def _block(setting: Setting, name: str, x: Value, bias: list[Value], cross: list
     tape.hold(normed, out)
     if states is not None:
         normed = _norm(tape, x, f"{name}.layer.1.layer_norm")
-        out = _attention(setting, f"{name}.layer.1.EncDecAttention", normed, states, cross, True, crosses=True)
+        out = _attention(setting, f"{name}.layer.1.EncDecAttention", normed, states, cross, True, read)
         x = tape.add(x, tape.dropout(out, dropout))
         tape.hold(normed, out)
     place = f"{name}.layer.{2 if states is not None else 1}"
@@ -83,14 +87,15 @@ def _block(setting: Setting, name: str, x: Value, bias: list[Value], cross: list
 
 
 def _attention(setting: Setting, name: str, x: Value, states: Value, bias: list[Value], decodes: bool,
-               crosses: bool = False, mask: Value | None = None) -> Value:  # fmt: skip
-    """`crosses`: to the encoder's states, with zeros for a bias. The decoder keeps keys and values in a cache, in
-    training as well, for its config is a copy that the Trainer does not reach; but not where it is checkpointed."""
+               read: int | None = None, mask: Value | None = None) -> Value:  # fmt: skip
+    """`read`: it looks at so many tokens of the encoder's states, with zeros for a bias. The decoder keeps keys and
+    values in a cache, in training as well, for its config is a copy that the Trainer does not reach; but not where it
+    is checkpointed."""
     tape, sizes, count = setting.tape, setting.sizes, setting.sizes("num_heads")
     heads = Heads(setting.batch, count, sizes("d_kv"), count, sizes.share("dropout_rate", DROPOUT), causal=False,
-                  fp32_softmax=False, casts_weights=False,
+                  fp32_softmax=False, casts_weights=False, keys=read,
                   cached=decodes and not tape.segments[-1].recomputed)  # fmt: skip
-    kind = kind_of(tape, heads, mask_trains=not crosses or bool(setting.checkpoint_interval))
+    kind = kind_of(tape, heads, mask_trains=read is None or bool(setting.checkpoint_interval))
     query = split_heads(tape, tape.linear(x, f"{name}.q"), kind)
     key, value = (split_heads(tape, tape.linear(states, f"{name}.{part}"), kind) for part in "kv")
     if heads.cached:
@@ -98,18 +103,18 @@ def _attention(setting: Setting, name: str, x: Value, states: Value, bias: list[
         key, value = cat(tape, key), cat(tape, value)
         tape.hold(*made)
         tape.keep_to_end(key, value)
-    biased = _bias(setting, name, bias, decodes, crosses)
+    biased = _bias(setting, name, bias, decodes, read)
     mixed = attend(setting, heads, query, key, value, mask=biased, also=mask)
     tape.hold(biased)
     return tape.linear(mixed, f"{name}.o")
 
 
-def _bias(setting: Setting, name: str, bias: list[Value], decodes: bool, crosses: bool) -> Value:
+def _bias(setting: Setting, name: str, bias: list[Value], decodes: bool, read: int | None) -> Value:
     """(1, heads, tokens, tokens): sdpa gets a contiguous copy in each block, and the decoder's with what must not be
     seen masked in it (integrations/sdpa_attention.py, create_position_bias_mask)."""
     tape, tokens, count = setting.tape, setting.batch.tokens, setting.sizes("num_heads")
-    elements = tokens * tokens * count
-    if crosses:
+    elements = tokens * (tokens if read is None else read) * count
+    if read is not None:
         if not bias:  # checkpointed, they get a gradient
             bias.append(tape.op("zeros", (), elements, needs_grad=bool(setting.checkpoint_interval),
                                 bytes_each=tape.numbers.product_bytes))  # fmt: skip

@@ -33,7 +33,7 @@ class ModelArguments:
 
 @dataclass
 class FileArguments:
-    """Where data comes from, and how much of a row is read."""
+    """Where data comes from."""
 
     dataset_name: str | None = flag(
         None, "data set on the hub, or a local folder in its layout", ROWS, path=NAME_OR_PATH
@@ -45,6 +45,12 @@ class FileArguments:
     )
     test_file: str | None = flag(None, "file to predict, in the same format; it needs no labels", GOES_ON, path=FILE)
     encoding: str | None = flag(None, ENCODING, ROWS)
+
+
+@dataclass
+class SequenceArguments(FileArguments):
+    """Likewise, and how much of a row is read."""
+
     max_seq_length: int | None = flag(
         None,
         "longer texts are cut to this many tokens; default: what the model takes, at most 512",
@@ -54,7 +60,7 @@ class FileArguments:
 
 
 @dataclass
-class DataArguments(FileArguments):
+class DataArguments(SequenceArguments):
     """What to train on. With none of these, the built-in docstrings are used."""
 
     text_column_names: list[str] | None = flag(
@@ -70,7 +76,7 @@ class DataArguments(FileArguments):
 
 
 @dataclass
-class TokenDataArguments(FileArguments):
+class TokenDataArguments(SequenceArguments):
     """What to train on. With none of these, names in Python's standard library are used. Files that are not json(l),
     parquet or csv are CoNLL text: a word and its tag a line, a blank line after each sentence."""
 

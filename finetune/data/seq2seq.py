@@ -1,0 +1,264 @@
+"""Pairs of texts, of which one is to be made of the other: tables with two columns, or functions of Python's standard
+library and the first lines of their docstrings."""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from finetune.data.classification import ClassificationData, Kind, prepare
+from finetune.data.columns import Columns, Labels, is_empty, said_columns
+from finetune.data.files import open_file, open_hub
+from finetune.data.find_columns import TRANSLATION, find_pair
+from finetune.data.splits import unused_fraction
+from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most, hold_out
+from finetune.errors import RequestError, plain
+from finetune.run.flags.text import PreparationArguments
+from finetune.run.recipes.seq2seq import PairArguments
+
+SOURCE, TARGET = "source", "target"
+PAIRS = Labels("text_to_text", ())
+PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"  # as T5's, in this order
+HELD_OUT_OF = 10  # one package of so many, by a hash of its name
+SKIPPED = ("test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data")
+LEAST_LINE, MOST_BODY = 12, 4_000  # characters
+BUILT_IN = "built-in functions of Python's standard library, to the first line of their docstring, held out by package"
+
+
+@dataclass(frozen=True)
+class PairData(ClassificationData):
+    """Columns `input_ids`, `labels`, and `length`, which is that of both; beside them the texts themselves."""
+
+    def cut(self, split: str) -> dict[str, int]:
+        """How many sources, and how many targets, of a split are cut to their length."""
+        return {side: int(np.sum(self.splits[split][f"{side}_cut"])) for side in (SOURCE, TARGET)}
+
+    @property
+    def columns(self) -> str:
+        """Which columns are read, and which are not; nothing of data that has no others than these."""
+        found = self.account.columns
+        read = {SOURCE: found.text, TARGET: (found.label,) if found.label else ()}
+        return "" if self.account.source == BUILT_IN else said_columns(read, found.others)
+
+    def describe(self) -> str:
+        """One line for the log: what is used, and which flags change it."""
+        account = self.account
+        rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
+        left_out, cut = sum(account.skipped.values()), [self.cut(split) for split in self.splits]
+        said = [f"{left_out:,} bad pairs left out"] if left_out else []
+        said += [self.columns] * bool(self.columns) + list(account.notes)
+        for side in (SOURCE, TARGET):
+            if count := sum(one[side] for one in cut):
+                said.append(f"{count:,} {side}s cut to --max_{side}_length")
+        more = ["--train_file takes your own"] if account.source == BUILT_IN else []
+        return f"data: {account.source} ({'; '.join([f'{rows} pairs', *said, *more])})"
+
+
+def prepare_pairs(
+    arguments: PairArguments, *rest: Any, max_source_length: int, max_target_length: int, **more: Any
+) -> PairData:
+    """As `finetune.data.classification.prepare`; lengths are in tokens, with the end of text."""
+    lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
+    settled = PairArguments(**{**vars(arguments), **lengths})
+    kind = Kind(
+        name="seq2seq",
+        read=load_pairs,
+        clean=clean_pairs,
+        encoder=partial(pair_encoder, settled),
+        texts=lambda clean: (text for name in (SOURCE, TARGET) for text in clean.splits["train"][name]),
+        count=lambda tables, labels: {},
+        kept=(SOURCE, TARGET, ROW),
+        train=train_tokenizer,
+    )
+    data = prepare(settled, *rest, max_seq_length=max_source_length, kind=kind, **more)
+    return PairData(**{field.name: getattr(data, field.name) for field in fields(data)})
+
+
+def load_pairs(arguments: PairArguments) -> tuple[Table, str]:
+    """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
+    files = {name: getattr(arguments, f"{name}_file") for name in SPLITS if getattr(arguments, f"{name}_file")}
+    if arguments.dataset_name:
+        found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in SPLITS}
+        tables = {name: table for name, table in found.items() if table is not None}
+        return tables, " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
+    if files:
+        tables = {name: open_file(f"{name}_file", file, encoding=arguments.encoding) for name, file in files.items()}
+        return tables, ", ".join(Path(file).name for file in files.values())
+    return {name: Dataset.from_dict(rows) for name, rows in function_rows().items()}, BUILT_IN
+
+
+def clean_pairs(
+    tables: Table,
+    arguments: PairArguments,
+    cut: PreparationArguments,
+    seed: int,
+    known: Any = None,
+    trained: Any = None,
+) -> CleanTables:
+    """Columns `source` and, but for a test split without, `target`. Raises RequestError."""
+    tables = {split: _of_languages(table, arguments, split) for split, table in tables.items()}
+    first = "train" if "train" in tables else next(iter(tables))
+    columns = find_pair(tables[first].column_names, arguments, f"the {first} data", first != "test")
+    cleaned, skipped, notes = {}, {}, []
+    for split, table in tables.items():
+        cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, cut.skip_bad_rows)
+    if alike := sum(a.strip() == b.strip() for a, b in _pairs(cleaned.get("train"))):
+        notes.append(f"{alike:,} training pairs have one text on both sides")
+    if "validation" not in cleaned and "train" in cleaned:
+        mend = "Add --validation_file."
+        ids: npt.NDArray[np.int64] = np.zeros(len(cleaned["train"]), dtype=np.int64)
+        kept, held_out, note = hold_out(ids, 0, cut.validation_fraction, seed, mend)
+        cleaned |= {"train": cleaned["train"].select(kept), "validation": cleaned["train"].select(held_out)}
+        notes.append(note)
+    elif "train" in cleaned:
+        notes.append(unused_fraction(cut))
+    for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
+        if split in cleaned and most is not None:
+            rows = at_most(len(cleaned[split]), most, None if split == "test" else seed)
+            cleaned[split] = cleaned[split].select(rows)
+    return CleanTables(cleaned, columns, PAIRS, skipped, tuple(filter(None, notes)))
+
+
+def _pairs(table: Dataset | None) -> Iterator[tuple[str, str]]:
+    return iter(()) if table is None else zip(table[SOURCE], table[TARGET], strict=True)
+
+
+def _of_languages(table: Dataset, arguments: PairArguments, split: str) -> Dataset:
+    """Of a column `translation`, which has an object of texts by language, a column for each of the two."""
+    if TRANSLATION not in table.column_names or arguments.source_column_name or arguments.target_column_name:
+        return table
+    there = list(getattr(table.features[TRANSLATION], "keys", list)())
+    asked = [(lang or "").split("_")[0] for lang in (arguments.source_lang, arguments.target_lang)]
+    if not all(lang in there for lang in asked):
+        raise RequestError(
+            f"the {split} data has translations of {', '.join(map(plain, there)) or 'no languages'}. Say which is read "
+            "and which is to be written by --source_lang and --target_lang."
+        )
+    rows = table[TRANSLATION][:]
+    return Dataset.from_dict(
+        {name: [row[lang] for row in rows] for name, lang in zip((SOURCE, TARGET), asked, strict=True)}
+    )
+
+
+def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) -> tuple[Dataset, int]:
+    """`source` and `target` as text. Pairs with an empty side are refused, or with `skip` left out; a test split may
+    have no targets at all."""
+    wanted = {SOURCE: columns.text[0], TARGET: str(columns.label)}
+    if missing := [name for name in wanted.values() if name not in table.column_names and (split != "test")]:
+        raise RequestError(f"the {split} data has no column {missing[0]!r}. It has: {', '.join(table.column_names)}.")
+    found = {name: table[column][:] for name, column in wanted.items() if column in table.column_names}
+    if split == "test" and all(map(is_empty, found.get(TARGET, ()))):
+        found.pop(TARGET, None)
+    for name, values in found.items():
+        if wrong := next((i for i, one in enumerate(values) if isinstance(one, list | dict)), None):
+            raise RequestError(
+                f"the {split} data, row {wrong + 1}: {name} is no text, but {type(values[wrong]).__name__}."
+            )
+    bad = np.array([any(map(is_empty, row)) for row in zip(*found.values(), strict=True)])
+    if (count := int(bad.sum())) and not skip:
+        rows = ", ".join(str(i + 1) for i in np.flatnonzero(bad)[:5])
+        raise RequestError(
+            f"the {split} data has {count:,} of {len(table):,} pairs with an empty side (counted from 1, without a "
+            f"header: {rows}{', ...' if count > 5 else ''}). Mend them, or leave them out by --skip_bad_rows True."
+        )
+    if count == len(table):
+        raise RequestError(f"the {split} data has no pair with text on both sides. Check the column names.")
+    kept = np.flatnonzero(~bad).tolist()
+    texts = {name: [str(values[i]) for i in kept] for name, values in found.items()}
+    return Dataset.from_dict(texts | ({ROW: kept} if split == "test" else {})), count
+
+
+def pair_encoder(
+    arguments: PairArguments, tokenizer: Any, columns: Columns, max_length: int
+) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+    """Token ids of sources with their prefix and, as `labels`, of targets, both cut to their length; a test row without
+    a target gets the end alone, which nobody judges."""
+    most, prefix = int(arguments.max_target_length or 0), arguments.source_prefix or ""
+
+    def cut_to(length: int, **texts: list[str]) -> tuple[list[list[int]], list[bool]]:
+        # One token more than is kept tells a row that was cut from one that just fits.
+        ids = tokenizer(**texts, truncation=True, max_length=length + 1, return_attention_mask=False)["input_ids"]
+        shorter = tokenizer(**texts, truncation=True, max_length=length, return_attention_mask=False)["input_ids"]
+        return shorter, [len(one) > length for one in ids]
+
+    def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        ids, source_cut = cut_to(max_length, text=[prefix + text for text in rows[SOURCE]])
+        written, target_cut = cut_to(most, text_target=rows.get(TARGET, [""] * len(ids)))
+        return {
+            "input_ids": ids,
+            "labels": written,
+            "length": [len(a) + len(b) for a, b in zip(ids, written, strict=True)],
+            "source_cut": source_cut,
+            "target_cut": target_cut,
+            "truncated": [a or b for a, b in zip(source_cut, target_cut, strict=True)],
+        }
+
+    return encode
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, max_length: int) -> Any:
+    """A byte-level BPE as GPT-2's, which gives every text back as it was, with an end of text behind each as T5's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[PAD, END, UNKNOWN], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.decoder = decoders.ByteLevel()
+    ends = [(END, tokenizer.token_to_id(END))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=ends)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=max_length,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+    )
+
+
+def function_rows() -> dict[str, dict[str, list[str]]]:
+    """Columns `source` and `target` of the splits `train` and `validation`: functions as they are written, without
+    their docstring, and its first line. The splits share no package, no function and no line. Sources are parsed, never
+    imported."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    splits: dict[str, dict[str, str]] = {"train": {}, "validation": {}}
+    for path in sorted(library.rglob("*.py")):
+        package, *inner = path.relative_to(library).parts
+        if {package, *inner}.isdisjoint(SKIPPED):
+            held_out = zlib.crc32(package.removesuffix(".py").encode()) % HELD_OUT_OF == 0
+            for source, line in _functions(path):
+                splits["validation" if held_out else "train"].setdefault(source, line)
+    seen = set(chain(splits["validation"], splits["validation"].values()))
+    splits["train"] = {source: line for source, line in splits["train"].items() if seen.isdisjoint((source, line))}
+    return {split: {SOURCE: list(found), TARGET: list(found.values())} for split, found in splits.items()}
+
+
+def _functions(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (SyntaxError, UnicodeDecodeError):
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
+            continue
+        line = (ast.get_docstring(node) or "").strip().split("\n")[0].strip()
+        if len(line) >= LEAST_LINE:
+            node.body, node.decorator_list = node.body[1:], []
+            yield ast.unparse(node)[:MOST_BODY], line

@@ -1,0 +1,30 @@
+"""ROUGE: which share of words, pairs of words and longest common runs a text has in common with the true one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import evaluate
+from rouge_score.rouge_scorer import RougeScorer
+
+FIGURES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+
+class Rouge(evaluate.Metric):
+    """`rouge1`, `rouge2`, `rougeL` and `rougeLsum`, between 0 and 1: means of F1, of stemmed words of Latin letters and
+    digits. For `rougeLsum` each line counts as a sentence."""
+
+    def _info(self) -> Any:
+        text = datasets.Value("string")
+        return evaluate.MetricInfo(
+            description="Words and runs of words in common.",
+            citation="C.-Y. Lin, ROUGE: a package for automatic evaluation of summaries, 2004",
+            inputs_description="predictions, references: texts.",
+            features=datasets.Features({"predictions": text, "references": text}),
+        )
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        scorer = RougeScorer(FIGURES, use_stemmer=True)
+        scores = [scorer.score(truth, guess) for guess, truth in zip(predictions, references, strict=True)]
+        return {name: sum(score[name].fmeasure for score in scores) / len(scores) for name in FIGURES}

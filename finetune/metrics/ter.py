@@ -1,0 +1,27 @@
+"""TER of a whole set, as sacrebleu counts it: the edits from a text to the true one, by its words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import evaluate
+from sacrebleu.metrics import TER
+
+
+class Ter(evaluate.Metric):
+    """`ter`, from 0, of which less is better; 100 is an edit for each true word."""
+
+    greater_is_better = False
+
+    def _info(self) -> Any:
+        text = datasets.Value("string")
+        return evaluate.MetricInfo(
+            description="Insertions, deletions, substitutions and moves, by the number of true words.",
+            citation="M. Snover et al., A study of translation edit rate with targeted human annotation, 2006",
+            inputs_description="predictions, references: texts.",
+            features=datasets.Features({"predictions": text, "references": text}),
+        )
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        return {"ter": float(TER().corpus_score(list(predictions), [list(references)]).score)}

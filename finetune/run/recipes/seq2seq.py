@@ -1,0 +1,121 @@
+"""recipes/seq2seq.py: one text to another, by an encoder with a decoder: summaries, translations, and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.run.flag import METRIC, NAME_OR_PATH, flag
+from finetune.run.flags.adapter import AdapterArguments
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.flags.profiling import ProfileArguments
+from finetune.run.flags.text import FileArguments, PreparationArguments
+from finetune.run.on_resume import GOES_ON, MODEL, ROWS
+from finetune.run.range import AT_LEAST_ONE, RATE, Range
+from finetune.run.recipe import USUAL, Recipe
+
+# Shapes of a T5 from scratch, but for its vocabulary, which is at most `vocab_size`. `small` and `base` are those of
+# arXiv 1910.10683, `tiny` suits two CPU cores.
+T5_SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4, "vocab_size": 4_000},
+    "small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 16_000},
+    "base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": 32_000},
+}
+LENGTH = Range(least=2)  # a token, and the end
+
+
+@dataclass
+class Seq2SeqModelArguments:
+    """Which model. Without a name, a T5 of `model_size` is trained from scratch."""
+
+    model_name_or_path: str | None = flag(
+        None, "hub id or folder of a T5, BART, Pegasus, Marian or the like", MODEL, path=NAME_OR_PATH
+    )
+    model_revision: str = flag("main", "branch, tag or commit on the hub", MODEL)
+    tokenizer_name: str | None = flag(None, "hub id or folder; default: the model's", MODEL, path=NAME_OR_PATH)
+    trust_remote_code: bool = flag(False, "run Python code that comes with the model", GOES_ON)
+    model_size: str = flag("tiny", f"from scratch: {', '.join(T5_SIZES)}", MODEL, choices=tuple(T5_SIZES))
+    dropout: float | None = flag(None, "from scratch: in embeddings and layers; default 0.1", MODEL, range=RATE)
+
+
+@dataclass
+class PairArguments(FileArguments):
+    """What to train on. With none of these, functions of Python's standard library and what their docstrings say
+    first."""
+
+    source_column_name: str | None = flag(None, "what is read; default: found by its name", ROWS)
+    target_column_name: str | None = flag(None, "what is to be written; default: found by its name", ROWS)
+    source_lang: str | None = flag(None, "of `translation` columns, and of models of many languages", ROWS)
+    target_lang: str | None = flag(None, "likewise of what is to be written", ROWS)
+    source_prefix: str | None = flag(None, "before each source, such as 'summarize: '", ROWS)
+    max_source_length: int | None = flag(None, "tokens; default: what the model reads, at most 512", ROWS, range=LENGTH)
+    max_target_length: int | None = flag(
+        None, "tokens; default: what the model writes, at most 128", ROWS, range=LENGTH
+    )
+
+
+@dataclass
+class WritingArguments:
+    """What the model writes of held-out sources at each evaluation, and how that is judged."""
+
+    predict_with_generate: bool = flag(True, "write texts and judge them; else the loss alone", GOES_ON)
+    num_beams: int | None = flag(None, "of the search; default: the model's, else 1", GOES_ON, range=AT_LEAST_ONE)
+    generation_max_length: int | None = flag(
+        None, "tokens to write at most; default: --max_target_length", GOES_ON, range=AT_LEAST_ONE
+    )
+    metrics: list[str] | None = flag(
+        None,
+        "names in finetune/metrics/, or files with an evaluate.Metric of texts; default: exact_match and rouge",
+        GOES_ON,
+        path=METRIC,
+    )
+
+
+def t5_shape(read: Callable[[str], Any]) -> dict[str, Any]:
+    """The config of the T5 from scratch that flags ask for, which `read` gives the values of, with the largest
+    vocabulary that it may have."""
+    dropout = read("dropout")
+    return {
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "relative_attention_num_buckets": 32,
+        **T5_SIZES[read("model_size")],
+        "dropout_rate": 0.1 if dropout is None else dropout,
+        "feed_forward_proj": "gated-gelu",
+    }
+
+
+SEQ2SEQ = Recipe(
+    name="seq2seq",
+    task="text2text-generation",
+    groups=(
+        Seq2SeqModelArguments,
+        AdapterArguments,
+        PairArguments,
+        PreparationArguments,
+        WritingArguments,
+        ProfileArguments,
+        RunArguments,
+        CompressionArguments,
+        GuardArguments,
+    ),
+    defaults={
+        **USUAL,
+        "output_dir": "runs/seq2seq",
+        "remove_unused_columns": False,  # the texts stay beside their tokens, and the collator leaves them out
+    },
+    figures=("loss", "perplexity", "token_accuracy", "exact_match", "rouge1", "rouge2", "rougeL", "rougeLsum"),
+    metrics=("exact_match", "rouge", "bleu", "chrf", "ter"),
+    # A model from scratch wants a higher rate and more rounds than a pretrained one. Of a function its head says most.
+    scratch_defaults={
+        "learning_rate": 2e-3,
+        "num_train_epochs": 3,
+        "warmup_steps": 0.1,
+        "max_source_length": 96,
+        "max_target_length": 24,
+    },
+    scratch=t5_shape,
+)

@@ -1,0 +1,71 @@
+"""Fine-tune a model that makes one text of another (summaries, translations), on one CPU core or on many GPUs.
+
+    deepspeed --num_gpus 2 recipes/seq2seq.py           # small, offline: what functions of Python's own source do
+    deepspeed --num_gpus 8 recipes/seq2seq.py --deepspeed zero3 --train_file news.jsonl --model_name_or_path FOLDER
+    python recipes/seq2seq.py --model_name_or_path FOLDER --test_file new.jsonl --do_train False --do_predict True
+
+Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
+taken, too; `--help` lists all. The run folder (--output_dir) then opens with `AutoModelForSeq2SeqLM.from_pretrained`.
+docs/seq2seq.md says which columns are read, and how texts are written and judged.
+"""
+
+from finetune.run.flags.text import PreparationArguments
+from finetune.run.main import run_recipe
+from finetune.run.recipes.seq2seq import SEQ2SEQ, PairArguments
+
+
+def main(run):
+    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    from finetune.data.seq2seq import prepare_pairs
+    from finetune.generation.seq2seq import PairTrainer, metrics_of_texts, pair_model, pair_source, write_pair_report
+    from finetune.models.chunked_loss import row_figures
+    from finetune.models.seq2seq import pair_loss
+    from finetune.training.chapters import finish, trainer_of
+    from finetune.training.start import start
+
+    # Start: the machine is settled, the ranks meet, the config is checked.
+    session = start(run)
+    training = session.training
+
+    # Data: the model's tokenizer, or one trained on the texts. One rank prepares, the others wait.
+    source = pair_source(session)
+    data = prepare_pairs(
+        session[PairArguments],
+        session[PreparationArguments],
+        source.tokenizer,
+        max_source_length=source.max_source_length,
+        max_target_length=source.max_target_length,
+        vocab_size=source.config.vocab_size,
+        seed=training.seed,
+        launch=session.launch,
+        kept=session.kept_tokenizer(),
+    )
+    data.require_all(training)
+    metrics = metrics_of_texts(session)
+    session.introduce(data.describe(), source.description)
+
+    # Model: built after `start`, for ZeRO-3 shards it while it is built.
+    model, trained = pair_model(session, source, data)
+
+    # Train, evaluate and predict whole sets, each pair once, whatever the number of ranks; then report.
+    trainer = trainer_of(
+        session,
+        model,
+        trained,
+        compute_metrics=metrics,
+        compute_loss=pair_loss(training.label_smoothing_factor),
+        preprocess_logits=row_figures,
+        kind=PairTrainer,
+    )
+    trainer.judge_texts(session, source, metrics)
+    finish(
+        session,
+        trainer,
+        samples=data.account.rows,
+        predict=lambda: trainer.predict_texts(data.splits["test"]),
+        report=lambda done: write_pair_report(session, data, source, trainer, done),
+    )
+
+
+if __name__ == "__main__":
+    run_recipe(SEQ2SEQ, main)
