@@ -110,10 +110,8 @@ def clean_tables(
         if has_lists(cleaned["train"], columns.label):
             labels = find_many_labels(values, names, trained)
         else:
-            counts = Counter(map(countable, values))
-            labels = find_labels(counts, arguments.task, names, "the training data", trained)
-            notes.append(note_of_numbers(set(counts), labels, arguments.task))
-            notes.append("" if names else note_of_joined(counts, str(columns.label)))
+            labels, said = _counted_labels(values, arguments.task, str(columns.label), names, trained)
+            notes += said
         notes += [] if names else notes_of_names(labels.names, str(columns.label))
     else:
         labels = known[1]
@@ -131,9 +129,15 @@ def clean_tables(
     return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, notes)))
 
 
+def _counted_labels(values: Any, task: Any, column: str, names: Any, trained: Any) -> tuple[Labels, list[str]]:
+    """Labels of which each row has one, and what there is to say of them."""
+    counts = Counter(map(countable, values))
+    labels = find_labels(counts, task, names, "the training data", trained)
+    return labels, [note_of_numbers(set(counts), labels, task), "" if names else note_of_joined(counts, column)]
+
+
 def _single_labels(tables: Table, label: str | None, arguments: DataArguments) -> dict[str, list[Any]]:
-    """The labels of each split that has one a row, and writes it itself. Raises RequestError for any that is a list or
-    an object."""
+    """The labels of each split that has one a row. Raises RequestError for any that is a list or an object."""
     found = {
         split: table[label][:]
         for split, table in tables.items()
