@@ -90,8 +90,7 @@ def survey(
     most_held_out = preparation.max_eval_samples or HELD_OUT_ROWS
     most = preparation.max_train_samples or sys.maxsize
     names = class_names_of(stream, columns)
-    everything: Counter[Any] = Counter()
-    kept: Counter[Any] = Counter()
+    everything, kept = Counter[Any](), Counter[Any]()
     rows, held_out, last, bad = 0, 0, -1, 0
     for number, row in enumerate(readable(open_stream(arguments, columns), RequestError)):
         if _is_bad(row, columns):
@@ -106,8 +105,7 @@ def survey(
         refuse_nested([label], str(columns.label), f"data row {number + 1} of the stream")
         everything[label] += 1
         if held_out < most_held_out and is_drawn(number, seed, fraction):
-            held_out += 1
-            last = number
+            held_out, last = held_out + 1, number
         elif rows < most:
             kept[label] += 1
             rows += 1

@@ -88,23 +88,20 @@ def clean_tables(
     `trained` are the labels of a trained model, which keep their ids, and serve alone where there is no training set.
     """
     tables, arguments = merge_label_columns(tables, arguments)
-    if known is None and "train" not in tables:
-        known = _known_without_training(tables, arguments, trained)
+    known = known or (None if "train" in tables else _known_without_training(tables, arguments, trained))
     columns = known[0] if known else _columns_of(tables["train"], arguments)
     notes = [note_of_lists(table, str(columns.label)) for table in islice(tables.values(), 1)]
     tables, names = name_lists(tables, columns.label, arguments.task, trained)
     if known is None and names is None:
         names = _class_names(tables["train"], columns.label)
-    skipped: dict[str, int] = {}
-    cleaned: Table = {}
+    skipped, cleaned = dict[str, int](), Table()
     single = {} if names else _single_labels(tables, columns.label, arguments)
     missing = missing_labels(single, known[1] if known else trained)
     for split, table in tables.items():
         kept = _only_needed_columns(table, columns, split)
         kept = without_html_breaks(kept, columns) if arguments.clean_line_breaks else kept
-        cleaned[split], skipped[split] = _without_bad_rows(
-            kept, columns, split, cut.skip_bad_rows, missing.get(split, ())
-        )
+        words = missing.get(split, ())
+        cleaned[split], skipped[split] = _without_bad_rows(kept, columns, split, cut.skip_bad_rows, words)
     if known is None:
         values = cleaned["train"][columns.label][:]
         if has_lists(cleaned["train"], columns.label):
