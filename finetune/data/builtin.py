@@ -52,7 +52,8 @@ def docstring_rows() -> dict[str, list[str]]:
     return rows
 
 
-def _docstrings(folder: Path) -> Iterator[str]:
+def parsed(folder: Path) -> Iterator[ast.Module]:
+    """The source of each file of a package, but for its tests, in the order of their paths."""
     for path in sorted(folder.rglob("*.py")):
         if {"test", "tests", "idle_test"} & set(path.relative_to(folder).parts):
             continue
@@ -60,6 +61,11 @@ def _docstrings(folder: Path) -> Iterator[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError):
             continue  # lib2to3 carries files of other grammars
+        yield tree
+
+
+def _docstrings(folder: Path) -> Iterator[str]:
+    for tree in parsed(folder):
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node) or ""

@@ -14,11 +14,12 @@ from typing import Any
 
 from datasets import Dataset
 
-from finetune.data.builtin import PACKAGES
+from finetune.data.builtin import PACKAGES, parsed
 from finetune.data.chat.conversation import completion, conversation
 from finetune.data.chat.turns import ASSISTANT, Turn, from_json, has_words, quoted, turns_of
-from finetune.data.files import open_file, open_hub
+from finetune.data.files import open_file
 from finetune.data.formats import NOT_LEARNT, SHAREGPT, TURNS
+from finetune.data.splits import open_splits
 from finetune.errors import RequestError
 from finetune.run.recipes.preference import PreferenceDataArguments
 
@@ -49,14 +50,11 @@ class Sides:
 
 def open_tables(arguments: PreferenceDataArguments) -> tuple[dict[str, Dataset], str]:
     """The raw splits that are there, and where they come from."""
-    files = {name: getattr(arguments, f"{name}_file") for name in SPLITS if getattr(arguments, f"{name}_file")}
-    if arguments.dataset_name:
-        found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in SPLITS}
-        tables = {name: table for name, table in found.items() if table is not None}
-        return tables, " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
-    if files:
-        tables = {name: open_file(f"{name}_file", file, encoding=arguments.encoding) for name, file in files.items()}
-        return tables, ", ".join(Path(file).name for file in files.values())
+    given = open_splits(
+        arguments, lambda split, name: open_file(f"{split}_file", name, encoding=arguments.encoding), SPLITS
+    )
+    if given:
+        return given
     source = "built-in docstrings of functions in Python's standard library, against their words in another order"
     return {"train": Dataset.from_list(docstring_pairs())}, source
 
@@ -245,13 +243,7 @@ def docstring_pairs() -> list[dict[str, str]]:
 
 
 def _described(folder: Path) -> Iterator[tuple[str, str]]:
-    for path in sorted(folder.rglob("*.py")):
-        if {"test", "tests", "idle_test"} & set(path.relative_to(folder).parts):
-            continue
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
-            continue  # lib2to3 carries files of other grammars
+    for tree in parsed(folder):
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
                 yield f"{node.name}({ast.unparse(node.args)})", " ".join(text.split("\n\n")[0].split())

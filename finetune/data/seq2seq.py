@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data.classification import ClassificationData, Kind, prepare
 from finetune.data.columns import Columns, Labels, is_empty, said_columns
-from finetune.data.files import open_file, open_hub
+from finetune.data.files import open_file
 from finetune.data.find_columns import TRANSLATION, find_pair
-from finetune.data.splits import unused_fraction
+from finetune.data.splits import open_splits, unused_fraction
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most, hold_out
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments
@@ -89,14 +89,9 @@ def prepare_pairs(
 
 def load_pairs(arguments: PairArguments) -> tuple[Table, str]:
     """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
-    files = {name: getattr(arguments, f"{name}_file") for name in SPLITS if getattr(arguments, f"{name}_file")}
-    if arguments.dataset_name:
-        found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in SPLITS}
-        tables = {name: table for name, table in found.items() if table is not None}
-        return tables, " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
-    if files:
-        tables = {name: open_file(f"{name}_file", file, encoding=arguments.encoding) for name, file in files.items()}
-        return tables, ", ".join(Path(file).name for file in files.values())
+    given = open_splits(arguments, lambda split, name: open_file(f"{split}_file", name, encoding=arguments.encoding))
+    if given:
+        return given
     return {name: Dataset.from_dict(rows) for name, rows in function_rows().items()}, BUILT_IN
 
 

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
+
+from finetune.data.files import open_hub
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
 
 ASKED_BY = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}
+
+
+def open_splits(
+    arguments: Any, opened: Callable[[str, str], Dataset], splits: Sequence[str] = tuple(ASKED_BY)
+) -> tuple[dict[str, Dataset], str] | None:
+    """The raw splits that are there, and where they come from: of the hub, or each file as `opened` gives it by its
+    split and name. None where neither is named. Raises RequestError."""
+    if arguments.dataset_name:
+        found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in splits}
+        tables = {name: table for name, table in found.items() if table is not None}
+        return tables, " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
+    files = {name: getattr(arguments, f"{name}_file") for name in splits}
+    given = {name: file for name, file in files.items() if file}
+    tables = {name: opened(name, file) for name, file in given.items()}
+    return (tables, ", ".join(Path(file).name for file in given.values())) if given else None
 
 
 def unused_fraction(cut: PreparationArguments) -> str:

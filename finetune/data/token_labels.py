@@ -18,11 +18,11 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.classification import Kind
 from finetune.data.columns import IGNORED, LINE, TOKENS, Columns, Labels, names_of_ids
-from finetune.data.files import open_file, open_hub
+from finetune.data.files import open_file
 from finetune.data.find_columns import find_token_columns
 from finetune.data.list_text import lists_of_text, note_of_lists
 from finetune.data.python_names import name_rows
-from finetune.data.splits import said_split, unused_fraction
+from finetune.data.splits import open_splits, said_split, unused_fraction
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most
 from finetune.data.tag_schemes import (
     OUTSIDE,
@@ -45,15 +45,9 @@ SHOWN, SHOWN_CHARACTERS = 5, 40
 
 def load_sentences(arguments: TokenDataArguments) -> tuple[Table, str]:
     """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
-    files = {name: getattr(arguments, f"{name}_file") for name in SPLITS if getattr(arguments, f"{name}_file")}
-    if arguments.dataset_name:
-        found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in SPLITS}
-        tables = {name: table for name, table in found.items() if table is not None}
-        return tables, " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
-    if files:
-        return {name: _open(name, file, arguments.encoding) for name, file in files.items()}, ", ".join(
-            Path(f).name for f in files.values()
-        )
+    given = open_splits(arguments, lambda split, name: _open(split, name, arguments.encoding))
+    if given:
+        return given
     built_in = {name: Dataset.from_dict(rows) for name, rows in name_rows().items()}
     return built_in, "built-in names in the source of Python's standard library, held out by module"
 
