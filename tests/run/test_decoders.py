@@ -20,6 +20,16 @@ def model(folder: Path, **config: Any) -> Path:
     return folder
 
 
+def is_refused_or_taken(recipe: str, folder: Path, message: str) -> None:
+    """With that message, or taken where it is ""."""
+    run = resolve(recipes()[recipe], ["--model_name_or_path", str(folder)], Launch(), is_here=False)
+    if not message:
+        look_at_model(run)
+        return
+    with pytest.raises(RequestError, match=message):
+        look_at_model(run)
+
+
 @pytest.mark.parametrize("recipe", ["causal_lm", "causal_lm_pipeline"])
 @pytest.mark.parametrize(
     ("config", "message"),
@@ -36,13 +46,7 @@ def model(folder: Path, **config: Any) -> Path:
 def test_an_encoder_is_no_causal_language_model(
     recipe: str, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    words = ["--model_name_or_path", str(model(tmp_path, **config))]
-    run = resolve(recipes()[recipe], words, Launch(), is_here=False)
-    if not message:
-        look_at_model(run)
-        return
-    with pytest.raises(RequestError, match=message):
-        look_at_model(run)
+    is_refused_or_taken(recipe, model(tmp_path, **config), message)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +64,7 @@ def test_an_encoder_is_no_causal_language_model(
 def test_one_text_is_made_of_another_by_an_encoder_with_a_decoder(
     recipe: str, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    words = ["--model_name_or_path", str(model(tmp_path, **config))]
-    run = resolve(recipes()[recipe], words, Launch(), is_here=False)
-    if not message:
-        look_at_model(run)
-        return
-    with pytest.raises(RequestError, match=message):
-        look_at_model(run)
+    is_refused_or_taken(recipe, model(tmp_path, **config), message)
 
 
 def test_it_is_said_before_the_run_starts_and_other_recipes_take_it(tmp_path: Path) -> None:
