@@ -31,6 +31,7 @@ import mutants
 import nothing_silent
 import pipeline
 import plan
+import plan_public
 import profiling
 import reshard
 import resume_flags
@@ -67,6 +68,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "nothing_silent": _of("nothing_silent", nothing_silent.page),
     "pipeline": _of("pipeline", pipeline.render),
     "plan": _of("plan", plan.report),
+    "plan_public": _of("plan_public", plan_public.page),
     "profiling": _of("profiling", profiling.page),
     "reshard": _of("reshard", reshard.page),
     "resume_flags": lambda: resume_flags.page(_lines("resume_flags.jsonl")),

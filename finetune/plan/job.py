@@ -81,7 +81,7 @@ class Job:
     @property
     def numbers(self) -> Numbers:
         device = "cpu" if self.device == "cpu" else "cuda"
-        return Numbers(self.frozen_bytes, device, self.attention, autocast=self.uses_autocast)
+        return Numbers(self.frozen_bytes, device, self.attention, self.uses_autocast, self.precision == "fp16")
 
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:

@@ -182,8 +182,12 @@ class Tape(Recorder):
 
     # Attention's
 
-    def softmax(self, x: Value) -> Value:
-        return self.op("softmax", (x,), x.elements, saves_output=True)
+    def softmax(self, x: Value, bytes_each: int | None = None) -> Value:
+        """On a GPU the backward pass first makes the product of gradient and output
+        (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
+        size = x.bytes_each if bytes_each is None else bytes_each
+        product = x.elements * size if self.numbers.device == "cuda" else 0
+        return self.op("softmax", (x,), x.elements, saves_output=True, bytes_each=size, scratch_back=product)
 
     def matmul(self, a: Value, b: Value, gemm: Gemm, casts: bool = True) -> Value:
         if self.numbers.autocast and casts:

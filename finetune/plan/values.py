@@ -21,6 +21,7 @@ class Numbers:
     device: str = "cpu"  # or "cuda"
     attention: str = "sdpa"  # or "eager", "flash_attention_2"
     autocast: bool = False
+    is_fp16: bool = False  # what is half precise is fp16, not bf16
 
     @property
     def is_half(self) -> bool:

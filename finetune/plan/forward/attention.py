@@ -172,6 +172,7 @@ def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
     weights = _shares_with_sinks(tape, scores, heads) if heads.sinks else _shares(tape, scores, heads)
     if heads.fp32_softmax:
         weights = tape.cast(weights, query.bytes_each)
+        tape.hold(scores)  # softmax(scores).to(dtype): the name goes over to the result only when that is made
     elif heads.casts_weights:
         weights = tape.cast(weights, value.bytes_each)
     weights = tape.dropout(weights, heads.dropout)
@@ -183,11 +184,11 @@ def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
 
 
 def _shares(tape: Tape, scores: Value, heads: Heads) -> Value:
-    """softmax. On a GPU one kernel reads half precision and writes fp32 (aten/src/ATen/native/SoftMax.cpp, softmax with
-    a dtype), and autocast asks for fp32 (autocast_mode.h)."""
+    """softmax. On a GPU one kernel reads fp16 and writes fp32, while bf16 is converted first
+    (aten/src/ATen/native/SoftMax.cpp, softmax with a dtype), and autocast asks for fp32 (autocast_mode.h)."""
     is_gpu = tape.numbers.device == "cuda"
-    if heads.fp32_softmax and is_gpu and scores.bytes_each < FP32_BYTES:
-        return tape.op("softmax", (scores,), scores.elements, saves_output=True, bytes_each=FP32_BYTES)
+    if heads.fp32_softmax and is_gpu and tape.numbers.is_fp16:
+        return tape.softmax(scores, FP32_BYTES)
     if heads.fp32_softmax or (is_gpu and tape.numbers.autocast):
         scores = tape.cast(scores, FP32_BYTES)
     return tape.softmax(scores)
