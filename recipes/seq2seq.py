@@ -9,6 +9,8 @@ taken, too; `--help` lists all. The run folder (--output_dir) then opens with `A
 docs/seq2seq.md says which columns are read, and how texts are written and judged.
 """
 
+from functools import partial
+
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.main import run_recipe
 from finetune.run.recipes.seq2seq import SEQ2SEQ, PairArguments
@@ -19,8 +21,8 @@ def main(run):
     from finetune.data.seq2seq import prepare_pairs
     from finetune.generation.seq2seq import PairTrainer, metrics_of_texts, pair_model, pair_source, write_pair_report
     from finetune.models.chunked_loss import row_figures
-    from finetune.models.seq2seq import pair_loss
     from finetune.training.chapters import finish, trainer_of
+    from finetune.training.loss import token_loss
     from finetune.training.start import start
 
     # Start: the machine is settled, the ranks meet, the config is checked.
@@ -53,7 +55,7 @@ def main(run):
         model,
         trained,
         compute_metrics=metrics,
-        compute_loss=pair_loss(training.label_smoothing_factor),
+        compute_loss=partial(token_loss, label_smoothing=training.label_smoothing_factor),
         preprocess_logits=row_figures,
         kind=PairTrainer,
     )

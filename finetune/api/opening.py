@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import transformers
 
 from finetune.errors import RequestError, first_line, plain
 from finetune.export.adapter import OWN_MODELS
-from finetune.models.adapters import TASKS, with_adapter
+from finetune.models.adapters import with_adapter
 from finetune.models.source import from_pretrained, named, with_labels
 from finetune.run.choose import recipes
 from finetune.run.flags.adapter import AdapterArguments
@@ -21,38 +23,44 @@ AUTO = {
     "text-classification": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
     "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
 }
-FLAG = "--model_name_or_path "  # how errors of finetune.models begin; here the folder is named without a flag
 
 
-def open_model(folder: Path, recipe: str | None) -> Any:
-    """In fp32 and in evaluation mode, with its adapter on its base model. Raises RequestError."""
-    try:
+def open_model(folder: Path, recipe: Mapping[str, Any]) -> Any:
+    """In fp32 and in evaluation mode, with its adapter on its base model; `recipe` is what recipe.yaml holds. Raises
+    RequestError."""
+    with _without_flag():
         return _opened(folder, _task(folder, recipe)).eval()
-    except RequestError as error:
-        raise RequestError(str(error).replace(FLAG, "")) from error
 
 
-def open_processor(folder: Path, recipe: str | None) -> Any:
+def open_processor(folder: Path, recipe: Mapping[str, Any]) -> Any:
     """The tokenizer, or the image processor. Raises RequestError."""
     kind = "AutoImageProcessor" if _task(folder, recipe) == "image-classification" else "AutoTokenizer"
+    arguments = ModelArguments(model_name_or_path=str(folder))
+    with _without_flag():
+        found = named(str(folder), False)
+        return from_pretrained(getattr(transformers, kind), found.flag, found.tokenizer, arguments)
+
+
+@contextmanager
+def _without_flag() -> Iterator[None]:
     try:
-        arguments = ModelArguments(model_name_or_path=str(folder))
-        flag = "model_name_or_path"
-        return from_pretrained(getattr(transformers, kind), flag, named(str(folder), False).tokenizer, arguments)
+        yield
     except RequestError as error:
-        raise RequestError(str(error).replace(FLAG, "")) from error
+        raise RequestError(str(error).replace("--model_name_or_path ", "")) from error
 
 
-def _task(folder: Path, recipe: str | None) -> str:
-    known = recipes()
-    if recipe not in known:
+def _task(folder: Path, recipe: Mapping[str, Any]) -> str:
+    """What the model is for; one of rewards is a classifier."""
+    known, name = recipes(), recipe.get("recipe")
+    if not isinstance(name, str) or name not in known:
         raise RequestError(
             f"{folder}: its recipe.yaml names none of {', '.join(known)}, so it is not known which kind of model this "
             "is. Open it with transformers' own Auto classes."
         )
-    return known[recipe].task
+    return "text-classification" if (name, recipe.get("loss")) == ("preference", "reward") else known[name].task
 
 
 def _opened(folder: Path, task: str) -> Any:
@@ -74,4 +82,4 @@ def _opened(folder: Path, task: str) -> Any:
         raise RequestError(f"{folder}: the model cannot be opened ({plain(first_line(error, 300))}).") from error
     if found.adapter is None:
         return model
-    return with_adapter(model, AdapterArguments(), found.adapter, task if task in TASKS else "text-generation")
+    return with_adapter(model, AdapterArguments(), found.adapter, task)

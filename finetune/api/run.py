@@ -66,14 +66,14 @@ class Run:
         """The trained model, opened when first asked for, on the CPU and in evaluation mode."""
         from finetune.api.opening import open_model
 
-        return open_model(self.folder, self.recipe)
+        return open_model(self.folder, self.found.recipe)
 
     @cached_property
     def tokenizer(self) -> Any:
         """Of the trained model; of a model of images its image processor."""
         from finetune.api.opening import open_processor
 
-        return open_processor(self.folder, self.recipe)
+        return open_processor(self.folder, self.found.recipe)
 
     def plot(self) -> Plot:
         """The loss of training and of evaluation over the steps. Raises RequestError where no loss has been logged."""

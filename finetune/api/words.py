@@ -12,8 +12,14 @@ from finetune.run.choose import recipes
 def words_of(flags: Mapping[str, Any]) -> list[str]:
     """{"train_file": ["a.csv", "b.csv"], "bf16": False, "model_size": None} as `--train_file a.csv b.csv --bf16 False`:
     None means that nothing is given."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    return [word for name, value in given.items() for word in (f"--{name}", *_values(name, value))]
+    return [word for name, value in flags.items() if value is not None for word in _said(name, value)]
+
+
+def _said(name: str, value: Any) -> list[str]:
+    """A value that begins as a flag does goes into one word with it."""
+    values = _values(name, value)
+    alone = len(values) == 1 and values[0].startswith("--")
+    return [f"--{name}={values[0]}"] if alone else [f"--{name}", *values]
 
 
 def _values(name: str, value: Any) -> list[str]:

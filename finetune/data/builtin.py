@@ -55,13 +55,16 @@ def docstring_rows() -> dict[str, list[str]]:
 def parsed(folder: Path) -> Iterator[ast.Module]:
     """The source of each file of a package, but for its tests, in the order of their paths."""
     for path in sorted(folder.rglob("*.py")):
-        if {"test", "tests", "idle_test"} & set(path.relative_to(folder).parts):
-            continue
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
-            continue  # lib2to3 carries files of other grammars
-        yield tree
+        if {"test", "tests", "idle_test"}.isdisjoint(path.relative_to(folder).parts) and (tree := parsed_file(path)):
+            yield tree
+
+
+def parsed_file(path: Path) -> ast.Module | None:
+    """None for what is not Python of this version: lib2to3 carries files of other grammars."""
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):
+        return None
 
 
 def _docstrings(folder: Path) -> Iterator[str]:

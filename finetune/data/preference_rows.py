@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import random
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ SCORES = ("score_chosen", "score_rejected")  # UltraFeedback's, whose difference
 GOOD, BAD = ("true", "1", "good", "desirable", "chosen", "yes"), ("false", "0", "bad", "undesirable", "rejected", "no")
 SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # of Anthropic's HH
 OF_SPEAKER = {"Human": "user", "Assistant": ASSISTANT}
+OF_TURNS = (("role", "content"), ("role", "tool_calls"), ("from", "value"))
 FEWEST_WORDS, MOST_WORDS = 5, 40  # of a built-in answer
 TokensOfSide = tuple[list[int], list[bool]]  # ids, and which of them are learnt
 
@@ -61,7 +64,7 @@ def open_tables(arguments: PreferenceDataArguments) -> tuple[dict[str, Dataset],
 
 def held_out(rows: Sequence[Sides], fraction: float, seed: int) -> dict[str, list[Sides]]:
     """A seeded part. The same prompt is on one side alone. Raises RequestError."""
-    keys = [json.dumps(row.prompt or row.answers, sort_keys=True, default=str) for row in rows]
+    keys = [_key(row.prompt or row.answers) for row in rows]
     unique = sorted(set(keys))
     random.Random(seed).shuffle(unique)
     held = set(unique[: max(1, round(fraction * len(unique)))])
@@ -101,9 +104,7 @@ def sides_of(kind: str, row: Mapping[str, Any]) -> Sides:
     columns = ("chosen", "rejected") if kind == PAIRS else ("completion",)
     prompt, values = row.get("prompt"), [row[name] for name in columns]
     for name, value in zip(columns, values, strict=True):
-        if value is None or (
-            isinstance(value, str | list) and not (value.strip() if isinstance(value, str) else value)
-        ):
+        if value is None or not (value.strip() if isinstance(value, str) else value not in ([], {})):
             raise RequestError(f"`{name}` is empty.")
     found = [_turns(value) for value in values]
     if any(turns is not None for turns in (*found, _turns(prompt))):
@@ -112,11 +113,22 @@ def sides_of(kind: str, row: Mapping[str, Any]) -> Sides:
         shared, answers = str(prompt or ""), tuple(map(str, values))
     if len(answers) > 1 and answers[0] == answers[1]:
         raise RequestError("`chosen` and `rejected` are alike, which says nothing of what is better.")
-    margin = row.get("margin")
-    if margin is None and set(SCORES) <= row.keys():
-        margin = None if None in (row[SCORES[0]], row[SCORES[1]]) else float(row[SCORES[0]]) - float(row[SCORES[1]])
     label = _label(row["label"]) if kind == ANSWERS else 1
-    return Sides(shared, answers, float(margin or 0.0), label)
+    return Sides(shared, answers, _margin(row), label)
+
+
+def _margin(row: Mapping[str, Any]) -> float:
+    """0 for a row that gives none."""
+    names = ("margin",) if row.get("margin") is not None else SCORES
+    if any(row.get(name) is None for name in names):
+        return 0.0
+    try:
+        numbers = [float(row[name]) for name in names]
+    except (TypeError, ValueError):
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
+        raise RequestError(f"`{'` and `'.join(names)}` must be numbers: {quoted([row[name] for name in names])}.")
+    return numbers[0] if len(numbers) == 1 else numbers[0] - numbers[1]
 
 
 def single(rows: Sequence[Sides], needs_both: bool = True) -> list[Sides]:
@@ -138,14 +150,16 @@ def single(rows: Sequence[Sides], needs_both: bool = True) -> list[Sides]:
 
 
 def encoded(tokenizer: Any, row: Sides) -> list[TokensOfSide]:
-    """Of each answer the ids with its prompt, up to the last that is learnt. Raises RequestError."""
-    made = []
+    """Of each answer the ids with its prompt, up to the last that is learnt. Texts begin as `finetune generate` begins
+    a prompt, with the tokenizer's own mark; chat templates write theirs. Raises RequestError."""
+    made, begin = [], [] if row.is_chat else _begin(tokenizer)
     for answer in row.answers:
         if row.is_chat:
             before = [{**turn, "weight": NOT_LEARNT} for turn in row.prompt]
             ids, learnt, _ = conversation(tokenizer, [*before, *answer])
         else:
             ids, learnt, _ = completion(tokenizer, row.prompt, answer)
+            ids, learnt = [*begin, *ids], [False] * len(begin) + learnt
         end = max((i + 1 for i, used in enumerate(learnt) if used), default=0)
         if not end:
             raise RequestError(f"row {row.number + 1}: nothing of an answer is learnt: {quoted(answer)}.")
@@ -164,19 +178,45 @@ def fitted(sides: Sequence[TokensOfSide], most: int) -> tuple[list[TokensOfSide]
     return [(ids[cut:][:most], learnt[cut:][:most]) for ids, learnt in sides], True
 
 
-def with_others(rows: Sequence[tuple[list[TokensOfSide], bool]], most: int) -> list[tuple[list[TokensOfSide], bool]]:
-    """To each answer its prompt with the answer of the next row, by which KTO measures how far the policy has gone."""
+def _begin(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before every text, where that is a mark of the beginning."""
+    begin = tokenizer("", verbose=False)["input_ids"][:1]
+    return begin if begin == [tokenizer.bos_token_id] else []
+
+
+def with_others(
+    rows: Sequence[Sides], made: Sequence[tuple[list[TokensOfSide], bool]], most: int
+) -> list[tuple[list[TokensOfSide], bool]]:
+    """To each answer of `made`, which are the tokens of `rows`, its prompt with the answer to another one, by which KTO
+    measures how far the policy has gone."""
     found = []
-    for i, ([side], was_cut) in enumerate(rows):
-        ids, learnt = rows[(i + 1) % len(rows)][0][0]
+    for ([side], was_cut), number in zip(made, _others([_key(row.prompt) for row in rows]), strict=True):
+        ids, learnt = made[number][0][0]
         start, begin = side[1].index(True), learnt.index(True)
         other = (side[0][:start] + ids[begin:], side[1][:start] + learnt[begin:])
         found.append(([side, *fitted([other], most)[0]], was_cut))
     return found
 
 
+def _others(prompts: Sequence[str]) -> list[int]:
+    """For each row the number of another, each once: with the rows of each prompt together, the one that lies as many
+    further on as the most frequent prompt has rows. So it has another prompt, unless one has more than half of all."""
+    first: dict[str, int] = {}
+    for number, prompt in enumerate(prompts):
+        first.setdefault(prompt, number)
+    order = sorted(range(len(prompts)), key=lambda number: first[prompts[number]])
+    further = max(Counter(prompts).values()) % len(prompts) or 1
+    others = dict(zip(order, [*order[further:], *order[:further]], strict=True))
+    return [others[number] for number in range(len(prompts))]
+
+
+def _key(said: Any) -> str:
+    return json.dumps(said, sort_keys=True, default=str)
+
+
 def _label(value: Any) -> int:
-    word = str(int(value) if isinstance(value, bool | float) else value).strip().lower()
+    number = int(value) if isinstance(value, bool | float) and float(value).is_integer() else value
+    word = str(number).strip().lower()
     if word not in (*GOOD, *BAD):
         raise RequestError(f"`label` is {quoted(value)}, but it must be true or false.")
     return int(word in GOOD)
@@ -192,14 +232,18 @@ def _turns(value: Any) -> list[Turn] | None:
                 {"role": OF_SPEAKER[match[1]], "content": value[match.end() : end].strip()}
                 for match, end in zip(speakers, ends, strict=True)
             ]
-        value = from_json(value)
-    if isinstance(value, dict) and ("role" in value or "from" in value):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        read = from_json(value)
+        value = read if all(map(_is_turn, read if isinstance(read, list) else [read])) else None  # or JSON is learnt
+    if not value or isinstance(value, int | float):
         return None
-    if value and {"from", "value"} <= value[0].keys():
+    value = value if isinstance(value, list) else [value]
+    if all(isinstance(turn, dict) and "from" in turn for turn in value):
         value = TURNS[SHAREGPT]({"conversations": value})
     return turns_of(value, "keep")
+
+
+def _is_turn(read: Any) -> bool:
+    return isinstance(read, dict) and any({who, *what} <= read.keys() for who, *what in OF_TURNS)
 
 
 def _dialogues(prompt: Any, values: Sequence[Any], found: Sequence[list[Turn] | None]) -> tuple[Any, tuple[Any, ...]]:
@@ -221,6 +265,10 @@ def _dialogues(prompt: Any, values: Sequence[Any], found: Sequence[list[Turn] | 
     for turns in answers:
         if not any(turn["role"] == ASSISTANT and has_words(turn) for turn in turns):
             raise RequestError(f"one side has no answer of the assistant's beyond what both share: {quoted(turns)}.")
+        if turns[0]["role"] in ("user", "system"):
+            raise RequestError(
+                f"`chosen` and `rejected` do not answer one prompt: one goes on with {quoted(turns[0])}."
+            )
     return whole[0][:shared], answers
 
 

@@ -47,7 +47,7 @@ from finetune.run.launch import Launch
 from finetune.run.recipes.preference import PreferenceDataArguments
 from finetune.safe_read.bounded import each_bounded
 
-FORMAT = 1  # raise it when what is cached changes
+FORMAT = 2  # raise it when what is cached changes
 OF_PAIRS, OF_ANSWERS = ("chosen", "rejected"), ("answer", "other")
 
 
@@ -114,8 +114,8 @@ class PreferenceData:
 
 def collate(sides: tuple[str, str], pad: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """B rows to `input_ids`, `attention_mask` and `targets` (2 B, T): the token that follows each position, IGNORED
-    where none is learnt. The Trainer counts by `labels` (B,), which come first, and by `shift_labels`: without these it
-    would leave out the first row, as the first token of a text."""
+    where none is learnt. `places` (2 B,) number all texts, two to a row. The Trainer counts by `labels` (B,), which
+    come first, and by `shift_labels`: without these it would leave out the first row, as the first token of a text."""
     ids = [row[f"{side}_ids"] for side in sides for row in rows]
     learnt = [row[f"{side}_learnt"] for side in sides for row in rows]
     shape = len(ids), max(map(len, ids))
@@ -124,7 +124,7 @@ def collate(sides: tuple[str, str], pad: int, rows: Sequence[Mapping[str, Any]])
         "labels": one_each,
         "shift_labels": one_each,
         "desirable": torch.tensor([bool(row["label"]) for row in rows]),
-        "rows": torch.tensor([row["row"] for row in rows]),
+        "places": torch.tensor([2 * row["row"] + side for side in (0, 1) for row in rows]),
         "input_ids": torch.full(shape, pad),
         "attention_mask": torch.zeros(shape, dtype=torch.long),
         "targets": torch.full(shape, IGNORED),
@@ -268,7 +268,7 @@ class _Job:
         cut_to = [fitted(sides, self.block_size) for sides in made]
         names = OF_ANSWERS if self.is_single else OF_PAIRS
         if self.is_single:
-            cut_to = with_others(cut_to, self.block_size)
+            cut_to = with_others(rows, cut_to, self.block_size)
         table: list[dict[str, Any]] = []
         for i in sorted(range(len(rows)), key=lambda i: -max(len(ids) for ids, _ in cut_to[i][0])):
             (one, other), was_cut = cut_to[i]

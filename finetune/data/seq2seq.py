@@ -19,6 +19,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from finetune.data.builtin import parsed_file
 from finetune.data.classification import ClassificationData, Kind, prepare
 from finetune.data.columns import Columns, Labels, is_empty, said_columns
 from finetune.data.files import open_file
@@ -136,7 +137,8 @@ def _of_languages(table: Dataset, arguments: PairArguments, split: str) -> Datas
     if TRANSLATION not in table.column_names or arguments.source_column_name or arguments.target_column_name:
         return table
     there = list(getattr(table.features[TRANSLATION], "keys", list)())
-    asked = [(lang or "").split("_")[0] for lang in (arguments.source_lang, arguments.target_lang)]
+    said = [lang or "" for lang in (arguments.source_lang, arguments.target_lang)]
+    asked = [lang if lang in there else lang.split("_")[0] for lang in said]  # en, or as models write it, en_XX
     if not all(lang in there for lang in asked):
         raise RequestError(
             f"the {split} data has translations of {', '.join(map(plain, there)) or 'no languages'}. Say which is read "
@@ -186,8 +188,10 @@ def pair_encoder(
     def cut_to(length: int, **texts: list[str]) -> tuple[list[list[int]], list[bool]]:
         # One token more than is kept tells a row that was cut from one that just fits.
         ids = tokenizer(**texts, truncation=True, max_length=length + 1, return_attention_mask=False)["input_ids"]
-        shorter = tokenizer(**texts, truncation=True, max_length=length, return_attention_mask=False)["input_ids"]
-        return shorter, [len(one) > length for one in ids]
+        was_cut = [len(one) > length for one in ids]
+        if any(was_cut):
+            ids = tokenizer(**texts, truncation=True, max_length=length, return_attention_mask=False)["input_ids"]
+        return ids, was_cut
 
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         ids, source_cut = cut_to(max_length, text=[prefix + text for text in rows[SOURCE]])
@@ -235,21 +239,16 @@ def function_rows() -> dict[str, dict[str, list[str]]]:
     splits: dict[str, dict[str, str]] = {"train": {}, "validation": {}}
     for path in sorted(library.rglob("*.py")):
         package, *inner = path.relative_to(library).parts
-        if {package, *inner}.isdisjoint(SKIPPED):
+        if {package, *inner}.isdisjoint(SKIPPED) and (tree := parsed_file(path)):
             held_out = zlib.crc32(package.removesuffix(".py").encode()) % HELD_OUT_OF == 0
-            for source, line in _functions(path):
+            for source, line in _functions(tree):
                 splits["validation" if held_out else "train"].setdefault(source, line)
     seen = set(chain(splits["validation"], splits["validation"].values()))
     splits["train"] = {source: line for source, line in splits["train"].items() if seen.isdisjoint((source, line))}
     return {split: {SOURCE: list(found), TARGET: list(found.values())} for split, found in splits.items()}
 
 
-def _functions(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
-    except (SyntaxError, UnicodeDecodeError):
-        return
+def _functions(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
             continue

@@ -21,7 +21,8 @@ from finetune.data.tables import ROW
 from finetune.errors import RequestError
 from finetune.generation.batches import batches_of, rounds_of
 from finetune.models.adapters import check_adapter, kept_as, with_adapter
-from finetune.models.seq2seq import PairCollator, Seq2SeqSource, build_seq2seq, find_seq2seq_source, padded
+from finetune.models.seq2seq import PairCollator, Seq2SeqSource, build_seq2seq, find_seq2seq_source, read_as
+from finetune.models.source import positions_of
 from finetune.run.facts import NO_LIMIT
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.recipes.seq2seq import PairArguments, Seq2SeqModelArguments, WritingArguments
@@ -38,7 +39,8 @@ from finetune.training.trainer import FinetuneTrainer
 USUAL_METRICS = ("exact_match", "rouge")
 SAMPLES = {"predictions": ["one text", "another one"], "references": ["one text", "another"]}
 SHOWN_ROWS, SHOWN_CHARACTERS = 8, 160  # of the model card
-USE = """from transformers import {auto}, AutoTokenizer
+USE = """from {package} import {auto}
+from transformers import AutoTokenizer
 
 model = {auto}.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
@@ -63,9 +65,8 @@ def pair_source(session: Session) -> Seq2SeqSource:
 def pair_model(session: Session, source: Seq2SeqSource, data: PairData) -> tuple[Any, Data]:
     """The model with its adapter, and the data with a collator that shifts targets as the model does."""
     kept = kept_as(session.run, source.adapter, session.training.bf16)
-    language = session[PairArguments].target_lang
-    base = build_seq2seq(session[Seq2SeqModelArguments], source, data.tokenizer, language, kept)
-    base.accepts_loss_kwargs = False  # the loss is models.seq2seq.pair_loss
+    base = build_seq2seq(session[Seq2SeqModelArguments], source, data.tokenizer, kept)
+    base.accepts_loss_kwargs = False  # the recipe's loss divides by itself
     model = with_adapter(base, session[AdapterArguments], source.adapter, session.run.recipe.task)
     return model, Data(data.splits, PairCollator(data.tokenizer, base), data.processor, data.lengths)
 
@@ -77,10 +78,8 @@ class PairMetrics:
     labels: Labels = PAIRS
 
     def __init__(self, names: Sequence[str]) -> None:
-        kind = self.labels.task.replace("_", " ")
-        self.metrics: tuple[Metric, ...] = load_metrics(
-            names, None, SAMPLES, kind, (LOSS, "perplexity", "token_accuracy")
-        )
+        own = (LOSS, "perplexity", "token_accuracy")
+        self.metrics: tuple[Metric, ...] = load_metrics(names, None, SAMPLES, "text to text", own)
 
     def __call__(self, evaluated: Any) -> dict[str, float]:
         nats, right, count = np.asarray(evaluated.predictions, dtype=np.float64).sum(axis=0)
@@ -117,9 +116,14 @@ class PairTrainer(FinetuneTrainer):
     most_new: int
 
     def judge_texts(self, session: Session, source: Seq2SeqSource, metrics: PairMetrics) -> None:
-        """Call it before the trainer is used."""
+        """Call it before the trainer is used. Raises RequestError for more tokens than the model can write."""
         self.asked, self.metrics = session[WritingArguments], metrics
         self.most_new = self.asked.generation_max_length or source.max_target_length
+        if self.most_new > (positions := positions_of(source.config)):
+            raise RequestError(
+                f"--generation_max_length is {self.most_new}, but the model has {positions} positions. Give at most "
+                "those."
+            )
         self.written: dict[str, list[str]] = {}
 
     def more_figures(self, dataset: Any, prefix: str) -> dict[str, float]:
@@ -163,8 +167,7 @@ class PairTrainer(FinetuneTrainer):
     def _generate(self, sources: list[list[int]]) -> list[list[int]]:
         """What the model writes, in tokens, with what it puts before and behind."""
         tokenizer, device = self.processing_class, self.args.device
-        ids = padded(sources, tokenizer.pad_token_id).to(device)  # (B, S)
-        mask = padded([[1] * len(one) for one in sources], 0).to(device)
+        ids, mask = (one.to(device) for one in read_as(sources, tokenizer.pad_token_id))
         beams = {"num_beams": self.asked.num_beams} if self.asked.num_beams else {}
         with torch.no_grad():
             made = self.model.generate(
@@ -187,8 +190,7 @@ def write_pair_report(
     best = "eval_rougeL" if "rougeL" in trainer.metrics.greater_is_better else "eval_token_accuracy"
     adapted = session.run.value("use_peft") and session.training.do_train
     prefix = json.dumps(session[PairArguments].source_prefix or "", ensure_ascii=False)[1:-1]
-    auto = "AutoPeftModelForSeq2SeqLM" if adapted else "AutoModelForSeq2SeqLM"
-    use = USE.format(auto=auto, prefix=prefix, most=trainer.most_new)
+    package, auto = ("peft", "AutoPeftModelForSeq2SeqLM") if adapted else ("transformers", "AutoModelForSeq2SeqLM")
     card = Card(
         task="text to text",
         pipeline_tag="text2text-generation",
@@ -201,16 +203,13 @@ def write_pair_report(
             *sentences(data.columns, *account.notes),
         ],
         pictures=pictures_of(folder, best),
-        use=use.replace("transformers import AutoPeft", "peft import AutoPeft").replace(
-            "ForSeq2SeqLM, AutoTokenizer", "ForSeq2SeqLM\nfrom transformers import AutoTokenizer"
-        ) if adapted else use,
+        use=USE.format(package=package, auto=auto, prefix=prefix, most=trainer.most_new),
         tables=tables,
     )  # fmt: skip
     write_card(folder, card)
 
     def base() -> Any:
-        language = session[PairArguments].target_lang
-        return build_seq2seq(session[Seq2SeqModelArguments], source, data.tokenizer, language)
+        return build_seq2seq(session[Seq2SeqModelArguments], source, data.tokenizer)
 
     return merged(session, source, data, base)
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, T5Con
 
 from finetune.data.columns import IGNORED
 from finetune.data.tokenizer import rows_of
-from finetune.errors import RequestError
+from finetune.errors import RequestError, first_line
 from finetune.models.source import (
     IN_FP32,
     Kept,
@@ -68,25 +68,38 @@ def find_seq2seq_source(arguments: Seq2SeqModelArguments, pairs: PairArguments) 
     return Seq2SeqSource(config, tokenizer, *lengths, model.words, model.hub_id, place, model.adapter)
 
 
+def _has_languages(tokenizer: Any) -> bool:
+    """Whether it is of many languages, as mBART's, M2M100's and NLLB's are."""
+    return hasattr(tokenizer, "set_tgt_lang_special_tokens")
+
+
 def _set_languages(tokenizer: Any, pairs: PairArguments) -> None:
-    """Of a tokenizer of many languages, such as mBART's. Raises RequestError for one that it does not know."""
-    for attribute, lang in (("src_lang", pairs.source_lang), ("tgt_lang", pairs.target_lang)):
-        if not hasattr(tokenizer, attribute) or lang is None:
-            continue
+    """Raises RequestError for a language that the tokenizer does not know, and where one is not said: it would take
+    another in silence."""
+    if not _has_languages(tokenizer):
+        return
+    for flag, attribute, side in (("source_lang", "src_lang", "text"), ("target_lang", "tgt_lang", "text_target")):
+        lang = getattr(pairs, flag)
+        if lang is None:
+            raise RequestError(
+                "the model's tokenizer is of many languages. Say which is read and which is written by --source_lang "
+                "and --target_lang, as the model writes them, such as en_XX."
+            )
         try:
             setattr(tokenizer, attribute, lang)
-        except (KeyError, ValueError) as error:
+            is_known = tokenizer.unk_token_id not in tokenizer(**{side: ""})["input_ids"]
+        except (KeyError, ValueError):
+            is_known = False
+        if not is_known:
             raise RequestError(
-                f"{lang!r} is no language of the model's tokenizer. Write it as the model does, such as en_XX."
-            ) from error
+                f"--{flag} {lang}: the model's tokenizer has no such language. Write it as the model does, such as "
+                "en_XX."
+            )
 
 
-def build_seq2seq(
-    arguments: Seq2SeqModelArguments, source: Seq2SeqSource, tokenizer: Any, target_lang: str | None = None,
-    kept: Kept = IN_FP32,
-) -> Any:  # fmt: skip
+def build_seq2seq(arguments: Seq2SeqModelArguments, source: Seq2SeqSource, tokenizer: Any, kept: Kept = IN_FP32) -> Any:
     """The model. Build it after `TrainingArguments`: ZeRO-3 shards a pretrained one then. Raises RequestError where the
-    tokenizer has more tokens than it embeds."""
+    tokenizer has more tokens than it embeds, and where the config does not say what a text begins with."""
     config = source.config
     if source.pretrained is None:
         config.vocab_size = rows_of(tokenizer)
@@ -101,9 +114,26 @@ def build_seq2seq(
         )
     is_local = source.hub_id is None
     model = load_weights(AutoModelForSeq2SeqLM, source.pretrained, config, is_local, arguments, kept)
-    if target_lang and hasattr(tokenizer, "tgt_lang"):  # the first token that is written says the language
-        model.generation_config.forced_bos_token_id = tokenizer.convert_tokens_to_ids(target_lang)
+    if _has_languages(tokenizer):
+        _write_language(model, tokenizer)
+    try:
+        shifted(model, torch.full((1, 2), (config.pad_token_id or 0) + 1))  # of tokens, and no padding
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise RequestError(
+            f"{source.description}: its config.json does not say what a written text begins with "
+            f"({first_line(error)}). Add decoder_start_token_id and pad_token_id there."
+        ) from error
     return model
+
+
+def _write_language(model: Any, tokenizer: Any) -> None:
+    """Tell generation the language as targets do: it is the first token of a text, or, for the first mBART, the last,
+    which goes before the first when targets are shifted."""
+    ids = tokenizer(text_target="")["input_ids"]
+    if ids[0] == tokenizer.eos_token_id:
+        model.generation_config.decoder_start_token_id = model.config.decoder_start_token_id = ids[-1]
+    else:
+        model.generation_config.forced_bos_token_id = ids[0]
 
 
 @dataclass(frozen=True)
@@ -116,29 +146,29 @@ class PairCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Tensors (B, S) and (B, T). A loss of ours takes `labels` from what the model is given, which then could not
         make `decoder_input_ids` by itself."""
-        ids = padded([row["input_ids"] for row in rows], self.tokenizer.pad_token_id)
-        mask = padded([[1] * len(row["input_ids"]) for row in rows], 0)
+        ids, mask = read_as([row["input_ids"] for row in rows], self.tokenizer.pad_token_id)
         labels = padded([row["labels"] for row in rows], IGNORED)
-        shifted = self.model.prepare_decoder_input_ids_from_labels(labels=labels)
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels, "decoder_input_ids": shifted}
+        read = shifted(self.model, labels)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels, "decoder_input_ids": read}
+
+
+def shifted(model: Any, labels: torch.Tensor) -> torch.Tensor:
+    """(B, T): what the decoder reads to predict `labels`, as `model` makes it. Some have no function for that (M2M100,
+    NLLB, Blenderbot in transformers 5.23), and shift by their start token within their forward."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        own: torch.Tensor = model.prepare_decoder_input_ids_from_labels(labels=labels)
+        return own
+    start = labels.new_full((len(labels), 1), model.config.decoder_start_token_id)
+    read = torch.cat([start, labels[:, :-1]], dim=1)
+    return read.masked_fill(read == IGNORED, model.config.pad_token_id)
+
+
+def read_as(sources: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, (B, S) each, of what the encoder reads."""
+    return padded(sources, pad), padded([[1] * len(one) for one in sources], 0)
 
 
 def padded(rows: list[list[int]], value: int) -> torch.Tensor:
     """(B, longest), filled up on the right."""
     longest = max(map(len, rows))
     return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
-
-
-def pair_loss(label_smoothing: float) -> Any:
-    """The Trainer's `compute_loss_func`: the sum over the target tokens of the global batch by their number, in fp32;
-    logits (B, T, V), labels (B, T). With smoothing each token's loss is (1 - s) of its own and s of the mean over the
-    vocabulary (arXiv 1512.00567, section 7), summed and divided alike."""
-
-    def compute(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        logits = outputs["logits"].float().flatten(0, 1)
-        total = torch.nn.functional.cross_entropy(
-            logits, labels.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
-        )
-        return total / ((labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
-
-    return compute

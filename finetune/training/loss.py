@@ -87,11 +87,16 @@ def settle_trainer(trainer: Any) -> None:
         trainer.model_accepts_loss_kwargs = any(found)
 
 
-def token_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+def token_loss(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, label_smoothing: float = 0.0
+) -> torch.Tensor:
     """A `compute_loss_func` for models with a label a token, whose own loss is a mean over each micro-batch: logits
-    (B, T, V), labels (B, T) with -100 where none is. Let a sequence-to-sequence collator make `decoder_input_ids`."""
+    (B, T, V), labels (B, T) with -100 where none is. Let a sequence-to-sequence collator make `decoder_input_ids`. With
+    smoothing each token's loss is (1 - s) of its own and s of the mean over the vocabulary (arXiv 1512.00567,
+    section 7)."""
     logits = outputs["logits"].float().flatten(0, 1)
-    total = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    entropy = torch.nn.functional.cross_entropy
+    total = entropy(logits, labels.flatten(), reduction="sum", label_smoothing=label_smoothing)
     return total / ((labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
 

@@ -7,6 +7,7 @@ are computed once, by all ranks, and kept in the cache; --reference online keeps
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,15 +39,8 @@ COLUMNS = ("loss", "reward_chosen", "reward_rejected", "logp_chosen", "logp_reje
 def settings_of(session: Session) -> Settings:
     """What the flags say of the loss."""
     asked = session[PreferenceArguments]
-    return Settings(
-        asked.loss,
-        BETAS[asked.loss] if asked.beta is None else asked.beta,
-        asked.label_smoothing,
-        asked.length_normalization,
-        asked.target_margin,
-        asked.desirable_weight,
-        asked.undesirable_weight,
-    )
+    beta = BETAS[asked.loss] if asked.beta is None else asked.beta
+    return Settings(**{name: getattr(asked, name) for name in Settings.__annotations__} | {"beta": beta})
 
 
 def mean_loss(outputs: dict[str, Tensor], labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -84,7 +78,7 @@ class PreferenceTrainer(FinetuneTrainer):
 
     def judge(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Of B rows the COLUMNS (B, 6)."""
-        rows, count = inputs["rows"], len(inputs["rows"])
+        count = len(inputs["desirable"])
         if self.settings.loss == "kto":
             return self._judge_single(model, inputs)
         if self.settings.loss == "reward":
@@ -94,19 +88,20 @@ class PreferenceTrainer(FinetuneTrainer):
             logps, tokens = self.log_probabilities(model, inputs)
         of_reference = self._of_reference(model, inputs, logps)
         sides: Any = [side for some in (logps, tokens, of_reference) for side in some.split(count)]
-        pairs = Pairs(*[*sides, self.margins[rows.cpu()].to(logps.device)])
+        margins = self.margins[inputs["places"][:count].cpu() // 2]
+        pairs = Pairs(*[*sides, margins.to(logps.device)])
         losses, chosen, rejected = LOSSES[self.settings.loss](pairs, self.settings)
         return torch.stack([losses, chosen, rejected, *sides[:2], torch.zeros_like(losses)], dim=1)
 
     def _judge_single(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """In training the answers alone, by the baseline of their step; else that of the batch, which the metrics put
         right."""
-        count, learns = len(inputs["rows"]), torch.is_grad_enabled()
+        count, learns = len(inputs["desirable"]), torch.is_grad_enabled()
         some = first_half(inputs, count) if learns else inputs
         logps, _ = self.log_probabilities(model, some)
         ratios = logps - self._of_reference(model, some, logps)
-        others = torch.zeros(count, device=ratios.device) if learns else ratios[count:]
-        baseline = self.baseline if learns else others.mean().clamp(min=0)
+        others = self.baseline.expand(count) if learns else ratios[count:]
+        baseline = others.mean().clamp(min=0)
         good = inputs["desirable"]
         losses, rewards = kto(ratios[:count], good, baseline, self.settings)
         parts = [(value, where) for value in (rewards, logps[:count]) for where in (good, ~good)]
@@ -130,15 +125,15 @@ class PreferenceTrainer(FinetuneTrainer):
         if form == "none":
             return torch.zeros_like(like)
         if self.reference.values is not None:
-            return self.reference.values[inputs["rows"].cpu()].T.reshape(-1)[: len(like)].to(like.device)
-        with torch.no_grad(), self._without_adapter() if form != "online" else contextlib.nullcontext():
-            asked = self.reference.model if form == "online" else model
-            with evaluating(asked):
-                return self.log_probabilities(asked, inputs)[0]
+            return self.reference.values.reshape(-1)[inputs["places"].cpu()].to(like.device)
+        asked = self.reference.model if form == "online" else model
+        with torch.no_grad(), self._as_reference(), evaluating(asked):
+            return self.log_probabilities(asked, inputs)[0]
 
-    def _without_adapter(self) -> Any:
+    def _as_reference(self) -> Any:
+        """The model without its adapter, where that is the reference."""
         model = self.accelerator.unwrap_model(self.model)
-        return model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
+        return model.disable_adapter() if self.reference.is_base else contextlib.nullcontext()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """As the Trainer's; and KTO's baseline, over all ranks and micro-batches of the step."""
@@ -147,13 +142,9 @@ class PreferenceTrainer(FinetuneTrainer):
             total = torch.zeros((), device=self.args.device)
             with torch.no_grad(), evaluating(self.model_wrapped):
                 for sample in samples:
-                    others = second_half(self._prepare_inputs(sample), len(sample["rows"]))
+                    others = second_half(self._prepare_inputs(sample), len(sample["desirable"]))
                     logps, _ = self.log_probabilities(self.model_wrapped, others)
-                    values = self.reference.values
-                    if values is not None:
-                        total += (logps - values[sample["rows"].cpu()][:, 1].to(logps.device)).sum()
-                    else:
-                        total += (logps - self._of_reference(self.model_wrapped, others, logps)).sum()
+                    total += (logps - self._of_reference(self.model_wrapped, others, logps)).sum()
             self.baseline = (self.accelerator.reduce(total, "sum") / items).clamp(min=0)
         return samples, items
 
@@ -164,8 +155,10 @@ class PreferenceTrainer(FinetuneTrainer):
             sums = torch.stack([rows.nansum(0), (~rows.isnan()).sum(0)])
             right = torch.stack([_in_order(rows[:, 1] - rows[:, 2]).sum(), rows.new_tensor(len(rows))])
             sums, right = self._sum_over_ranks(sums), self._sum_over_ranks(right)
-            means = dict(zip(COLUMNS, (sums[0] / sums[1].clamp(min=1)).tolist(), strict=True))
-            logs.update(_named(means, None if self.settings.loss == "kto" else float(right[0] / right[1])))
+            means = dict(zip(COLUMNS, (sums[0] / sums[1]).tolist(), strict=True))
+            accuracy = None if self.settings.loss == "kto" else float(right[0] / right[1])
+            named = _named(means, self.settings, accuracy)
+            logs.update({name: value for name, value in named.items() if not math.isnan(value)})  # of no such row
             self.seen = []
         super().log(logs, start_time)
 
@@ -177,8 +170,7 @@ class PreferenceTrainer(FinetuneTrainer):
         kept = Path(self.args.output_dir) / MISSING
         begins = range(0, len(table), PIECE_ROWS)
         found = of_first(read_pieces(folder, kept, self.reference.key, begins) if leads() else {})
-        moved = self.state.global_step > 0 and not hasattr(self.accelerator.unwrap_model(self.model), "peft_config")
-        if moved and len(found) < len(begins):
+        if self.state.global_step > 0 and not self.reference.is_base and len(found) < len(begins):
             raise RequestError(
                 f"--resume: the reference's log-probabilities are neither in {kept} nor in {folder} ($FINETUNE_CACHE), "
                 "and the model has moved on since. Start the run again, or go on with --reference online."
@@ -196,7 +188,7 @@ class PreferenceTrainer(FinetuneTrainer):
     def _piece(self, table: Any, rows: range) -> npt.NDArray[Any]:
         """(rows, 2): each rank computes its share of every batch."""
         size, world, rank, parts = self.args.eval_batch_size, self.args.world_size, self.args.process_index, []
-        with torch.no_grad(), self._without_adapter(), evaluating(self.model_wrapped):
+        with torch.no_grad(), self._as_reference(), evaluating(self.model_wrapped):
             for begin in range(rows.start, rows.stop, size * world):
                 self.progress()
                 some = range(begin, min(begin + size * world, rows.stop))
@@ -242,10 +234,11 @@ def _in_order(margins: Any) -> Any:
     return (margins > 0) + 0.5 * (margins == 0)
 
 
-def _named(means: dict[str, float], accuracy: float | None) -> dict[str, float]:
+def _named(means: dict[str, float], settings: Settings, accuracy: float | None) -> dict[str, float]:
     """Figures by name, but for the loss."""
     own = {name: means[name] for name in COLUMNS[1:5]}
     own["reward_margin"] = own["reward_chosen"] - own["reward_rejected"]
+    own |= {"kl": max(means["divergence"], 0.0)} if settings.loss == "kto" else {}
     return own if accuracy is None else {"preference_accuracy": accuracy, **own}
 
 
@@ -268,6 +261,6 @@ def preference_metrics(session: Session) -> Callable[[Any], dict[str, float]]:
         else:
             accuracy = float(_in_order(rows[:, 1] - rows[:, 2]).mean())
         means = dict(zip(COLUMNS, np.nanmean(rows, axis=0).tolist(), strict=True))
-        return {"loss": loss, **_named(means, accuracy)}
+        return {"loss": loss, **_named(means, settings, accuracy)}
 
     return metrics

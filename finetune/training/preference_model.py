@@ -20,11 +20,10 @@ from finetune.data.preferences import PreferenceData
 from finetune.errors import RequestError
 from finetune.models.adapters import check_adapter, kept_as, with_adapter
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
-from finetune.models.chunked_loss import refusal, use_chunked_loss
+from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
 from finetune.models.gptlite import GPTLiteForSequenceClassification
 from finetune.models.gptlite_weights import draw_weights
 from finetune.models.source import load_weights
-from finetune.run.facts import loss_chunk_tokens
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.recipes.preference import OF_REFERENCE, PreferenceArguments, PreferenceDataArguments
@@ -41,45 +40,52 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 model = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-print(model(**tokenizer("A prompt and its answer", return_tensors="pt")).logits)  # the greater, the better"""
+text = "A prompt and its answer" + (tokenizer.eos_token or "")  # it is judged at its end, as in training
+print(model(**tokenizer(text, return_tensors="pt")).logits)  # the greater, the better"""
 
 
 @dataclass
 class Reference:
     """`form` is "none", "adapter", "cached" or "online"; `key` names what cached values are of, `model` is a second one
-    and `values` (rows, 2) are the log-probabilities of both sides."""
+    and `values` (rows, 2) are the log-probabilities of both sides. `is_base`: it is the model without its adapter."""
 
     form: str
+    is_base: bool = False
     key: str = ""
     model: Any = None
     values: Tensor | None = None
 
 
-def form_of(session: Session, has_adapter: bool) -> str:
-    """Of the reference. Raises RequestError where nobody knows what the model was before its training."""
-    asked = session[PreferenceArguments]
+def reference_of(session: Session, source: CausalSource) -> Reference:
+    """Its form: of a new adapter the base model, of one that is trained further the adapter as it was. Raises
+    RequestError where nobody knows what the model was before its training."""
+    asked, trains = session[PreferenceArguments], session.training.do_train
     if asked.loss not in OF_REFERENCE:
-        return "none"
-    if has_adapter:
-        return "cached" if asked.reference == "cached" else "adapter"
-    if not session.training.do_train:
+        return Reference("none")
+    has_adapter = bool(session.run.value("use_peft") or source.adapter)
+    if has_adapter and asked.reference == "online":
+        raise RequestError("--reference online: an adapter's reference needs no second model. Drop it.")
+    if has_adapter and not (source.adapter and trains):
+        return Reference("cached" if asked.reference == "cached" else "adapter", is_base=True)
+    if not trains:
         raise RequestError(
             f"--do_train False: --loss {asked.loss} measures a model by what it was before it was trained, and of a "
             "whole model nobody knows that. Evaluate an adapter, or by --loss simpo, which has no reference."
         )
-    return "online" if asked.reference == "online" else "cached"
+    return Reference("online" if asked.reference == "online" else "cached")
 
 
 def reference_key(session: Session, source: CausalSource, data: PreferenceData, config: Any) -> str:
     """All that decides the reference's log-probabilities: the model, its precision, and the rows, which the data, the
-    tokenizer and the block size have made."""
+    tokenizer and the block size have made. The seed draws the weights of a new model and of new tokens."""
     run, training = session.run, session.training
     return cache_key(
         FORMAT,
         [digests.of_rows(split) for split in data.splits.values()],
         config.to_json_string(use_diff=False),
         digests.of_base(run.value("model_name_or_path"), run.value("model_revision"), whole=True),
-        None if source.pretrained else training.seed,
+        digests.of_base(str(source.adapter) if source.adapter else None, None, whole=True),
+        training.seed if source.pretrained is None or run.value("resize_embeddings") else None,
         [training.bf16, training.fp16, run.value("dtype"), run.value("load_in_4bit")],
     )
 
@@ -109,7 +115,7 @@ def preference_source(session: Session) -> CausalSource:
     check_adapter(run, source.adapter, session.shards_weights)
     if session[PreferenceArguments].loss == "reward" and run.value("merge_adapter"):
         raise RequestError(f"{run.said('merge_adapter')}: a model of rewards is not merged yet. Drop it.")
-    form_of(session, bool(run.value("use_peft") or source.adapter))
+    reference_of(session, source)  # refused before the data are prepared
     if training.metric_for_best_model and "greater_is_better" not in run.given:
         training.greater_is_better = not training.metric_for_best_model.endswith("loss")
     return source
@@ -127,10 +133,10 @@ def preference_model(session: Session, source: CausalSource, data: PreferenceDat
     base.accepts_loss_kwargs = False  # the trainer divides by itself
     task = "text-classification" if is_reward else run.recipe.task
     model = with_adapter(base, session[AdapterArguments], source.adapter, task)
-    chunk = 0 if is_reward else _chunk(arguments.loss_chunk_tokens, base, training.device.type)
+    chunk = 0 if is_reward else choose_chunk_tokens(arguments.loss_chunk_tokens, base, training.device.type)
     if chunk:
         use_chunked_loss(model, chunk, by_row=True)
-    reference = Reference(form_of(session, hasattr(model, "peft_config")))
+    reference = reference_of(session, source)
     if reference.form == "cached":
         reference.key = reference_key(session, source, data, base.config)
     if reference.form == "online":
@@ -139,15 +145,6 @@ def preference_model(session: Session, source: CausalSource, data: PreferenceDat
             use_chunked_loss(second, chunk, by_row=True)
         reference.model = _placed(session, second)
     return model, reference
-
-
-def _chunk(asked: int | None, base: Any, device: str) -> int:
-    """Rows of logits at a time; 0 for all of them. Raises RequestError where the model cannot do what is asked."""
-    chunk = loss_chunk_tokens(asked, base.config.get_text_config().vocab_size, device)
-    why = refusal(base) if chunk else None
-    if why and asked:
-        raise RequestError(f"--loss_chunk_tokens {asked}: {why}. Set it to 0.")
-    return 0 if why else chunk
 
 
 def _placed(session: Session, second: Any) -> Any:

@@ -16,10 +16,17 @@ import pytest
 import torch
 from conftest import TINY
 from page_reader import is_plain
+from transformers import T5Config, T5ForConditionalGeneration
 
 from finetune import load_run, train
+from finetune.api.opening import AUTO
 from finetune.api.training import _why
+from finetune.api.words import words_of
 from finetune.errors import InterruptedRunError, RequestError, RunError
+from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM, GPTLiteForSequenceClassification
+from finetune.run.choose import recipes
+from finetune.run.launch import Launch
+from finetune.run.resolve import resolve_here
 
 SMALL = {**TINY, "max_steps": 2, "max_train_samples": 64}
 
@@ -163,6 +170,32 @@ def test_a_strangers_folder_is_read_and_nothing_of_it_runs(tmp_path: Path) -> No
     assert [row["loss"] for row in run.history] == [2.0, 1.0]
     with pytest.raises(RequestError, match="the model cannot be opened"):
         _ = run.model
+
+
+def test_a_value_that_begins_as_a_flag_does_is_a_value() -> None:
+    words = words_of({"source_prefix": "--sum: ", "metrics": ["chrf", "ter"], "bf16": False, "model_size": None})
+    run = resolve_here(recipes()["seq2seq"], [*words, "--output_dir", "unused"], Launch())
+    assert run.value("source_prefix") == "--sum: "
+    assert words[1:] == ["--metrics", "chrf", "ter", "--bf16", "False"]
+
+
+def test_every_recipe_has_a_class_that_its_models_open_by() -> None:
+    assert {recipe.task for recipe in recipes().values()} <= AUTO.keys()
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [("recipe: seq2seq\n", T5ForConditionalGeneration),
+                         ("recipe: preference\nloss: reward\n", GPTLiteForSequenceClassification),
+                         ("recipe: preference\nloss: dpo\n", GPTLiteForCausalLM)])  # fmt: skip
+def test_a_model_opens_by_what_its_run_was_for(recipe: str, kind: Any, tmp_path: Path) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1}
+    if kind is T5ForConditionalGeneration:
+        config: Any = T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    else:
+        config = GPTLiteConfig(vocab_size=32, **shape)
+    kind(config).save_pretrained(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert type(load_run(tmp_path).model) is kind
 
 
 @pytest.mark.parametrize(("recipe", "said"), [("recipe: nonsense\n", "names none of"), ("", "names none of")])

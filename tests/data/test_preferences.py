@@ -73,6 +73,31 @@ def test_a_row_that_says_nothing_is_refused(row: dict[str, Any], said: str) -> N
         sides_of(PAIRS, row)
 
 
+@pytest.mark.parametrize("text", ["[]", '[{"name": "f", "arguments": {}}]', '{"role": "admin"}', "3"])
+def test_an_answer_in_json_is_a_text_unless_it_is_a_conversation(text: str) -> None:
+    assert sides_of(PAIRS, {"prompt": "p", "chosen": text, "rejected": "b"}).answers == (text, "b")
+
+
+@pytest.mark.parametrize(
+    "more", [{"margin": "large"}, {"margin": float("nan")}, {"score_chosen": "n/a", "score_rejected": "3"}]
+)
+def test_a_margin_that_is_no_number_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="must be numbers"):
+        sides_of(PAIRS, {"prompt": "p", "chosen": "a", "rejected": "b", **more})
+
+
+@pytest.mark.parametrize("label", [0.7, float("nan"), None, 2])
+def test_a_label_that_is_neither_true_nor_false_is_refused(label: Any) -> None:
+    with pytest.raises(RequestError, match="must be true or false"):
+        sides_of(ANSWERS, {"prompt": "p", "completion": "a", "label": label})
+
+
+def test_answers_to_unlike_prompts_are_refused() -> None:
+    other = {"role": "user", "content": "Bye"}
+    with pytest.raises(RequestError, match="do not answer one prompt"):
+        sides_of(PAIRS, {"chosen": [USER, GOOD], "rejected": [other, BAD]})
+
+
 def test_other_rows_name_the_recipe_or_the_loss_that_they_are_for() -> None:
     with pytest.raises(RequestError, match=r"recipes/causal_lm\.py"):
         find_preferences(["messages"], "rows", False)
@@ -113,9 +138,33 @@ def test_of_conversations_the_answers_are_learnt_with_their_end() -> None:
 
 def test_the_other_answer_of_kto_is_that_of_another_row() -> None:
     rows = single([sides_of(PAIRS, {"prompt": "p", "chosen": "a", "rejected": "bc"})])
-    made = with_others([fitted(encoded(BYTES, row), 64) for row in rows], 64)
+    made = with_others(rows, [fitted(encoded(BYTES, row), 64) for row in rows], 64)
     assert [[BYTES.decode(ids, skip_special_tokens=True) for ids, _ in sides] for sides, _ in made] == [
         ["pa", "pbc"], ["pbc", "pa"]]  # fmt: skip
+
+
+def test_the_other_answer_of_kto_belongs_to_another_prompt_and_each_answer_serves_once() -> None:
+    pairs = [sides_of(PAIRS, {"prompt": f"{p}", "chosen": f"{p}a", "rejected": f"{p}b"}) for p in (1, 2, 1, 3, 4)]
+    rows = single(pairs)
+    made = with_others(rows, [fitted(encoded(BYTES, row), 64) for row in rows], 64)
+    read = [[BYTES.decode(ids, skip_special_tokens=True) for ids, _ in sides] for sides, _ in made]
+    assert [own[0] == own[1] for own, _ in read] == [True] * 10, "its prompt before its own answer"
+    assert all(other[0] == own[0] != other[1] for own, other in read), "and before another prompt's"
+    assert sorted(other[1:] for _, other in read) == sorted(own[1:] for own, _ in read)
+
+
+def test_texts_begin_with_the_mark_that_the_tokenizer_begins_texts_with() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    marking = train_text_tokenizer("byte", ["a"], 257, 64, with_end=True)
+    marking.add_special_tokens({"bos_token": "<s>"})
+    marking.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", marking.bos_token_id)]
+    )
+    row = sides_of(PAIRS, {"prompt": "p", "chosen": "a", "rejected": "b"})
+    for ids, learnt in encoded(marking, row):
+        assert ids[:2] == marking("p")["input_ids"]
+        assert learnt == [False, False, True, True]
 
 
 def test_a_batch_predicts_the_next_token_of_answers_and_pads_on_the_right() -> None:
@@ -125,6 +174,7 @@ def test_a_batch_predicts_the_next_token_of_answers_and_pads_on_the_right() -> N
     assert batch["input_ids"].tolist() == [[1, 2, 3], [1, 4, 0]]
     assert batch["targets"].tolist() == [[2, 3, -100], [4, -100, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["places"].tolist() == [14, 15]
     assert next(iter(batch)) == "labels", "the Trainer counts by the first"
 
 

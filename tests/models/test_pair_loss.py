@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 
 from finetune.data.columns import IGNORED
 from finetune.data.seq2seq import train_tokenizer
-from finetune.models.seq2seq import PairCollator, pair_loss
+from finetune.models.seq2seq import PairCollator
+from finetune.training.loss import token_loss
 
 LENGTHS = (5, 1, 3, 7)
 VOCABULARY = 11
@@ -39,7 +41,7 @@ def by_numpy(logits: Any, labels: Any, smoothing: float) -> float:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_is_that_of_numpy_however_rows_are_spread(smoothing: float) -> None:
     logits, labels = batch_of(LENGTHS)
-    count, compute = sum(LENGTHS), pair_loss(smoothing)
+    count, compute = sum(LENGTHS), partial(token_loss, label_smoothing=smoothing)
     expected = by_numpy(logits.double().numpy(), labels.numpy(), smoothing) / count
     assert compute({"logits": logits}, labels).item() == pytest.approx(expected, rel=1e-5)
     parts = [compute({"logits": logits[rows]}, labels[rows], torch.tensor(count)) for rows in ([0], [1, 2], [3])]
@@ -80,5 +82,5 @@ def test_the_decoder_reads_what_the_model_would_make_of_the_labels(kind: str) ->
     assert batch["attention_mask"].sum() == sum(len(row["input_ids"]) for row in rows)
     with torch.no_grad():
         own = model(**{name: batch[name] for name in ("input_ids", "attention_mask", "labels")}).loss
-        ours = pair_loss(0.0)(model(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"])
+        ours = token_loss(model(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"])
     assert ours.item() == pytest.approx(own.item(), rel=1e-5)

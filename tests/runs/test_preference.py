@@ -132,6 +132,23 @@ def test_an_adapters_reference_is_the_model_without_it(one_rank: Finished, tmp_p
 
 
 @pytest.mark.nightly
+def test_an_adapter_that_is_trained_further_is_measured_by_what_it_was(one_rank: Finished, tmp_path: Path) -> None:
+    flags = {"use_peft": True, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
+    first = run("python", tmp_path / "first", {**flags, "model_name_or_path": one_rank.folder})
+    further = run("python", tmp_path / "further", {**flags, "model_name_or_path": first.folder})
+    assert further.steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert further.steps[0]["logp_chosen"] != pytest.approx(first.steps[0]["logp_chosen"], abs=1e-3)
+    assert (further.folder / "reference.npz").is_file()
+
+
+def test_a_second_model_beside_an_adapter_is_refused(one_rank: Finished, tmp_path: Path) -> None:
+    flags = {"model_name_or_path": one_rank.folder, "use_peft": True, "reference": "online"}
+    done = run("python", tmp_path / "run", flags, check=False)
+    assert done.status == 2
+    assert "needs no second model" in done.output
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("config", ["none", "zero2", "zero3"])
 def test_adapters_learn_the_same_on_two_ranks(config: str, one_rank: Finished, tmp_path: Path) -> None:
     flags = {"model_name_or_path": one_rank.folder, "use_peft": True}
@@ -161,10 +178,19 @@ def test_a_model_of_rewards_opens_and_scores_the_better_answer_higher(tmp_path: 
     done = run("python", tmp_path / "run", {**flags, "tokenizer": "byte"})
     model = AutoModelForSequenceClassification.from_pretrained(str(done.folder)).eval()
     tokenizer = AutoTokenizer.from_pretrained(str(done.folder))
-    texts = [f"3 is {answer} 3" for answer in ("good", "bad")]
+    texts = [f"3 is {answer} 3{tokenizer.eos_token}" for answer in ("good", "bad")]
     with torch.no_grad():
         better, worse = (model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts)
     assert better > worse
+
+
+def test_kto_says_nothing_of_a_kind_of_answer_that_a_log_has_not(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n} is ", "completion": f"good {n}", "label": n > 1} for n in range(40)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {"loss": "kto", "train_file": tmp_path / "answers.jsonl", "tokenizer": "byte", "validation_fraction": 0.1}
+    done = run("python", tmp_path / "run", {**flags, "per_device_train_batch_size": 4})
+    assert all("reward_chosen" in row and "kl" in row for row in done.steps)
+    assert sum("reward_rejected" in row for row in done.steps) <= 2
 
 
 def test_rows_of_another_recipe_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Finished, launch
+from conftest import TINY, Finished, gate_has, launch
+from seq2seq_families import FAMILIES
 
 RECIPE = "recipes/seq2seq.py"
 OWN = {name: value for name, value in TINY.items() if name != "max_seq_length"} | {
@@ -158,6 +159,21 @@ def test_an_adapter_is_trained_merged_and_opened(one_rank: Finished, files: dict
     for name, weight in merged.state_dict().items():
         assert weight.allclose(adapted.state_dict()[name], atol=1e-6), name
     assert "AutoPeftModelForSeq2SeqLM" in (done.folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", gate_has(["mbart"], list(FAMILIES)))
+def test_a_family_is_trained_writes_and_opens(family: str, files: dict[str, str], tmp_path: Path) -> None:
+    make, languages = FAMILIES[family]
+    make(tmp_path / "model")
+    flags = {**files, **languages, "model_name_or_path": tmp_path / "model", "max_steps": 4, "do_predict": True}
+    done = run("python", tmp_path / "run", {**flags, "max_source_length": 30, "metrics": ["chrf"]})
+    assert done.column("loss")[-1] < done.column("loss")[0]
+    assert len(written(done)) == 21
+    more = {"do_train": False, "do_eval": False, "do_predict": True, "generation_max_length": 33, **languages}
+    again = run("python", tmp_path / "more", {**more, "model_name_or_path": done.folder, **files}, check=False)
+    has_positions = family != "mt5"
+    assert again.status == (2 if has_positions else 0)
+    assert ("the model has 32 positions" in again.output) == has_positions
 
 
 def test_what_a_model_cannot_do_is_one_sentence(tmp_path: Path) -> None:
