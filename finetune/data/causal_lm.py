@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from finetune.data.encoding import Encoder, UnknownCharacterError, write_tokens
 from finetune.data.mixture import Joined, joined, note_of_shares
 from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_fit_decreasing, one_each, wrapped
 from finetune.data.token_stream import TokenStream
-from finetune.data.tokenizer import identity, made_by, train_text_tokenizer
+from finetune.data.tokenizer import beginning_of, identity_for_texts, made_by, train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.language import BlockArguments, CorpusArguments
 from finetune.run.launch import Launch
@@ -49,6 +49,12 @@ class CorpusData:
     def is_chat(self) -> bool:
         """Whether it has turns of conversations."""
         return self.account.kind == CHAT
+
+    @property
+    def beginning(self) -> str:
+        """What the tokenizer puts in front of each document or prompt; nothing of conversations, which templates
+        write."""
+        return "" if self.is_chat else str(self.tokenizer.decode(beginning_of(self.tokenizer)))
 
     @property
     def processor(self) -> Any:
@@ -127,7 +133,7 @@ class _Job:
             # Blocks are cut when they are loaded; a tokenizer from scratch is made for their size.
             None if self.tokenizer else [self.blocks.tokenizer, self.blocks.bpe_vocab_size, self.block_size],
             file_states(arguments.dataset_name, *files, arguments.validation_file),
-            None if self.tokenizer is None else [*identity(self.tokenizer), self.tokenizer.chat_template],
+            None if self.tokenizer is None else identity_for_texts(self.tokenizer),
             self.seed,
         )
 
@@ -152,7 +158,7 @@ class _Job:
                 counts, said = write_tokens(folder / f"{split}-{number}", table, encoder, self._workers)
                 remarks = np.add(remarks, said)
                 if not counts["learnt"]:
-                    raise RequestError(f"{corpus.source}: " * several + _nothing_learnt(corpus, split))
+                    raise RequestError(f"{corpus.source}: " * several + corpus.nothing_learnt(split))
                 for name, count in counts.items():
                     found.setdefault(name, {})[split] = count
                     sums = account.setdefault(name, {})
@@ -234,6 +240,10 @@ class _Job:
             learnt = {name: counts["learnt"]["train"] for name, counts in zip(names, each, strict=True)}
             figures |= self._figures(split_of["train"], train.lengths)
             found["notes"] += self._notes_of_training(names, train, split_of["train"], found["kind"], learnt)
+        are_apart = self.blocks.packing != "wrapped" or self.blocks.document_mask
+        if found["kind"] == TEXT and are_apart and beginning_of(tokenizer):
+            # The first token of a document is none of the text's here, and nothing predicts it.
+            found["learnt"] = {split: n - found["documents"][split] for split, n in found["learnt"].items()}
         blocks = {split: [len(one) for one in some] for split, some in split_of.items()}
         account = CorpusAccount(
             **found,
@@ -285,15 +295,3 @@ class _Job:
         files = UnchangedFiles(part.path for part in parts_of(self.arguments.train_file))
         encoder = Encoder(tokenizer, corpus.formats["train"], self._learning, corpus.places["train"])
         return TokenStream(corpus.train, encoder, self._cut, carries, mask, self.seed, files)
-
-
-def _nothing_learnt(corpus: Corpus, split: str) -> str:
-    if corpus.kind != CHAT:
-        return f"the {split} data has nothing to learn: no text is left of it. Check the file."
-    table = corpus.train if split == "train" else corpus.validation
-    conversations = (corpus.formats[split].conversation(row)[0] for row in islice(table, 1000))
-    roles = sorted({str(turn.get("role")) for turns in conversations for turn in turns})
-    return (
-        f"the {split} data has nothing to learn: the turns of role `assistant` are, and the roles here are "
-        f"{', '.join(roles)}. Rename the model's role to `assistant`."
-    )

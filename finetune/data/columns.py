@@ -77,6 +77,14 @@ def label_text(value: Any) -> str:
     return whole[1] if whole else text
 
 
+def by_text(values: Mapping[Any, int]) -> Counter[str]:
+    """How many rows each label has, as it is written: 1 and 1.0 are one."""
+    counts: Counter[str] = Counter()
+    for value, count in values.items():
+        counts[label_text(value)] += count
+    return counts
+
+
 def names_of_ids(ids: Sequence[int | None] | None, names: Sequence[str], where: str) -> list[str] | None:
     """What a row's ids are called, "" for one that is not there; None where a test set hides them. Raises
     RequestError for an id that has no name."""
@@ -108,9 +116,7 @@ def find_labels(
     numbers mean by themselves `is_regression` says; `task` overrules it. Raises RequestError where there is but one
     class, or where regression is asked for and a label is no number.
     """
-    counts: Counter[str] = Counter()
-    for value, count in values.items():
-        counts[label_text(value)] += count
+    counts = by_text(values)
     numbers = {name: number for name in counts if (number := _number(name)) is not None}
     was_regression = trained is not None and trained.task == "regression" and len(numbers) == len(counts)
     by_itself = not class_names and (was_regression or is_regression(values))

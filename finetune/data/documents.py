@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from finetune.data.builtin import manual_topics
 from finetune.data.charset import UTF8, as_utf8, encoding_notes
-from finetune.data.columns import TEXT, said_columns
+from finetune.data.columns import CHAT, TEXT, said_columns
 from finetune.data.duplicates import find_duplicates
 from finetune.data.files import TEXT_FILES, open_file, open_hub
 from finetune.data.formats import Format, check_renames, find_format, renames_of
@@ -56,6 +56,18 @@ class Corpus:
                 return repr(row)
 
         return said
+
+    def nothing_learnt(self, split: str) -> str:
+        """Why, of a split in which nothing is."""
+        if self.kind != CHAT:
+            return f"the {split} data has nothing to learn: no text is left of it. Check the file."
+        table = self.train if split == "train" else self.validation
+        conversations = (self.formats[split].conversation(row)[0] for row in islice(table, 1000))
+        roles = sorted({str(turn.get("role")) for turns in conversations for turn in turns})
+        return (
+            f"the {split} data has nothing to learn: the turns of role `assistant` are, and the roles here are "
+            f"{', '.join(roles)}. Rename the model's role to `assistant`."
+        )
 
 
 def open_corpora(arguments: Any, seed: int) -> list[Corpus]:

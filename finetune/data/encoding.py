@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from finetune.data.documents import ENDS
 from finetune.data.formats import Format
 from finetune.data.packing import TokenWriter, dtype_of
 from finetune.data.places import NUMBER, Place
-from finetune.data.tokenizer import letters_of, rows_of
+from finetune.data.tokenizer import beginning_of, begun, letters_of, rows_of
 from finetune.errors import RequestError
 from finetune.safe_read.bounded import each_bounded
 
@@ -40,20 +40,23 @@ class Encoder:
         self, tokenizer: Any, form: Format, learning: Learning | None = None, place: Place | None = None
     ) -> None:
         self.tokenizer, self.form, self.learning, self.place = tokenizer, form, learning, place
-        self.letters = letters_of(tokenizer)
+        self.letters, self.beginning = letters_of(tokenizer), beginning_of(tokenizer)
         self.dtype = dtype_of(rows_of(tokenizer))
 
-    def __call__(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Raises RequestError for a row that cannot be, saying where it is and quoting it."""
-        return self._text(rows) if self.form.kind == TEXT else self._turns(rows)
+    def __call__(self, rows: dict[str, list[Any]], numbers: Sequence[int] = ()) -> dict[str, list[Any]]:
+        """`numbers` are the rows' places in their table: of one text in pieces, the first alone begins it. Raises
+        RequestError for a row that cannot be, saying where it is and quoting it."""
+        return self._text(rows, numbers) if self.form.kind == TEXT else self._turns(rows)
 
-    def _text(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def _text(self, rows: dict[str, list[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
         texts = rows["text"]
         for text in texts:
             refuse_unknown_characters(self.letters, text, "the text")
         ends = rows.get(ENDS, [True] * len(texts))
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         ids = self._ids(texts)
+        for i in [i for i, number in enumerate(numbers) if number == 0] if ENDS in rows else range(len(ids)):
+            ids[i] = begun(ids[i], self.beginning)
         return {
             "ids": [np.array([*row, *end] if last else row, self.dtype) for row, last in zip(ids, ends, strict=True)],
             "ends": ends,
@@ -98,7 +101,7 @@ class Encoder:
         try:
             if self.form.kind == CHAT:
                 return conversation(self.tokenizer, *self.form.conversation(row), self.learning)
-            return completion(self.tokenizer, row["prompt"], row["completion"], self.learning)
+            return completion(self.tokenizer, row["prompt"], row["completion"], self.learning, self.beginning)
         except RequestError as error:
             if self.place is None:
                 raise
@@ -130,6 +133,7 @@ def write_tokens(folder: Path, table: Any, encoder: Encoder, workers: int) -> tu
     scratch.mkdir()
     encoded = table.map(
         encoder,
+        with_indices=True,
         batched=True,
         batch_size=CHAT_ROWS if kind == CHAT else BATCH_ROWS,
         writer_batch_size=BATCH_ROWS,

@@ -103,7 +103,7 @@ def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str |
     if column is None and article is not None and "summary" in names:
         raise RequestError(
             f"{where}: the rows look like texts with a summary each ({article}, summary), and the summary would "
-            "not be learnt. There is no recipe for text to text yet; this one learns the summary as an answer by "
+            "not be learnt. recipes/seq2seq.py writes one from the other; this one learns the summary as an answer by "
             f"--column_mapping {article}=prompt summary=completion, or the text alone by --text_column_name {article}."
         )
     found = column or next((lower[name] for name in TEXT_NAMES if name in lower), None)

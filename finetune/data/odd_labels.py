@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.data.columns import MAX_SHOWN, Labels, is_empty, is_number, label_text
+from finetune.data.columns import MAX_SHOWN, Labels, by_text, is_empty, is_number, label_text
 from finetune.errors import RequestError, plain
 
 MISSING = frozenset("NA|N/A|n/a|#N/A|#NA|<NA>|NaN|nan|NULL|null".split("|"))  # as pandas, R and SQL write no value
@@ -25,12 +25,10 @@ def countable(value: Any) -> Any:
 def missing_words(counts: Counter[Any]) -> tuple[str, ...]:
     """The labels of the training rows that are words for a missing value, which are no classes: where all others are
     numbers, or these words are few. `counts` are the raw labels with their numbers."""
-    found: Counter[str] = Counter()
-    others: Counter[str] = Counter()
-    for value, count in counts.items():
-        name = label_text(value)
-        (found if name in MISSING else others)[name] += count
-    is_sure = all(map(is_number, others)) or found.total() <= FEW_SHARE * counts.total()
+    names = by_text(counts)
+    found = MISSING.intersection(names)
+    others = names.keys() - found
+    is_sure = all(map(is_number, others)) or sum(names[name] for name in found) <= FEW_SHARE * counts.total()
     return tuple(sorted(found)) if others and is_sure else ()
 
 

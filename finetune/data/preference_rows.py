@@ -22,6 +22,7 @@ from finetune.data.chat.turns import ASSISTANT, Turn, from_json, has_words, quot
 from finetune.data.files import open_file
 from finetune.data.formats import NOT_LEARNT, SHAREGPT, TURNS
 from finetune.data.splits import open_splits
+from finetune.data.tokenizer import beginning_of
 from finetune.errors import RequestError
 from finetune.run.recipes.preference import PreferenceDataArguments
 
@@ -152,14 +153,13 @@ def single(rows: Sequence[Sides], needs_both: bool = True) -> list[Sides]:
 def encoded(tokenizer: Any, row: Sides) -> list[TokensOfSide]:
     """Of each answer the ids with its prompt, up to the last that is learnt. Texts begin as `finetune generate` begins
     a prompt, with the tokenizer's own mark; chat templates write theirs. Raises RequestError."""
-    made, begin = [], [] if row.is_chat else _begin(tokenizer)
+    made, beginning = [], [] if row.is_chat else beginning_of(tokenizer)
     for answer in row.answers:
         if row.is_chat:
             before = [{**turn, "weight": NOT_LEARNT} for turn in row.prompt]
             ids, learnt, _ = conversation(tokenizer, [*before, *answer])
         else:
-            ids, learnt, _ = completion(tokenizer, row.prompt, answer)
-            ids, learnt = [*begin, *ids], [False] * len(begin) + learnt
+            ids, learnt, _ = completion(tokenizer, row.prompt, answer, beginning=beginning)
         end = max((i + 1 for i, used in enumerate(learnt) if used), default=0)
         if not end:
             raise RequestError(f"row {row.number + 1}: nothing of an answer is learnt: {quoted(answer)}.")
@@ -176,12 +176,6 @@ def fitted(sides: Sequence[TokensOfSide], most: int) -> tuple[list[TokensOfSide]
     room = min(learnt.index(True) for _, learnt in sides) - 1
     cut = max(0, min(cut, room))
     return [(ids[cut:][:most], learnt[cut:][:most]) for ids, learnt in sides], True
-
-
-def _begin(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before every text, where that is a mark of the beginning."""
-    begin = tokenizer("", verbose=False)["input_ids"][:1]
-    return begin if begin == [tokenizer.bos_token_id] else []
 
 
 def with_others(

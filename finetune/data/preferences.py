@@ -40,7 +40,7 @@ from finetune.data.preference_rows import (
 )
 from finetune.data.splits import require_splits, unused_fraction
 from finetune.data.tables import at_most
-from finetune.data.tokenizer import identity, made_by, train_text_tokenizer
+from finetune.data.tokenizer import identity_for_texts, made_by, train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
@@ -184,7 +184,7 @@ class _Job:
             asdict(arguments) | {"chat_template": None},  # which is looked at by what it names
             {name: value for name, value in asdict(self.preparation).items() if name not in OF_NO_EFFECT},
             file_states(arguments.dataset_name, arguments.train_file, arguments.validation_file),
-            None if tokenizer is None else [*identity(tokenizer), tokenizer.chat_template],
+            None if tokenizer is None else identity_for_texts(tokenizer),
             self.is_single,
             self.block_size,
             self.seed,

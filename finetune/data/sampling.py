@@ -72,9 +72,8 @@ class MixtureSampler(GlobalBatchSampler):
     def __init__(self, sizes: Sequence[int], weights: Sequence[Fraction], global_batch_size: int, seed: int) -> None:
         super().__init__(sum(sizes), global_batch_size, seed)
         self.sizes, self.weights = sizes, weights
-        self.begins = [
-            (0, [0] * len(sizes))
-        ]  # of each epoch that is known: samples before it, and those of each source
+        # Of each epoch that is known: samples before it, and those of each source.
+        self.begins = [(0, [0] * len(sizes))]
 
     def __iter__(self) -> Iterator[int]:
         while len(self.begins) <= self.epoch + 1:

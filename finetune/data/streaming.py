@@ -20,9 +20,9 @@ from finetune.data.columns import (
     MULTI_LABEL,
     Columns,
     Labels,
+    by_text,
     find_labels,
     is_empty,
-    label_text,
     note_of_numbers,
 )
 from finetune.data.files import open_file, open_hub, readable
@@ -114,20 +114,12 @@ def survey(
     if not names and (words := missing_words(everything)) and not (trained and set(words) <= set(trained.ids)):
         raise RequestError(f"the stream has rows without a label.{said_missing(words)} Take them out of the file.")
     labels = find_labels(everything, arguments.task, names, "the training data", trained)
-    counts = _by_text(kept) if labels.task == "classification" else {}
+    counts = dict(by_text(kept)) if labels.task == "classification" else {}
     if not kept or (fraction and not held_out):
         raise RequestError(f"the stream has {rows + held_out} good rows: too few. Add --validation_file, or rows.")
     odd = [] if names else notes_of_names(labels.names, str(columns.label))
     notes = tuple(filter(None, [note_of_numbers(everything, labels, arguments.task), *odd]))
     return Survey(columns, labels, counts, rows, bad, fraction, held_out, last, notes)
-
-
-def _by_text(counted: Counter[Any]) -> dict[str, int]:
-    """The rows of each label as it is written: 1 and 1.0 are one."""
-    counts: Counter[str] = Counter()
-    for value, count in counted.items():
-        counts[label_text(value)] += count
-    return dict(counts)
 
 
 def class_names_of(stream: IterableDataset, columns: Columns) -> list[str] | None:

@@ -120,9 +120,7 @@ def clean_tables(
         notes.append(note)
     elif "train" in cleaned:
         notes.append(unused_fraction(cut))
-    for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
-        if split in cleaned and most is not None:
-            cleaned[split] = _at_most(cleaned[split], most, None if split == "test" else seed)
+    cleaned = as_many_as_asked(cleaned, cut, seed)
     return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, notes)))
 
 
@@ -283,8 +281,12 @@ def hold_out(
     return np.setdiff1d(rows, held_out), np.sort(held_out), note
 
 
-def _at_most(table: Dataset, most: int, seed: int | None) -> Dataset:
-    return table.select(at_most(len(table), most, seed)) if most < len(table) else table
+def as_many_as_asked(tables: Table, cut: PreparationArguments, seed: int) -> Table:
+    """The rows of each split that its --max_*_samples keeps. Raises RequestError where that is none."""
+    limits = zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True)
+    asked = {split: most for split, most in limits if split in tables and most is not None}
+    kept = {name: at_most(len(tables[name]), most, None if name == "test" else seed) for name, most in asked.items()}
+    return tables | {split: tables[split].select(rows) for split, rows in kept.items()}
 
 
 def at_most(rows: int, most: int, seed: int | None) -> npt.NDArray[np.int64]:

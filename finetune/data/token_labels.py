@@ -23,7 +23,7 @@ from finetune.data.find_columns import find_token_columns
 from finetune.data.list_text import lists_of_text, note_of_lists
 from finetune.data.python_names import name_rows
 from finetune.data.splits import open_splits, said_split, unused_fraction
-from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most
+from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked
 from finetune.data.tag_schemes import (
     OUTSIDE,
     PARSED,
@@ -115,10 +115,7 @@ def clean_sentences(
         cleaned |= _held_out(cleaned["train"], cut.validation_fraction, seed, said)
     elif "train" in cleaned:
         notes.append(unused_fraction(cut))
-    for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
-        if split in cleaned and most is not None:
-            rows = at_most(len(cleaned[split]), most, None if split == "test" else seed)
-            cleaned[split] = cleaned[split].select(rows)
+    cleaned = as_many_as_asked(cleaned, cut, seed)
     return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, notes)))
 
 

@@ -72,8 +72,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         ids: list[Any] = []
         learnt: list[Any] = []
         starts, size = [0], 0
-        for rows in unchanged_rows(self.documents.iter(BATCH_ROWS), self.files):
-            made = self.encoder(rows)
+        for batch, rows in enumerate(unchanged_rows(self.documents.iter(BATCH_ROWS), self.files)):
+            made = self.encoder(rows, range(batch * BATCH_ROWS, (batch + 1) * BATCH_ROWS))
             for row, ends in zip(made["ids"], made["ends"], strict=True):
                 ids.append(np.asarray(row, dtype=np.uint32))
                 size += len(row)

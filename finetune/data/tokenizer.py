@@ -35,6 +35,25 @@ def identity(tokenizer: Any) -> list[Any]:
     return [*kind, tokenizer.special_tokens_map, {k: v for k, v in made_of.items() if k not in of_calls}]
 
 
+def beginning_of(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts in front of every text: BOS for Llama's and Gemma's, nothing for Qwen's and GPT-2's, though
+    they may have a BOS. What it puts behind a text is left out."""
+    plain, whole = (tokenizer("a", add_special_tokens=adds, verbose=False)["input_ids"] for adds in (False, True))
+    places = range(len(whole) - len(plain) + 1)
+    return next((list(whole[:i]) for i in places if whole[i : i + len(plain)] == plain), [])
+
+
+def begun(ids: list[int], beginning: list[int]) -> list[int]:
+    """The tokens of a text behind its `beginning`, unless the text itself begins so."""
+    return ids if ids[: len(beginning)] == beginning else [*beginning, *ids]
+
+
+def identity_for_texts(tokenizer: Any) -> list[Any]:
+    """All of it that shows in the tokens of documents, prompts and conversations."""
+    beginning = beginning_of(tokenizer)
+    return [*identity(tokenizer), tokenizer.chat_template, *([beginning] if beginning else [])]
+
+
 def made_by(folder: Path, tokenizer: Any) -> bool:
     """Whether the data prepared in `folder`, with a tokenizer trained on them, are as this one makes them."""
     trained = folder / "tokenizer"

@@ -10,7 +10,7 @@ from jinja2.exceptions import TemplateError
 from finetune.data.chat.conversation import rendered
 from finetune.data.chat.templates import is_ours, read_template
 from finetune.data.encoding import refuse_unknown_characters
-from finetune.data.tokenizer import letters_of
+from finetune.data.tokenizer import beginning_of, begun, letters_of
 from finetune.errors import RequestError, first_line, plain
 from finetune.generation.prompts import Prompt
 from finetune.safe_read.bounded import each_bounded
@@ -37,11 +37,11 @@ def encode(tokenizer: Any, prompts: Sequence[Prompt], embedded: int) -> list[lis
     letters = letters_of(tokenizer)
     for prompt, text in zip(prompts, texts, strict=True):
         refuse_unknown_characters(letters, text, prompt.place)
-    found: list[list[int]] = tokenizer(texts, add_special_tokens=not is_chat, verbose=False)["input_ids"]
+    plain: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    beginning = [] if is_chat else beginning_of(tokenizer)  # a chat template writes its own
+    found = [begun(ids, beginning) for ids in plain]
     begins: Any = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
     for number, ids in enumerate(found):
-        if not is_chat and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-            ids.pop()  # of a tokenizer that ends every text: nothing goes on from there
         if not ids and begins is None:
             raise RequestError(f"{prompts[number].place}: is empty, and the tokenizer has no token to begin with.")
         if not ids:

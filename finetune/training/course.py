@@ -52,6 +52,7 @@ LONGEST = 200  # of a value that is kept as it is
 OF_FLAGS = "lr betas eps weight_decay torch_adam warmup_max_lr warmup_num_steps total_num_steps".split()
 LIKE_FLAGS = {"optimizer": ("Adam", "AdamW"), "scheduler": ("WarmupDecayLR",)}
 ARITHMETIC = "arithmetic"  # what else of it has a say in what is computed
+BEGINNING = "beginning"  # what the tokenizer puts in front of each document, where it does
 LIKE_NONE = {"adam_w_mode": True, "warmup_min_lr": 0, "warmup_type": "linear"}
 
 
@@ -159,6 +160,7 @@ def _said(changed: Mapping[str, tuple[Any, Any]], step: int) -> list[str]:
 
 def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]]:
     run, training = session.run, session.training
+    beginning = {BEGINNING: text} if (text := getattr(data, BEGINNING, "")) else {}
     rows: dict[str, Any] = {split: digests.of_rows(data.splits.get(split)) for split in ("train", "validation")}
     files: dict[str, Any] = {}
     streams = data.splits.get("train") is not None and rows["train"] is None
@@ -170,18 +172,18 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
             files[name] = found[0] if len(found) == 1 else digests.of_text(found)
     if streams:
         # Nobody has read a stream yet: what is asked for stands for it, without the rows that are held out of it.
-        asked = {name: files.get(name, run.value(name)) for name in named(run.recipe.flags, (ROWS,))}
+        asked = {name: files.get(name, run.value(name)) for name in named(run.recipe.flags, (ROWS,))} | beginning
         held_out = None if run.value("validation_file") else rows["validation"]
         rows["train"] = digests.of_text([asked, held_out, training.seed])
     processor = data.processor
-    tokens: str | None = None
+    tokenizer: dict[str, Any] = {"hash": None} | beginning
     if hasattr(processor, "get_vocab"):
-        tokens = digests.of_text(tokenizer_identity(processor))
+        tokenizer["hash"] = digests.of_text(tokenizer_identity(processor))
     elif hasattr(processor, "to_dict"):
-        tokens = digests.of_text(processor.to_dict())
+        tokenizer["hash"] = digests.of_text(processor.to_dict())
     model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
     base = (run.value("model_name_or_path"), run.value("model_revision"), bool(run.value("use_peft")))
-    facts: dict[str, dict[str, Any]] = {"rows": rows, "files": files, "tokenizer": {"hash": tokens}, "model": model}
+    facts: dict[str, dict[str, Any]] = {"rows": rows, "files": files, "tokenizer": tokenizer, "model": model}
     config_of_engine = session.ds_config or (config_of_fields() if deepspeed_by_accelerate(run) else {})
     engine = _of_engine(config_of_engine) | {ARITHMETIC: arithmetic_of(config_of_engine, training.max_grad_norm)}
     return {**facts, "base": digests.of_base(*base), "engine": engine}
@@ -249,11 +251,15 @@ def _compare(
         return other
     files = [f"--{flag}" for flag, digest in facts["files"].items() if was.get(flag) not in (None, digest)]
     why = f" ({', '.join(files)} has other content)" if files else ""
+    begins = None if BEGINNING in before.facts.get("tokenizer", {}) else facts["tokenizer"].get(BEGINNING)
+    if begins:
+        why += f" (each document now begins with {begins}, as its tokenizer has it, which an older version left out)"
     line = f"{' and '.join(rows)} are not those of {name}{why}"
     if ("train rows" in rows or _evaluation_decides(run)) and run.value("resume_changed") != "allow":
+        others = ": files, or flags that choose, cut or clean them, have changed. Give those of before,"
         raise RequestError(
-            f"--resume: the {line}: files, or flags that choose, cut or clean them, have changed. Give those of "
-            "before, another --output_dir, or go on with other data by --resume_changed allow."
+            f"--resume: the {line}{'. Begin anew in' if begins else others} another --output_dir, or go on with other "
+            "data by --resume_changed allow."
         )
     if leads():
         print(f"resume: from step {course.step + 1} on the {line}", flush=True)

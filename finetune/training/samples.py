@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from finetune.data.chat.conversation import rendered
 from finetune.data.encoding import refuse_unknown_characters
-from finetune.data.tokenizer import letters_of
+from finetune.data.tokenizer import beginning_of, begun, letters_of
 from finetune.errors import RequestError
 from finetune.models.source import positions_of
 from finetune.report.text import fenced
@@ -54,7 +54,8 @@ def _tokens(tokenizer: Any, arguments: SampleArguments, is_chat: bool) -> list[i
             (text,) = each_bounded(lambda one: rendered(tokenizer, one, None, True), [turns], "the chat template")
         except RequestError as error:
             raise RequestError(f"no sample can be asked for: {error} --sample_tokens 0 leaves samples out.") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return ids if is_chat else begun(ids, beginning_of(tokenizer))
 
 
 class Samples(TrainerCallback):

@@ -80,9 +80,8 @@ class Writing:
         if not self.located.is_exact:
             return self._by_prefix()
         self._check_left_out()
-        own = [i for i in self.there if self.turns[i]["role"] == ASSISTANT]
         spans: list[Span] = []
-        for i in own:
+        for i in self._own:
             end, stops = self._end(i)
             spans.append(Span(i, max(self._start(i), spans[-1].end if spans else 0), end, stops))
         return spans
@@ -139,7 +138,7 @@ class Writing:
     def _header(self) -> str:
         """What precedes each of the assistant's turns: the prompt for one, or where the template knows no prompt, what
         it writes before an answer."""
-        first = next(i for i in self.there if self.turns[i]["role"] == ASSISTANT)
+        first = self._own[0]
         before = self.turns[:first] or [{"role": "user", "content": "a"}]
         closed, asked = self._rendered(before, False), self._rendered(before, True)
         if closed is None or asked is None:
