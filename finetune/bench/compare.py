@@ -42,7 +42,6 @@ class Change:
 
     @property
     def is_undecided(self) -> bool:
-        """Compared, and without an interval."""
         return any(ratio is not None and ratio.low is None for ratio in (self.seconds, self.bytes))
 
     def is_worse(self, threshold: float) -> bool:

@@ -58,7 +58,6 @@ class MadeUp(Dataset):  # type: ignore[misc]
         return {"input_ids": ids, "labels": ids.clone()}
 
     def _picture(self, random: np.random.Generator) -> dict[str, torch.Tensor]:
-        """Noise, brighter the higher its class."""
         config, pixels = self.model.config, self.model.image_size
         label = int(random.integers(config["num_labels"]))
         noise = random.standard_normal((config["num_channels"], pixels, pixels), dtype=np.float32)

@@ -95,7 +95,6 @@ class Cell:
 
     @property
     def samples(self) -> int:
-        """Of a step, over all ranks."""
         return self.micro_batch * self.accumulation * (self.world_size // self.stages)
 
 

@@ -73,7 +73,6 @@ class BenchModel:
 
     @property
     def sha256(self) -> str:
-        """Of all its sizes."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 

@@ -83,7 +83,6 @@ class Bench:
 
     @property
     def _part(self) -> Path:
-        """The record while it is written."""
         return (self.folder / RECORD).with_suffix(".part")
 
     def _write_record(self, record: Path) -> None:
@@ -113,7 +112,6 @@ class Bench:
             yield row
 
     def one(self, cell: Cell, repeat: int) -> Row:
-        """One launch, whatever comes of it."""
         model, begun, start = self.grid.models[cell.model], time.time(), time.monotonic()
         row = Row(
             **{name: getattr(cell, name) for name in OF_CELL},
@@ -177,7 +175,6 @@ def is_named(name: str, pattern: str) -> bool:
 
 
 def progress_line(row: Row, number: int, many: int) -> str:
-    """A line to say once a row is there."""
     if row.status != DONE:
         return f"[{number}/{many}] {row.cell}, repeat {row.repeat}: {row.status}: {row.reason}"
     return (

@@ -57,7 +57,6 @@ def _ratio(ratio: Ratio | None) -> str:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What to know of the table's figures."""
     last = rows[-1]
     machine, versions = last.machine, last.versions
     where = ", ".join(machine.get("gpus") or []) or f"{machine.get('processor')}, {machine.get('cores')} core(s)"
@@ -94,7 +93,6 @@ def losses_apart(rows: Sequence[Row]) -> float | None:
 
 
 def show(header: Sequence[str], lines: Sequence[tuple[str, ...]]) -> None:
-    """On the terminal."""
     from rich.console import Console
 
     console = Console()
@@ -102,7 +100,6 @@ def show(header: Sequence[str], lines: Sequence[tuple[str, ...]]) -> None:
 
 
 def write_markdown(folder: Path, rows: Sequence[Row]) -> Path:
-    """OUTPUT/results.md."""
     path, table = folder / "results.md", Table("", HEADER, tuple(results(rows)))
     path.write_text(
         "\n".join(["# Benchmark", "", table.markdown, "", *(f"- {note}" for note in notes(rows)), ""]), "utf-8"

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from finetune.doctor.gpus import collectives, gpus, toolkit
 from finetune.doctor.ops import compilers, locks, ops
-from finetune.doctor.releases import known_faults
 from finetune.dsconfig.context import release
 from finetune.host.hardware import cores_here, driver_version
 from finetune.host.network import hosts, hub, interfaces, meeting_place, names
@@ -22,7 +23,8 @@ from finetune.upstream.row import TESTED
 from finetune.versions import version
 
 GIB = 2**30
-LEAST = {"torch": (2, 6), "transformers": (5,), "accelerate": (), "deepspeed": (0, 19, 4), "datasets": ()}  # pyproject
+# As pyproject.toml bounds them.
+LEAST = {"torch": (2, 6), "transformers": (5, 23), "accelerate": (1, 15), "deepspeed": (0, 19, 4), "datasets": (4,)}
 EXTRAS = ("peft", "bitsandbytes", "trl")  # nothing is said where they are missing
 SMALL_SHM_BYTES = 256 * 2**20  # a container's default is 64 MiB; NCCL and workers of a DataLoader want more
 
@@ -60,9 +62,6 @@ def packages(asked: Asked) -> Iterator[Result]:
             yield Result(name, WARNING, f"{text}, which is newer than {tested}, the release that was tested", mend)
         else:
             yield Result(name, OK, text, needed=True)
-    for known in known_faults(installed):
-        names = " with ".join(f"{name} {'.'.join(map(str, installed[name]))}" for name in known.between)
-        yield Result("known fault", FAILED, f"{names}: {known.what} ({known.source})", known.mend, needed=True)
 
 
 def processor(asked: Asked) -> Iterator[Result]:
@@ -77,10 +76,8 @@ def processor(asked: Asked) -> Iterator[Result]:
 
 
 def memory(asked: Asked) -> Iterator[Result]:
-    sizes = {
-        words[0].rstrip(":"): int(words[1]) * 1024 for line in _lines("/proc/meminfo") if (words := line.split())[1:]
-    }
-    total, free = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
+    size = psutil.virtual_memory()
+    total, free = size.total, size.available
     granted, taken = _cgroup("memory.max"), _cgroup("memory.current")
     if granted and granted[0].isdigit() and int(granted[0]) < total:
         total = int(granted[0])
@@ -88,10 +85,10 @@ def memory(asked: Asked) -> Iterator[Result]:
     mend = "Less than 4 GiB: two ranks of the defaults may not fit. Close something, or use --num_gpus 1."
     yield warned("memory", free >= 4 * GIB, f"{free / GIB:.1f} of {total / GIB:.1f} GiB free", mend)
     if Path("/dev/shm").is_dir():
-        size = shutil.disk_usage("/dev/shm")
-        found = f"{size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
+        shared = shutil.disk_usage("/dev/shm")
+        found = f"{shared.free / GIB:.2f} of {shared.total / GIB:.2f} GiB free"
         mend = "Start the container with --ipc=host or --shm-size=8g: ranks exchange data there."
-        yield verdict("shared memory", size.free >= SMALL_SHM_BYTES, found, mend)
+        yield verdict("shared memory", shared.free >= SMALL_SHM_BYTES, found, mend)
 
 
 def limits(asked: Asked) -> Iterator[Result]:

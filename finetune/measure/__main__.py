@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 from transformers import set_seed
 
 from finetune.errors import RequestError
@@ -35,19 +34,7 @@ from finetune.training.loss import settle_loss_scaling
 from finetune.training.start import Session, start
 
 SHOWN_TENSORS = 40
-
-
-class Copies(Dataset):  # type: ignore[misc]
-    """The same sample, `many` times."""
-
-    def __init__(self, many: int, one: dict[str, torch.Tensor]) -> None:
-        self.many, self.one = many, one
-
-    def __len__(self) -> int:
-        return self.many
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.one
+Samples = list[dict[str, torch.Tensor]]
 
 
 def main(run: Run) -> None:
@@ -61,7 +48,7 @@ def main(run: Run) -> None:
     training.max_steps = OBSERVED_STEPS + WARM_STEPS + trial.timed_steps
     config = json.loads(Path(trial.model_config).read_text())
     many = training.max_steps * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    data = Copies(many, samples(config, trial.head, trial.sequence_tokens, is_pipeline))
+    data = [samples(config, trial.head, trial.sequence_tokens, is_pipeline)] * many
     memory = Allocations(training.device.type)
     watch = Watch(memory)
     memory.__enter__()  # Watch leaves it
@@ -71,7 +58,7 @@ def main(run: Run) -> None:
     _write(session, trial, watch)
 
 
-def _trainer(session: Session, config: dict[str, Any], data: Copies, watch: Watch) -> None:
+def _trainer(session: Session, config: dict[str, Any], data: Samples, watch: Watch) -> None:
     trial = session[TrialArguments]
     model = build(config, trial.head, trial.attn_implementation)
     if trial.loss_chunk_tokens:
@@ -82,7 +69,7 @@ def _trainer(session: Session, config: dict[str, Any], data: Copies, watch: Watc
     train(session, model, data, watch)
 
 
-def _pipeline(session: Session, config: dict[str, Any], data: Copies, watch: Watch) -> None:
+def _pipeline(session: Session, config: dict[str, Any], data: Samples, watch: Watch) -> None:
     interval = session[RunArguments].activation_checkpoint_interval or 0
     model = gptlite_pipeline(config_of(config), seed=session.training.seed)
     train_pipeline(session, model, session[PipelineArguments], data, interval, watch)

@@ -58,7 +58,8 @@ def _heads(x: Any) -> Any:
 
 PROBES = (
     Probe("add", lambda x, y: x + y, lambda tape, x, _: tape.add(x, tape.given(x.elements)), two=True, back=False),
-    Probe("mul", lambda x, y: x * y, lambda tape, x, _: tape.multiply(x, _like(tape, x)), two=True),
+    Probe("mul", lambda x, y: x * y,
+          lambda tape, x, _: tape.multiply(x, tape.given(x.elements, needs_grad=True)), two=True),
     Probe("scale", lambda x: x * 0.5, lambda tape, x, _: tape.scale(x)),
     Probe("pow", lambda x: x**2, lambda tape, x, _: tape.power(x)),
     Probe("rsqrt", torch.rsqrt, lambda tape, x, _: tape.unary("rsqrt", x)),
@@ -77,10 +78,6 @@ PROBES = (
           lambda tape, x, _: tape.op("log_softmax", (x,), x.elements, saves_output=True)),
     Probe("embedding", functional.embedding, lambda tape, _, rows: tape.embedding("words", rows)),
 )  # fmt: skip
-
-
-def _like(tape: Tape, x: Value) -> Value:
-    return tape.given(x.elements, needs_grad=True)
 
 
 def seconds_of(run: Callable[[int], object], least: float) -> float:

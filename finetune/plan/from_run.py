@@ -169,7 +169,6 @@ def _tokens(run: Run, model: Model, notes: list[str]) -> int:
 
 
 def _targets(run: Run, model: Model) -> int | None:
-    """Of a recipe that makes one text of another."""
     flag = "max_target_length"
     if flag not in run.recipe.flags:
         return None

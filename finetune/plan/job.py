@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from finetune.plan.forward import build_tape
-from finetune.plan.forward.listed import entries_of
+from finetune.plan.forward.listed import LISTED
 from finetune.plan.forward.parts import Batch, Part
 from finetune.plan.model import Model
 from finetune.plan.optimizers import Optimizer
@@ -80,8 +80,7 @@ class Job:
 
     @property
     def numbers(self) -> Numbers:
-        device = "cpu" if self.device == "cpu" else "cuda"
-        return Numbers(self.frozen_bytes, device, self.attention, self.uses_autocast, self.precision == "fp16")
+        return Numbers(self.frozen_bytes, self.device, self.attention, self.uses_autocast, self.precision == "fp16")
 
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:
@@ -91,7 +90,7 @@ def tape_of(job: Job, part: Part | None = None) -> Tape:
 
 def layers_of(job: Job) -> Tape:
     """Of a pipeline's job, each entry of the flat list of layers as a segment of its own."""
-    entries = entries_of(job.model.family, job.model.layers)
+    entries = Part(0, job.model.layers + sum(LISTED[job.model.family]))
     interval = min(job.checkpoint_interval, 1)  # groups of layers are recomputed whole, however large
     return _tape(job.model, job.batch, job.numbers, interval, entries, job.loss_chunk_tokens)
 

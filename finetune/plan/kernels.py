@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from finetune.plan.machine import Machine
 from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, Gemm, Op
@@ -66,13 +66,12 @@ class Kernels:
         for points in self.rates.values():
             points.sort()
         self.half = precision if precision in ("bf16", "fp16") else "bf16"
-        self._known: dict[Gemm, float] = {}
+        self.product = cache(self._product)
         self._ops: dict[tuple[object, ...], tuple[Work, Work]] = {}
 
     # Whole operators
 
     def op(self, op: Op) -> tuple[Work, Work]:
-        """Forward and backward."""
         given = sum(value.needs_grad for value in op.inputs)
         size = op.outputs[0].bytes_each if op.outputs else FP32_BYTES
         key = (op.name, op.gemms, op.gemms_back, op.moved, op.moved_back, op.kernels, op.kernels_back, op.passes_on,
@@ -128,12 +127,6 @@ class Kernels:
         whole = op.inputs[0].bytes_each >= FP32_BYTES and self.precision in ("bf16", "fp16")
         by = kernels_of(self.machine, "fp32") if whole else self
         return sum(by.product(gemm) for gemm in gemms)
-
-    def product(self, gemm: Gemm) -> float:
-        found = self._known.get(gemm)
-        if found is None:
-            found = self._known[gemm] = self._product(gemm)
-        return found
 
     def _product(self, gemm: Gemm) -> float:
         if self.shapes:

@@ -43,7 +43,6 @@ def _gentlest(found: Plan, does: Callable[[Plan], bool]) -> Iterator[Candidate]:
 
 
 def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:
-    """By kind, and in each from the gentlest on."""
     for kind in _of_any(job):
         yield [one for one in kind if job.model.shards or one[1].zero.stage < 3]
 

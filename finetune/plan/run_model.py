@@ -140,7 +140,6 @@ def _adapter_of(given: str) -> dict[str, Any]:
 
 
 def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
-    """Of the model that the recipe builds where none is named."""
     size = str(run.value("model_size"))
     if run.recipe.scratch is not None:
         config = run.recipe.scratch(run.value)

@@ -37,7 +37,6 @@ class Schedule:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first event's start to the last one's end."""
         return max(event.end for event in self.events) - min(event.start for event in self.events)
 
     def seconds(self, stage: int, *kinds: str) -> float:

@@ -110,7 +110,7 @@ def search(job: Job, machine: Machine, limits: Limits) -> Found:
     kinds = _precisions(job, machine, limits)
     for layout, base in (found for kind in kinds for found in _bases(replace(job, precision=kind), machine, limits)):
         options = list(_batches(base, limits, job.micro_batch))
-        good = options[: _how_many_fit(options, machine)]
+        good = options[: bisect_left(options, True, key=lambda one: not _fits(one, machine))]  # they grow
         seen += len(options)
         if options and not good:
             failing.append((layout, options[0]))
@@ -148,7 +148,6 @@ def _precisions(job: Job, machine: Machine, limits: Limits) -> list[str]:
 
 
 def _leaders(fitting: list[tuple[float, str, Job]]) -> Iterator[tuple[str, Job]]:
-    """The fastest, and of each layout its fastest."""
     layouts = set()
     for index, (_, layout, job) in enumerate(fitting):
         if index < SHOWN or layout not in layouts:
@@ -157,7 +156,6 @@ def _leaders(fitting: list[tuple[float, str, Job]]) -> Iterator[tuple[str, Job]]
 
 
 def _bases(job: Job, machine: Machine, limits: Limits) -> Iterator[tuple[str, Job]]:
-    """Layouts with everything but the batch."""
     for layout in limits.layouts:
         if layout == "zeropp" and (machine.device == "cpu" or job.world_size <= job.ranks_per_node):
             continue  # on one node it does what zero3 does
@@ -210,11 +208,6 @@ def _batches(job: Job, limits: Limits, asked: int) -> Iterator[Job]:
             yield replace(job, micro_batch=micro, accumulation=steps)
         elif limits.global_batch % share == 0:
             yield replace(job, micro_batch=micro, accumulation=limits.global_batch // share)
-
-
-def _how_many_fit(options: list[Job], machine: Machine) -> int:
-    """Of `options` in growing order, by halving."""
-    return bisect_left(options, True, key=lambda job: not _fits(job, machine))
 
 
 def _fits(job: Job, machine: Machine) -> bool:

@@ -30,7 +30,6 @@ class Tape(Recorder):
         return self.op("add", (a, b), max(a.elements, b.elements), passes_on=True, bytes_each=size)
 
     def add_in_place(self, a: Value, b: Value) -> Value:
-        """a += b."""
         out = Value(a.elements, a.bytes_each, a.storage, a.needs_grad or b.needs_grad)
         self._add(Op("add_", (a, b), (out,), passes_on=True, moved=a.bytes + b.bytes, moved_back=0))
         return out

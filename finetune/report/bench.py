@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.privacy import HIDDEN, TOKEN
 from finetune.report.published import BASE
 from finetune.report.run_folder import read_json, read_lines, read_text, without_secrets
 from finetune.report.text import as_dict, as_list, as_number, gib
@@ -113,7 +112,6 @@ class Cell:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes of rank 0."""
         kinds = next((kinds for row in self.done if (kinds := as_dict(_memory(row).get("by_kind")))), {})
         return {str(kind): int(size) for kind, value in kinds.items() if (size := as_number(value)) and size > 0}
 
@@ -150,7 +148,6 @@ class Bench:
 
     @property
     def measured_by(self) -> list[str]:
-        """What the bytes of memory are."""
         return self._said(_memory(row).get("measured_by") for cell in self.cells for row in cell.done)
 
     def _said(self, values: Iterable[Any]) -> list[str]:
@@ -163,7 +160,6 @@ class Bench:
         return min(found, key=lambda one: one.count("micro_batch") != cell.count("micro_batch"), default=None)
 
     def rate_to_ddp(self, cell: Cell) -> float | None:
-        """Of throughput."""
         base = self.base(cell)
         return paired(cell.rates, base.rates) if base else None
 
@@ -200,8 +196,7 @@ def read_bench(folder: Path, name: str) -> Bench:
     if due and cells:
         shown = ", ".join(due[:SHOWN]) + (f" and {len(due) - SHOWN} more" if len(due) > SHOWN else "")
         notes.append(f"Not run yet, `--resume` does: {shown}.")
-    texts = {path.name: read_text(path, notes) for path in sorted(folder.glob("*.yaml"))}
-    grids = {file: TOKEN.sub(HIDDEN, text) for file, text in texts.items() if text}
+    grids = {path.name: text for path in sorted(folder.glob("*.yaml")) if (text := read_text(path, notes))}
     return Bench(name, folder, cells, _fact(grid.get("scale") or ""), grids, notes)
 
 

@@ -26,7 +26,6 @@ MOST_WORK = 1.2  # boxes of a schedule, to a pixel of its width
 
 
 def by_kind(name: str, held: dict[str, int], unit: Unit = gib, group: str = "") -> Bar:
-    """Bytes by kind, one behind the other."""
     parts = [
         (held[kind] / unit.size, COLOURS.get(kind, OTHER), f"{spelled(kind)}{f' {name}' if group else ''}: "
          f"{unit.said(held[kind])}") for kind in in_order(held) if held[kind]
@@ -106,7 +105,6 @@ def peak_index(rank: RankMemory) -> int:
 
 
 def lanes(schedule: Schedule, title: str, width: float) -> Picture:
-    """A pipeline's step: what each stage does when."""
     work = sorted((event for event in schedule.events if event.kind != IDLE), key=lambda event: event.start)
     end, most = max(event.end for event in schedule.events), int(MOST_WORK * width)
     until = end if len(work) <= most else work[most].start

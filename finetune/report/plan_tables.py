@@ -106,7 +106,6 @@ def memory_table_that_fits(plan: Plan, width: int) -> tuple[Table, bool]:
 
 
 def summary_table(plan: Plan) -> Table:
-    """A row for each kind of rank."""
     form, limit = _form(plan.peak_bytes), plan.limit_bytes
     rows = tuple(
         (name, form(rank.resident_bytes), form(rank.peak.bytes), form(limit - rank.peak.bytes), form(rank.host_bytes),

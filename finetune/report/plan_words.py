@@ -56,7 +56,6 @@ def fills_host(plan: Plan) -> bool:
 
 
 def headline(plan: Plan) -> str:
-    """What is planned, in a sentence."""
     job, model = plan.job, plan.job.model
     of_tokens = "" if job.model.family in NO_TEXT else f" of {job.tokens:,} tokens"
     of_tokens += f" to {job.targets:,}" if job.targets else ""

@@ -78,8 +78,7 @@ def read_run(folder: Path, name: str) -> RunFolder:
     run.schedule = read_json(folder / "schedule.json", notes)
     run.confusion = read_json(folder / "confusion_matrix.json", notes)
     run.profile = read_json(folder / "profile" / "summary.json", notes, folder)
-    run.samples = TOKEN.sub(HIDDEN, read_text(folder / "samples.md", notes))
-    run.card = TOKEN.sub(HIDDEN, read_text(folder / "README.md", notes))
+    run.samples, run.card = read_text(folder / "samples.md", notes), read_text(folder / "README.md", notes)
     for picture in sorted((*folder.glob("*.png"), *folder.glob("profile/*.png")))[:MOST_PICTURES]:
         data = _tried(picture, notes, partial(read_bytes, picture, LARGEST_PICTURE_BYTES, folder)) or b""
         if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -132,9 +131,9 @@ def _shown(key: str, value: Any) -> Any:
 
 
 def read_text(path: Path, notes: list[str]) -> str:
-    """Its last letters where there are too many; "" for what is no file."""
+    """Its last letters where there are too many, without tokens; "" for what is no file."""
     content: bytes = _tried(path, notes, lambda: read_bytes(path, inside=path.parent)) or b""
     text = content.decode("utf-8", errors="replace")
     if len(text) > LONGEST_TEXT:
         notes.append(f"{path.name}: of {len(text):,} letters the last {LONGEST_TEXT:,} are shown.")
-    return text[-LONGEST_TEXT:]
+    return TOKEN.sub(HIDDEN, text[-LONGEST_TEXT:])

@@ -128,7 +128,6 @@ def _cost(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> list[Block
 
 
 def _peaks(run: RunFolder) -> list[float]:
-    """Bytes, by rank."""
     found = as_list(run.results.get("peak_memory_gib_per_rank")) or [run.results.get("peak_memory_gib")]
     return [size * GIB for one in found if (size := as_number(one)) is not None and size > 0]
 

@@ -52,7 +52,6 @@ class Table:
 
     @property
     def plain(self) -> str:
-        """For a log."""
         lines = (self.columns, *self.rows)
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join((line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:]))) for line in lines)
@@ -66,7 +65,6 @@ class Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """On the terminal."""
     from rich import box
     from rich.table import Table as Rich
     from rich.text import Text

@@ -34,7 +34,6 @@ class Unit:
 
     @property
     def words(self) -> str:
-        """For an axis."""
         return f"{self.name} (2**{self.size.bit_length() - 1} bytes)"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections import namedtuple
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import REPO
 
 from finetune.doctor import gpus, ops, probes
 from finetune.doctor.probes import look
-from finetune.doctor.releases import KNOWN, known_faults
+from finetune.dsconfig.context import release
 from finetune.host import network
 from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result
 from finetune.training import builds
@@ -46,15 +48,10 @@ def test_a_probe_that_breaks_ends_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert second.name == "Python"
 
 
-def test_releases_that_go_wrong_are_known() -> None:
-    def named(**installed: tuple[int, ...]) -> list[str]:
-        return [known.source for known in known_faults(installed)]
-
-    assert named(deepspeed=(0, 19, 8), transformers=(5, 23, 0)) == []
-    assert named(deepspeed=(0, 19, 3)) == ["deepspeedai/DeepSpeed#8152"]
-    assert named(deepspeed=(0, 18, 2)) == ["deepspeedai/DeepSpeed#8152", "deepspeedai/DeepSpeed#7718"]
-    assert "huggingface/transformers#34984" in named(deepspeed=(0, 16, 0), transformers=(4, 46, 1))
-    assert all(known.mend.endswith(".") for known in KNOWN)
+def test_the_least_releases_are_those_of_pyproject() -> None:
+    bounds = re.findall(r'^    "([a-z]+)>=([0-9.]+)', (REPO / "pyproject.toml").read_text(), re.MULTILINE)
+    least = {name: release(bound) for name, bound in bounds if name in probes.LEAST}
+    assert least == probes.LEAST
 
 
 def test_a_release_newer_than_the_one_tested_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, Resident, Weights
 from finetune.plan.optimizers import Optimizer
-from finetune.plan.program import TEMPORARY, Kind, Stretch, program_of
+from finetune.plan.program import TEMPORARY, Kind, program_of
 from finetune.plan.step import Ledger, Pass
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES
@@ -219,18 +219,7 @@ class Zero3(Resident):
         self.second.clear()
 
 
-# What it gathers and reduces in a micro-batch, in which order: played with nobody counting bytes.
-
-
-class _Silent(Ledger):
-    def take(self, kind: str, size: int, where: str = "") -> None:
-        pass
-
-    def give(self, kind: str, size: int) -> None:
-        pass
-
-    def run(self, stretch: Stretch) -> None:
-        pass
+# What it gathers and reduces in a micro-batch, in which order.
 
 
 @dataclass(frozen=True)
@@ -251,9 +240,9 @@ def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
 
 @lru_cache(maxsize=128)
 def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
-    ledger = _Silent()
+    ledger = Ledger()
     layout = Zero3(weights, zero, Optimizer("sgd"), ranks, 0, ledger)
-    layout.here = set(layout.persistent)
+    layout.hold(ledger)
     layout.trace(tape)
     layout.begin(ledger, True, True)
     passed = Pass(tape, ledger, layout, layout.gradient_bytes)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from finetune.errors import RequestError
@@ -90,12 +89,6 @@ def _named(conv: Conv) -> Named:
     yield from norm(f"{conv.name}.normalization", conv.fan_out)
 
 
-def _all(sizes: Sizes) -> Iterator[Conv]:
-    yield stem(sizes)
-    for layer in layers(sizes):
-        yield from _parts(layer)
-
-
 def _parts(layer: Layer) -> tuple[Conv, ...]:
     return ((layer.shortcut,) if layer.shortcut else ()) + layer.convs
 
@@ -106,7 +99,7 @@ def _resnet_block(sizes: Sizes, index: int) -> Named:
 
 
 def _buffers(sizes: Sizes) -> Buffers:
-    for conv in _all(sizes):
+    for conv in (stem(sizes), *(conv for layer in layers(sizes) for conv in _parts(layer))):
         for part in ("running_mean", "running_var"):
             yield f"{conv.name}.normalization.{part}", (conv.fan_out,), 4
         yield f"{conv.name}.normalization.num_batches_tracked", (), 8

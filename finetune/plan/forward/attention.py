@@ -117,14 +117,12 @@ def rotations(tape: Tape, tokens: int, width: int) -> tuple[Value, Value]:
     return cos, sin
 
 
-def float_mask(setting: Setting) -> Value:
-    """(rows, 1, tokens, tokens), zero or very small (transformers, masking_utils.py, eager_mask)."""
-    return setting.tape.op("mask", (), setting.batch.positions * setting.batch.tokens, needs_grad=False)
-
-
 def eager_mask(setting: Setting) -> tuple[Value, ...]:
-    """Of a causal model, where its attention is eager; other kinds need none."""
-    return (float_mask(setting),) if setting.tape.numbers.attention == EAGER else ()
+    """(rows, 1, tokens, tokens), zero or very small (transformers, masking_utils.py, eager_mask), of a causal model
+    where its attention is eager; other kinds need none."""
+    tape, batch = setting.tape, setting.batch
+    is_eager = tape.numbers.attention == EAGER
+    return (tape.op("mask", (), batch.positions * batch.tokens, needs_grad=False),) if is_eager else ()
 
 
 def bool_mask(setting: Setting) -> Value:
@@ -154,11 +152,6 @@ def _repeated(tape: Tape, x: Value, heads: Heads) -> Value:
     return tape.op("repeat", (x,), heads.elements) if heads.repeats else x
 
 
-def _contiguous_mix(tape: Tape, mixed: Value) -> Value:
-    """transpose(1, 2).contiguous(), whose gradient is copied back."""
-    return tape.op("copy", (mixed,), mixed.elements)
-
-
 def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, masks: tuple[Value | None, ...]) -> Value:
     """eager_attention_forward of models/llama/modeling_llama.py and its like. matmul copies what it cannot flatten."""
     repeats = heads.repeats or heads.cached
@@ -177,7 +170,7 @@ def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
         weights = tape.cast(weights, value.bytes_each)
     weights = tape.dropout(weights, heads.dropout)
     mixed = tape.matmul(weights, wide_value if repeats else tape.copy(wide_value), heads.mix)
-    out = _contiguous_mix(tape, mixed)
+    out = tape.op("copy", (mixed,), mixed.elements)  # transpose(1, 2).contiguous(), whose gradient is copied back
     tape.hold(mixed, wide_key, wide_value, *((scores,) if heads.names_scores else ()))
     tape.keep(weights)  # attention returns them, and its caller has a name for them
     return out
@@ -226,7 +219,7 @@ def _math(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask
     mixed = tape.matmul(weights, value if heads.cached else tape.copy(value), heads.mix, casts=False)
     out = tape.cast(mixed, size)
     tape.hold(scaled, low, query, key, value)
-    return _contiguous_mix(tape, out)
+    return tape.op("copy", (out,), out.elements)  # as in `_eager`
 
 
 def _fused(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask: Value | None) -> Value:

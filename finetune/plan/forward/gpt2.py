@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from finetune.plan.families.decoders import GPT2_PARTS
-from finetune.plan.families.parts import CAUSAL
 from finetune.plan.forward.attention import Heads, attend, eager_mask, kind_of, partly_turned, rotations, split_heads
-from finetune.plan.forward.losses import causal_head, class_head
+from finetune.plan.forward.losses import decoder_head
 from finetune.plan.forward.parts import Setting, activation, stack
 from finetune.plan.values import Value
 
@@ -26,9 +25,7 @@ def gpt2(setting: Setting) -> Value:
     with tape.segment("head"):
         normed = tape.layer_norm(x, "transformer.ln_f")
         tape.hold(tokens, positions, x, *mask)
-        if setting.head != CAUSAL:
-            return class_head(setting, normed)
-        return causal_head(setting, normed, "transformer.wte.weight")
+        return decoder_head(setting, normed, "transformer.wte.weight")
 
 
 def _gpt2_block(setting: Setting, index: int, x: Value, mask: tuple[Value, ...]) -> Value:
@@ -73,9 +70,7 @@ def phi(setting: Setting) -> Value:
     with tape.segment("head"):
         normed = tape.layer_norm(x, "model.final_layernorm")
         tape.hold(started, x, *mask, *turns)
-        if setting.head != CAUSAL:
-            return class_head(setting, normed)
-        return causal_head(setting, normed, "model.embed_tokens.weight")
+        return decoder_head(setting, normed, "model.embed_tokens.weight")
 
 
 def _phi_block(setting: Setting, index: int, x: Value, mask: tuple[Value, ...], turns: tuple[Value, Value]) -> Value:

@@ -4,12 +4,11 @@ of layers, whole or a stage of a pipeline (gptlite_pipeline.py)."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from finetune.plan.families.decoders import GPTLITE_PARTS
 from finetune.plan.forward.attention import Heads, eager_mask
 from finetune.plan.forward.gpt2 import gpt_block
-from finetune.plan.forward.losses import causal_head, cross_entropy, label_loss
+from finetune.plan.forward.losses import cross_entropy, decoder_head, label_loss
 from finetune.plan.forward.parts import Part, Setting, stack
 from finetune.plan.values import FP32_BYTES, Value
 
@@ -18,34 +17,25 @@ LISTED = {"gptlite": (2, 2), "mlp": (0, 1)}
 EMBEDDINGS, NORM = "transformer.embeddings", "transformer.norm"
 
 
-@dataclass(frozen=True)
-class Listed:
-    """`names` of all entries by their place, what a stage is `given`, and what an entry makes of it."""
-
-    names: list[str]
-    given: Value
-    run: Callable[[int, Value], Value]
-
-
-def entries_of(family: str, layers: int) -> Part:
-    return Part(0, layers + sum(LISTED[family]))
+# The names of all entries by their place, what a stage is given, and what an entry makes of it.
+Listed = tuple[list[str], Value, Callable[[int, Value], Value]]
 
 
 def stage(setting: Setting, part: Part) -> Value:
     """DeepSpeed runs a stage's layers in groups of `activation_checkpoint_interval`, and recomputes those groups in
     which all may be (deepspeed 0.19.8, runtime/pipe/module.py, forward and _is_checkpointable)."""
-    listed = (_listed_gptlite if setting.family == "gptlite" else _listed_mlp)(setting, part)
+    names, x, run = (_listed_gptlite if setting.family == "gptlite" else _listed_mlp)(setting, part)
     before, behind = LISTED[setting.family]
-    end, x = len(listed.names) - behind, listed.given
-    assert 0 <= part.first < part.last <= len(listed.names), part
+    end = len(names) - behind
+    assert 0 <= part.first < part.last <= len(names), part
     step = setting.checkpoint_interval or 1
     for first in range(part.first, part.last, step):
         group = range(first, min(first + step, part.last))
         again = bool(setting.checkpoint_interval) and group[-1] < end
         layer = first - before if before <= first < end else None
-        with setting.tape.segment(listed.names[first], x, layer=layer, recomputed=again):
+        with setting.tape.segment(names[first], x, layer=layer, recomputed=again):
             for place in group:
-                x = listed.run(place, x)
+                x = run(place, x)
     return x
 
 
@@ -64,7 +54,7 @@ def gptlite(setting: Setting) -> Value:
     with tape.segment("head"):
         normed = tape.layer_norm(x, NORM)
         tape.hold(x, *mask)
-        return causal_head(setting, normed, f"{EMBEDDINGS}.tokens.weight")
+        return decoder_head(setting, normed, f"{EMBEDDINGS}.tokens.weight")
 
 
 def _listed_gptlite(setting: Setting, part: Part) -> Listed:
@@ -85,7 +75,7 @@ def _listed_gptlite(setting: Setting, part: Part) -> Listed:
         tape.hold(logits)
         return loss
 
-    return Listed(names, tape.given(rows * setting.sizes("hidden_size"), needs_grad=True), run)
+    return names, tape.given(rows * setting.sizes("hidden_size"), needs_grad=True), run
 
 
 def _block_name(index: int) -> str:
@@ -126,7 +116,7 @@ def _listed_mlp(setting: Setting, part: Part) -> Listed:
 
     x = _inputs(setting)
     given = setting.tape.given(x.elements, needs_grad=True) if part.first else x
-    return Listed([*map(_layer_name, range(layers)), "head"], given, run)
+    return [*map(_layer_name, range(layers)), "head"], given, run
 
 
 def _layer_name(index: int) -> str:

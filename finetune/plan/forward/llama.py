@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from finetune.plan.families.decoders import STYLES, WINDOW, Style
-from finetune.plan.families.parts import CAUSAL, Sizes
+from finetune.plan.families.parts import Sizes
 from finetune.plan.forward.attention import (
     FUSED,
     Heads,
@@ -20,7 +20,7 @@ from finetune.plan.forward.attention import (
     rotations,
     split_heads,
 )
-from finetune.plan.forward.losses import causal_head, class_head
+from finetune.plan.forward.losses import decoder_head
 from finetune.plan.forward.moe import experts, oss_experts
 from finetune.plan.forward.parts import Setting, activation, rms_norm, stack
 from finetune.plan.values import Value
@@ -57,10 +57,8 @@ def llama_like(setting: Setting) -> Value:
     with tape.segment("head"):
         normed = rms_norm(tape, last, "model.norm", style.casts_late)
         tape.hold(x, last, *shared.of(*shared.masks))
-        if setting.head != CAUSAL:
-            return class_head(setting, normed)
         cap = _caps(sizes, "final_logit_softcapping", style.final_softcap)
-        return causal_head(setting, normed, "model.embed_tokens.weight", softcap=cap)
+        return decoder_head(setting, normed, "model.embed_tokens.weight", softcap=cap)
 
 
 def _caps(sizes: Sizes, name: str, default: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.plan.families.parts import TAGS
+from finetune.plan.families.parts import CAUSAL, TAGS
 from finetune.plan.forward.parts import Setting
 from finetune.plan.tape import Tape
 from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, INT64_BYTES, Gemm, Value
@@ -13,9 +13,12 @@ DROPOUTS = ("classifier_dropout", "hidden_dropout")  # before the layer of tags,
 LOSS_PASSES, GRADIENT_PASSES = 6, 2
 
 
-def causal_head(setting: Setting, x: Value, tied: str, softcap: bool = False) -> Value:
-    """Logits over the vocabulary and ForCausalLMLoss: in fp32, labels shifted. `tied`: the weight of a tied head."""
+def decoder_head(setting: Setting, x: Value, tied: str, softcap: bool = False) -> Value:
+    """Logits over the vocabulary and ForCausalLMLoss: in fp32, labels shifted. `tied`: the weight of a tied head. Or
+    the scores of a decoder with another head."""
     tape = setting.tape
+    if setting.head != CAUSAL:
+        return class_head(setting, x)
     if setting.loss_chunk_tokens:
         return chunked_loss(setting, x, tied)
     logits = tape.linear(x, "lm_head", tied)

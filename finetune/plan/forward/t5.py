@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from finetune.plan.forward.attention import EAGER, Heads, attend, cat, eager_mask, kind_of, split_heads
@@ -69,21 +70,20 @@ def _norm(tape: Tape, x: Value, module: str) -> Value:
 def _block(setting: Setting, name: str, x: Value, bias: list[Value], cross: list[Value], states: Value | None,
            mask: Value | None = None, read: int | None = None) -> Value:  # fmt: skip
     tape, dropout = setting.tape, setting.sizes.share("dropout_rate", DROPOUT)
-    normed = _norm(tape, x, f"{name}.layer.0.layer_norm")
-    out = _attention(setting, f"{name}.layer.0.SelfAttention", normed, normed, bias, states is not None, mask=mask)
-    x = tape.add(x, tape.dropout(out, dropout))
-    tape.hold(normed, out)
-    if states is not None:
-        normed = _norm(tape, x, f"{name}.layer.1.layer_norm")
-        out = _attention(setting, f"{name}.layer.1.EncDecAttention", normed, states, cross, True, read)
+
+    def added(x: Value, place: int, part: Callable[[Value], Value]) -> Value:
+        normed = _norm(tape, x, f"{name}.layer.{place}.layer_norm")
+        out = part(normed)
         x = tape.add(x, tape.dropout(out, dropout))
         tape.hold(normed, out)
-    place = f"{name}.layer.{2 if states is not None else 1}"
-    normed = _norm(tape, x, f"{place}.layer_norm")
-    out = _feed_forward(setting, f"{place}.DenseReluDense", normed)
-    x = tape.add(x, tape.dropout(out, dropout))
-    tape.hold(normed, out)
-    return x
+        return x
+
+    own, other = f"{name}.layer.0.SelfAttention", f"{name}.layer.1.EncDecAttention"
+    x = added(x, 0, lambda y: _attention(setting, own, y, y, bias, states is not None, mask=mask))
+    if states is not None:
+        x = added(x, 1, lambda y: _attention(setting, other, y, states, cross, True, read))
+    last = 1 if states is None else 2
+    return added(x, last, lambda y: _feed_forward(setting, f"{name}.layer.{last}.DenseReluDense", y))
 
 
 def _attention(setting: Setting, name: str, x: Value, states: Value, bias: list[Value], decodes: bool,
