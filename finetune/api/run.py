@@ -35,7 +35,7 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadedRun:
     """What a run has left in `folder`, in which nothing is trusted: files are of bounded size, and no code runs."""
 
     folder: Path
@@ -90,10 +90,10 @@ class Run:
         return block(f"run {self.folder}", lines, table(("metric", "value"), rows) if rows else "")
 
 
-def load_run(folder: str | Path) -> Run:
+def load_run(folder: str | Path) -> LoadedRun:
     """The run in a folder, whoever wrote it. Raises RequestError where there is none."""
     path = Path(folder).expanduser()
     runs, _ = read([path])
     if not runs:
         raise RequestError(f"{path}: holds a bench, not a run. `finetune bench {path}` shows it.")
-    return Run(runs[0].folder, runs[0])
+    return LoadedRun(runs[0].folder, runs[0])

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.api.run import Run, load_run
+from finetune.api.run import LoadedRun, load_run
 from finetune.api.words import words_of
 from finetune.cli import parser
 from finetune.commands.recipe import find
@@ -34,7 +34,7 @@ ERROR_LINE = re.compile(r"(?:\[rank \d+\] )?error: (.*)")
 KINDS: dict[int, type[FinetuneError]] = {one.exit_status: one for one in (RequestError, InterruptedRunError)}
 
 
-def train(recipe: str, *, ranks: int | None = None, **flags: Any) -> Run:
+def train(recipe: str, *, ranks: int | None = None, **flags: Any) -> LoadedRun:
     """Run a recipe, such as "seq_cls", with its flags as keyword arguments, and give what it leaves: train("seq_cls",
     train_file="reviews.csv", num_train_epochs=1). `ranks` is for several processes on this machine: one for each GPU,
     or CPU processes where there is no GPU.

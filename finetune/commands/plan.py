@@ -65,7 +65,7 @@ def plan_of(asked: argparse.Namespace) -> tuple[Plan, dict[str, Any] | None, lis
             "nothing is asked. Give a recipe's YAML, a model's folder or config.json, or a known name such as gpt2."
         )
     _check(asked)
-    machine = find_machine(asked.gpu)
+    machine = _machine(asked.gpu)
     planned, notes = _run(asked, machine)
     job, config, more = job_of(planned, machine, asked.params_per_layer)
     limits = _limits(asked, job, any(name in planned.given for name in ("bf16", "fp16")))
@@ -96,6 +96,13 @@ def _check(asked: argparse.Namespace) -> None:
     for path in (Path(name) for name in (asked.write, asked.html, asked.png) if name):
         if not path.absolute().parent.is_dir():
             raise RequestError(f"{path}: there is no folder {path.parent}. Make it, or give another path.")
+
+
+def _machine(name: str) -> Machine:
+    try:
+        return find_machine(name)
+    except RequestError as error:
+        raise RequestError(f"--gpu {error}") from error
 
 
 def _limits(asked: argparse.Namespace, job: Job, precision_asked: bool) -> Limits:

@@ -49,7 +49,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedText:
     """What is wrong with one text. `value` is what the text means, None where that cannot be told."""
 
     value: object
@@ -65,16 +65,16 @@ def read(path: Path) -> str:
     return read_bounded(path, MAX_BYTES, keep_mark=True)
 
 
-def check(text: str, run: Context, disabled: Collection[str] = ()) -> Checked:
+def check(text: str, run: Context, disabled: Collection[str] = ()) -> CheckedText:
     """Every finding about `text` in the order of its lines, less those whose code is in `disabled`."""
     if (is_template := template(text)) and is_template.code not in disabled:
-        return Checked(None, (Placed(1, 1, is_template, False),))
+        return CheckedText(None, (Placed(1, 1, is_template, False),))
     try:
         document = parse(text)
     except NotJsonError as error:
         place = Document(text).line_and_column(error.at)
         unreadable = Finding("DS001", "error", (), f"the file cannot be read as JSON: {error}")
-        return Checked(None, (Placed(*place, unreadable, False),))
+        return CheckedText(None, (Placed(*place, unreadable, False),))
     if not isinstance(document.value, dict):
         kind = {list: "list", str: "text", bool: "true or false", type(None): "null"}.get(
             type(document.value), "number"
@@ -82,9 +82,9 @@ def check(text: str, run: Context, disabled: Collection[str] = ()) -> Checked:
         unreadable = Finding(
             "DS001", "error", (), f"the file holds a {kind}, but a DeepSpeed config is an object, {{...}}."
         )
-        return Checked(None, (Placed(1, 1, unreadable, False),))
+        return CheckedText(None, (Placed(1, 1, unreadable, False),))
     if (other := other_program(document.value)) and other.code not in disabled:
-        return Checked(document.value, (Placed(*document.place_of(other.path), other, False),))
+        return CheckedText(document.value, (Placed(*document.place_of(other.path), other, False),))
     found = [
         Placed(*document.line_and_column(slip.at), _of_slip(slip, run), bool(slip.mend)) for slip in document.slips
     ]
@@ -97,7 +97,7 @@ def check(text: str, run: Context, disabled: Collection[str] = ()) -> Checked:
     about += [finding for finding in ruled if finding.path not in wrong or finding.code == "DS904"]
     found += [Placed(*document.place_of(finding.path), finding, bool(finding.mends)) for finding in about]
     kept = [placed.without_secrets() for placed in found if placed.finding.code not in disabled]
-    return Checked(document.value, tuple(sorted(kept, key=lambda placed: (placed.line, placed.column))))
+    return CheckedText(document.value, tuple(sorted(kept, key=lambda placed: (placed.line, placed.column))))
 
 
 def mended(text: str, run: Context, disabled: Collection[str] = ()) -> str:

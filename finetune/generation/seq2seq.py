@@ -25,7 +25,7 @@ from finetune.models.seq2seq import PairCollator, Seq2SeqSource, build_seq2seq, 
 from finetune.models.source import positions_of
 from finetune.run.facts import NO_LIMIT
 from finetune.run.flags.adapter import AdapterArguments
-from finetune.run.recipes.seq2seq import PairArguments, Seq2SeqModelArguments, WritingArguments
+from finetune.run.recipes.seq2seq import GeneratedTextArguments, PairArguments, Seq2SeqModelArguments
 from finetune.training.chapters import Data, Outcome
 from finetune.training.merging import merged
 from finetune.training.metric_modules import Metric, load_metrics
@@ -101,7 +101,7 @@ class PairMetrics:
 
 def metrics_of_texts(session: Session) -> PairMetrics:
     """Those that --metrics names, or the usual; the Trainer is told of the best. Raises RequestError."""
-    asked = session[WritingArguments]
+    asked = session[GeneratedTextArguments]
     metrics = PairMetrics((asked.metrics or USUAL_METRICS) if asked.predict_with_generate else ())
     settle_best_metric(session.training, metrics, session.run.given)
     return metrics
@@ -111,13 +111,13 @@ class PairTrainer(FinetuneTrainer):
     """Writes the texts of each set that it evaluates, once it has its loss. `written` has those of the last, in the
     order of their rows, by the prefix of its figures; the same on all ranks."""
 
-    asked: WritingArguments
+    asked: GeneratedTextArguments
     metrics: PairMetrics
     most_new: int
 
     def judge_texts(self, session: Session, source: Seq2SeqSource, metrics: PairMetrics) -> None:
         """Call it before the trainer is used. Raises RequestError for more tokens than the model can write."""
-        self.asked, self.metrics = session[WritingArguments], metrics
+        self.asked, self.metrics = session[GeneratedTextArguments], metrics
         self.most_new = self.asked.generation_max_length or source.max_target_length
         if self.most_new > (positions := positions_of(source.config)):
             raise RequestError(

@@ -164,8 +164,8 @@ def with_lora(model: Model, lora: Lora) -> Model:
 
 def _head(config: dict[str, Any], family: Family, where: str) -> str:
     names = config.get("architectures") or []
-    if not names:
-        return family.default_head
+    if not names or (str(names[0]).endswith("Model") and not str(names[0]).endswith("LMHeadModel")):
+        return family.default_head  # BertModel and the like are without a head
     found = next((head for suffix, head in HEADS.items() if str(names[0]).endswith(suffix)), None)
     if found is None:
         raise RequestError(f"{where}: architectures is {names[0]}, but it must end in one of {', '.join(HEADS)}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from finetune.run.flags.guards import guard_faults
 from finetune.run.flags.pipeline import pipeline_faults
 from finetune.run.flags.profiling import check_profile
 from finetune.run.flags.trackers import check_trackers
-from finetune.run.launch import COUNT
+from finetune.run.launch import meeting_faults
 from finetune.run.optimizer import missing_package
 from finetune.run.output_folder import missing_checkpoint
 from finetune.run.paths import missing_inputs
@@ -79,7 +78,7 @@ def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     yield from missing_inputs(run)
     yield from void_here(run, deepspeed)
     yield from _of_disabled(run)
-    yield from _of_meeting(run)
+    yield from meeting_faults(run.launch)
     asked = {name: run.given.get(name) is True for name in ("bf16", "fp16")}
     yield from raised_by(
         lambda: check_trackers(_listed(run.value("report_to")), source=run.source("report_to")),
@@ -93,21 +92,6 @@ def _of_disabled(run: Run) -> Iterator[str]:
         if not re.fullmatch(r"DS\d{3}", code):
             yield f"{run.said('disable_check')}, but {code} is not a code such as DS902. docs/check.md lists them."
             return
-
-
-def _of_meeting(run: Run) -> Iterator[str]:
-    if "RANK" not in os.environ or run.launch.world_size == 1:
-        return
-    lacking = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if lacking:
-        yield (
-            f"RANK is {run.launch.rank} and WORLD_SIZE is {run.launch.world_size} in the environment, without "
-            f"{' and '.join(lacking)}, where the ranks meet. Set what is missing, launch with `torchrun "
-            "--nproc_per_node N`, or unset RANK and WORLD_SIZE for a run of one process."
-        )
-    port = os.environ.get("MASTER_PORT") or "1"
-    if not (COUNT.fullmatch(port) and 0 < int(port) < 2**16):
-        yield f"MASTER_PORT is {port!r} in the environment, but a port is a whole number from 1 to 65535."
 
 
 def _listed(value: object) -> list[str]:

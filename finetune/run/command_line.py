@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from finetune.errors import RequestError
@@ -14,21 +16,39 @@ CHOICE = re.compile(r"argument (.+): invalid choice: '?(.*?)'? \(choose from (.*
 class CommandParser(argparse.ArgumentParser):
     """Names the nearest flag, as the recipes do; its subcommands' parsers are of this class too."""
 
+    words: Sequence[str] = ()  # that it was given
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self.words = sys.argv[1:] if args is None else args
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             word = next((one for one in unknown if one.startswith("-")), unknown[0])
             if not word.startswith("-"):
                 raise RequestError(f"{word}: that is one argument too many for `{self.prog}`. `--help` lists them.")
-            names = [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
-            from finetune.run.meanings import meant
-
-            mend = meant(word.partition("=")[0], names).replace("`--help`", f"`{self.prog} --help`")
-            raise RequestError(f"unknown flag {word} for `{self.prog}`.{mend}")
+            raise RequestError(self._unknown(word))
         return known, unknown
 
+    def _unknown(self, word: str) -> str:
+        from finetune.run.meanings import meant
+
+        mend = meant(word.partition("=")[0], self._names()).replace("`--help`", f"`{self.prog} --help`")
+        return f"unknown flag {word} for `{self.prog}`.{mend}"
+
+    def _names(self) -> list[str]:
+        return [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+    def _typo(self) -> str | None:
+        """The first word that looks like a flag of this parser, and begins none."""
+        for word in self.words:
+            name = word.removeprefix("--").partition("=")[0]
+            if word.startswith("--") and not any(known.startswith(name) for known in self._names()):
+                return word
+        return None
+
     def error(self, message: str) -> NoReturn:
-        """What argparse says of a value, in the recipes' words."""
+        """What argparse says of a value, in the recipes' words. Where something is missing, a typo may be why."""
+        if "arguments are required" in message and (typo := self._typo()):
+            raise RequestError(f"{self._unknown(typo)} And {message}.")
         if found := CHOICE.fullmatch(message):
             from finetune.run.meanings import nearest_choice
 

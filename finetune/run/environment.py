@@ -18,7 +18,7 @@ SAGEMAKER, DYNAMO = "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "ACCELERATE_DYNAMO_
 DEVICE = "ACCELERATE_TORCH_DEVICE"
 # Fields of DeepSpeed's config, with which accelerate fills each "auto" of one that is given by flag (1.15,
 # utils/dataclasses.py, DeepSpeedPlugin.__post_init__).
-FIELDS = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_")
+OF_DEEPSPEED_PLUGIN = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_")
 
 
 def left_over(run: Run, deepspeed: str | None) -> Iterator[str]:
@@ -31,7 +31,7 @@ def left_over(run: Run, deepspeed: str | None) -> Iterator[str]:
         yield f"{_said('ACCELERATE_USE_DEEPSPEED')}, but {told}. Unset it, or give --deepspeed."
     if is_on("ACCELERATE_USE_FSDP") and not run.value("fsdp"):
         yield f"{_said('ACCELERATE_USE_FSDP')}, but {told}. Unset it, or give --fsdp."
-    fields = [name for name in sorted(os.environ) if deepspeed and name.startswith(FIELDS)]
+    fields = [name for name in sorted(os.environ) if deepspeed and name.startswith(OF_DEEPSPEED_PLUGIN)]
     if run.value("fsdp"):
         fields += [name for name in sorted(os.environ) if name.startswith("FSDP_")]
     if _backend() and not run.value("torch_compile"):
@@ -68,18 +68,18 @@ def obeyed(run: Run) -> Run:
     """The run as the environment asks for it, with notes of what that is."""
     if is_on(CPU) and "use_cpu" not in run.given:
         run = run.settled(f"{CPU} in the environment", use_cpu=True)
-        run = run.noted(f"note: {_said(CPU)}, so that this run keeps to the CPU.")
+        run = run.noted(f"{_said(CPU)}, so that this run keeps to the CPU.")
     if run.launch.launcher == "accelerate" and _backend() and not run.value("torch_compile"):
         run = run.settled("accelerate's config", torch_compile=True, torch_compile_backend=_backend())
-        run = run.noted(f"note: {_said(DYNAMO)}, so that the model is compiled.")
+        run = run.noted(f"{_said(DYNAMO)}, so that the model is compiled.")
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if run.launch.launcher == "python" and tasks != "1":
         run = run.noted(
-            f"note: this is one of {tasks} tasks of a Slurm step, and each trains by itself. For one run of all "
+            f"this is one of {tasks} tasks of a Slurm step, and each trains by itself. For one run of all "
             "of them let srun start torchrun (recipes/launch/slurm.sbatch)."
         )
     if run.launch.launcher != "accelerate" and precision() != "no":
-        run = run.noted(f"note: {_said(PRECISION)}; --bf16, --fp16 and a DeepSpeed config that states one overrule it.")
+        run = run.noted(f"{_said(PRECISION)}; --bf16, --fp16 and a DeepSpeed config that states one overrule it.")
     return run
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -76,6 +77,22 @@ def read_launch() -> Launch:
     else:
         launcher = "deepspeed" if "CROSS_SIZE" in env else "torchrun"
     return Launch(rank, local_rank, world, local_world, launcher)
+
+
+def meeting_faults(launch: Launch) -> Iterator[str]:
+    """What a rank of several lacks to find the others."""
+    if "RANK" not in os.environ or launch.world_size == 1:
+        return
+    lacking = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if lacking:
+        yield (
+            f"RANK is {launch.rank} and WORLD_SIZE is {launch.world_size} in the environment, without "
+            f"{' and '.join(lacking)}, where the ranks meet. Set what is missing, launch with `torchrun "
+            "--nproc_per_node N`, or unset RANK and WORLD_SIZE for a run of one process."
+        )
+    port = os.environ.get("MASTER_PORT") or "1"
+    if not (COUNT.fullmatch(port) and 0 < int(port) < 2**16):
+        yield f"MASTER_PORT is {port!r} in the environment, but a port is a whole number from 1 to 65535."
 
 
 def own_rank() -> int:

@@ -124,8 +124,6 @@ def spelt(name: str) -> str:
 def _value(flag: Flag, given: Any, source: str) -> Any:
     if isinstance(given, list) and not flag.many and source != COMMAND_LINE:
         raise ValueError("must be one value, and no list")
-    if flag.path and given in ("", [""]):
-        raise ValueError("names nothing, as an empty variable of the shell does")
     if flag.path or flag.name in ALSO_PATHS:
         for word in _texts(given):
             is_json = flag.kind == "json" and word.lstrip().startswith("{")

@@ -17,7 +17,7 @@ TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 def unusable(name: str, may_be_long: bool = False) -> str | None:
     """Why it cannot be the name of a file or folder here, as the end of "but it ..."; None where it can."""
     if not name.strip():
-        return "is blank. Give a name"
+        return "is blank, as an empty variable of the shell is. Give a name"
     strange = next((letter for letter in name if unicodedata.category(letter) in UNSEEN or letter in TURNS), None)
     if strange:
         return f"has the character {strange!r}, which a path of a run cannot have. Rename it"

@@ -98,9 +98,9 @@ def vain_rates(run: Run) -> Iterator[str]:
     if not run.value("do_train"):
         return
     if run.value("learning_rate") == 0:
-        yield f"note: {run.said('learning_rate')}, so that no step changes a weight."
+        yield f"{run.said('learning_rate')}, so that no step changes a weight."
     elif warmup >= 1 and 0 < steps <= warmup:
-        yield f"note: {run.said('warmup_steps')}, and {run.said('max_steps')}: the rate does not get to its full value."
+        yield f"{run.said('warmup_steps')}, and {run.said('max_steps')}: the rate does not get to its full value."
 
 
 def parameters_of(maker: Callable[..., Any], left_out: Container[str]) -> dict[str, Any]:

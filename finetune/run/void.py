@@ -44,6 +44,7 @@ VOID = (
     Void(("save_steps",), "save_strategy", ("no", "epoch", "best"), "Give --save_strategy steps.", "steps"),
     Void(("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"), "do_eval", (False,), "Add --do_eval True."),
     Void(("early_stopping_patience", "load_best_model_at_end"), "do_eval", (False,), "Add --do_eval True."),
+    Void(("max_eval_samples",), "do_eval", (False,), "Add --do_eval True."),
     Void(("eval_steps",), "eval_strategy", ("no", "epoch"), "Give --eval_strategy steps.", "steps"),
     Void(("eval_delay", "early_stopping_patience"), "eval_strategy", ("no",), "Give --eval_strategy steps or epoch."),
     Void(("logging_steps",), "logging_strategy", ("no", "epoch"), "Give --logging_strategy steps.", "steps"),

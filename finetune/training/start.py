@@ -99,7 +99,7 @@ def start(run: Run) -> Session:
     capability = torch.cuda.get_device_capability() if has_cuda else None
     deepspeed = load_deepspeed(run, asked, context_of(run, precision, has_cuda, capability)) if asked else None
     ops = _ops_of(run, deepspeed, has_cuda)
-    said = [*run.notes, note, _first_alone(run, ops) if launch.speaks else None]
+    said = [*(f"note: {one}" for one in run.notes), note, _first_alone(run, ops) if launch.speaks else None]
     threads = runtime.set_threads(launch, has_cuda)
     uses_deepspeed = deepspeed is not None or accelerate_uses_deepspeed()
     fsdp_on_cpu = not has_cuda and bool(run.value("fsdp") or accelerate_uses_fsdp())

@@ -106,6 +106,14 @@ def test_every_family_has_a_case() -> None:
     assert {family for family, _, _ in CASES} == set(FAMILIES)
 
 
+def test_a_model_without_a_head_is_planned_as_its_family_usually_is() -> None:
+    config = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config |= {"intermediate_size": 16, "vocab_size": 32, "max_position_embeddings": 16, "type_vocab_size": 2}
+    bare = model_of({**config, "architectures": ["BertModel"]}, "config.json")
+    usual = model_of(config, "config.json")
+    assert (bare.head, bare.tensors) == (usual.head, usual.tensors)
+
+
 def test_blocks_and_what_is_in_none_make_the_whole() -> None:
     model = model_of({"model_type": "t5", **T5})
     assert model.layers == 6

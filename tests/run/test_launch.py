@@ -215,9 +215,9 @@ def test_what_is_obeyed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run = noted(*folder)
     assert run.value("use_cpu") is True
     on_cpu, of_slurm, precision = run.notes
-    assert on_cpu.startswith("note: ACCELERATE_USE_CPU is 'true' in the environment")
-    assert of_slurm.startswith("note: this is one of 4 tasks of a Slurm step")
-    assert precision.startswith("note: ACCELERATE_MIXED_PRECISION is 'bf16' in the environment")
+    assert on_cpu.startswith("ACCELERATE_USE_CPU is 'true' in the environment")
+    assert of_slurm.startswith("this is one of 4 tasks of a Slurm step")
+    assert precision.startswith("ACCELERATE_MIXED_PRECISION is 'bf16' in the environment")
 
 
 @pytest.mark.parametrize(

@@ -60,38 +60,38 @@ class CompressionArguments:
 def check_comm_hook(run: Run, deepspeed: str | None, precision: dict[str, bool]) -> None:
     """Raises RequestError where --ddp_comm_hook cannot do what it says. `deepspeed` is the run's config, if any."""
     hook = run.value("ddp_comm_hook") or "none"
-    flag = run.said("ddp_comm_hook")
+    said = run.said("ddp_comm_hook")
     if hook == "none":
         return
-    _check_engine(run, flag, deepspeed)
+    _check_engine(run, said, deepspeed)
     if run.launch.world_size == 1:
         raise RequestError(
-            f"{flag}: one process sends no gradients, so there is nothing to compress. Drop it, or launch with "
+            f"{said}: one process sends no gradients, so there is nothing to compress. Drop it, or launch with "
             "`torchrun --nproc_per_node N`."
         )
     if not run.value("do_train"):
-        raise RequestError(f"{flag}, which compresses gradients, but {run.said('do_train')}. Drop it.")
+        raise RequestError(f"{said}, which compresses gradients, but {run.said('do_train')}. Drop it.")
     if precision.get("fp16") and hook in KEEPS_ERRORS:
         raise RequestError(
-            f"{flag}, which carries what it did not send over to the next step, but under --fp16 the scale of "
+            f"{said}, which carries what it did not send over to the next step, but under --fp16 the scale of "
             "gradients changes from step to step, and one overflow would stay for good. Give --bf16 True."
         )
     if hook == "onebit_adam":
         _check_onebit(run)
 
 
-def _check_engine(run: Run, flag: str, deepspeed: str | None) -> None:
+def _check_engine(run: Run, said: str, deepspeed: str | None) -> None:
     if deepspeed:
         named = next((run.said(name) for name in ("deepspeed", "deepspeed_config") if run.given.get(name)), None)
         mend = "Put --deepspeed none in its place" if named else "Add --deepspeed none"
         if named is None:
             named = "the deepspeed launcher takes zero2" if deepspeed == "zero2" else f"DeepSpeed is {deepspeed}"
-        raise RequestError(f"{flag}, which is for DistributedDataParallel, but {named}. {mend}, or drop the hook.")
+        raise RequestError(f"{said}, which is for DistributedDataParallel, but {named}. {mend}, or drop the hook.")
     if run.value("fsdp") or accelerate_uses_fsdp():
         fsdp = run.said("fsdp") if run.value("fsdp") else "accelerate shards by FSDP"
-        raise RequestError(f"{flag}, which is for DistributedDataParallel, but {fsdp}. Drop one of the two.")
+        raise RequestError(f"{said}, which is for DistributedDataParallel, but {fsdp}. Drop one of the two.")
     if run.value("torch_compile"):
-        raise RequestError(f"{flag}, which does not go with {run.said('torch_compile')[2:]}. Drop one of the two.")
+        raise RequestError(f"{said}, which does not go with {run.said('torch_compile')[2:]}. Drop one of the two.")
 
 
 def _check_onebit(run: Run) -> None:
@@ -107,15 +107,15 @@ def check_freeze(arguments: CompressionArguments, max_steps: int, warmup_steps: 
     the rate still rises, the variance is not what it will be (arXiv 2102.02888, section 7.1)."""
     if not arguments.keeps_errors:
         return
-    start, flag = arguments.start_step(max_steps), f"--ddp_comm_hook {arguments.ddp_comm_hook}"
+    start, said = arguments.start_step(max_steps), f"--ddp_comm_hook {arguments.ddp_comm_hook}"
     if start >= max_steps:
         raise RequestError(
-            f"{flag} sends whole gradients for {start} steps, but the run has {max_steps}, so it would compress "
+            f"{said} sends whole gradients for {start} steps, but the run has {max_steps}, so it would compress "
             f"nothing. Lower --comm_hook_start_steps (it is {FIRST_START} at least), train for more than {start} "
             "steps, or drop the hook."
         )
     if arguments.ddp_comm_hook == "onebit_adam" and start < warmup_steps:
         raise RequestError(
-            f"{flag} freezes its variance after {start} steps, but the learning rate rises until "
+            f"{said} freezes its variance after {start} steps, but the learning rate rises until "
             f"step {warmup_steps}. Raise --comm_hook_start_steps to {warmup_steps} or more, or lower --warmup_steps."
         )

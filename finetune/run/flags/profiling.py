@@ -49,9 +49,9 @@ def check_profile(run: Run, config: str | None, checkpoint: str | None) -> None:
     asked = [name for name in OF_DEEPSPEED if run.value(name)]
     if not steps and not asked:
         return
-    flag = "profile" if steps else asked[0]
+    first_asked = "profile" if steps else asked[0]
     if not run.value("do_train"):
-        raise RequestError(f"{run.said(flag)}, which looks at training, but {run.said('do_train')}. Drop it.")
+        raise RequestError(f"{run.said(first_asked)}, which looks at training, but {run.said('do_train')}. Drop it.")
     if steps and {"flops_profiler", "comms_logger"} & set(asked):
         name = "flops_profiler" if "flops_profiler" in asked else "comms_logger"
         raise RequestError(

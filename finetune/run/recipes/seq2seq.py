@@ -58,7 +58,7 @@ class PairArguments(FileArguments):
 
 
 @dataclass
-class WritingArguments:
+class GeneratedTextArguments:
     """What the model writes of held-out sources at each evaluation, and how that is judged."""
 
     predict_with_generate: bool = flag(True, "write texts and judge them; else the loss alone", GOES_ON)
@@ -96,7 +96,7 @@ SEQ2SEQ = Recipe(
         AdapterArguments,
         PairArguments,
         PreparationArguments,
-        WritingArguments,
+        GeneratedTextArguments,
         ProfileArguments,
         RunArguments,
         CompressionArguments,
