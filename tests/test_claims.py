@@ -46,6 +46,10 @@ SETTINGS = {
     "CONTRIBUTING.md": ["more than half a minute", "must catch 95%"],
     "docs/bench.md": ["2,048 of 256", "2 ms", "95%", "0.05"],
     "docs/causal_lm.md": ["(1e-3, 6e-4, 3e-4)"],
+    # defaults of flags, ours and theirs
+    "docs/coming_from.md": ["0.05", "2e-5", "5e-5", "0.1", "2 x", "8 bits", "0.7", "0.3"],
+    "docs/quickstart.md": ["24 GB"],
+    "docs/support.md": ["to 1e-5"],  # the bound of tests/runs/test_reshard_runs.py
     "docs/data.md": ["a Jaccard similarity of 0.8 or more"],
     "docs/check.md": ["twice", "half", "1.0", "4.46", "4.47", "0.16", "8.0"],
     "docs/checkpoints.md": ["the last 4 MiB are compared", "64 MiB", "half", "two minutes", "90 s"],

@@ -1,4 +1,4 @@
-"""Every command of the README and of two guides is run, shortened; every file that the README names is there."""
+"""Every command of the README and of four guides is run, shortened; every file that the README names is there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conftest import REPO, TINY, flags, free_port, launch, run_to_its_end
 from PIL import Image
 
 README = (REPO / "README.md").read_text()
-GUIDES = [(REPO / "docs" / f"{name}.md").read_text() for name in ("seq_cls", "causal_lm")]
+GUIDES = [(REPO / "docs" / f"{name}.md").read_text() for name in ("quickstart", "coming_from", "seq_cls", "causal_lm")]
 # What the tests themselves are started by; the whole gate, .ci/run, begins with it.
 INSTALLS = re.compile(r"install\.sh|pytest|ruff")
 
@@ -49,7 +49,7 @@ def run(command: str, cwd: Path = REPO) -> tuple[int, str]:
 
 def write_files(folder: Path) -> None:
     """Small files under the names that the README gives."""
-    for name in ("reviews.csv", "train.csv", "test.csv", "train.tsv", "dev.tsv", "test.tsv"):
+    for name in ("reviews.csv", "train.csv", "dev.csv", "test.csv", "train.tsv", "dev.tsv", "test.tsv"):
         separator = "\t" if name.endswith("tsv") else ","
         rows = [f"row number {i} of many{separator}{'good' if i % 2 else 'bad'}\n" for i in range(60)]
         (folder / name).write_text(f"text{separator}label\n" + "".join(rows))
@@ -65,6 +65,12 @@ def write_files(folder: Path) -> None:
         Image.new("RGB", (32, 32), (index, index, index) if index % 2 else (255 - index,) * 3).save(
             place / f"{index}.png"
         )
+    (folder / "train.conll").write_text("Ada B-person\nwrites O\n\nIn O\nParis B-place\n\n" * 20)
+    pairs = [{"document": f"A long text, number {i}.", "summary": f"Text {i}."} for i in range(40)]
+    for name in ("summaries.jsonl", "articles.jsonl"):
+        (folder / name).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    answers = [{"prompt": f"Add {i} and 1.", "chosen": f"{i + 1}", "rejected": f"{i + 2}"} for i in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     (folder / "prompts.jsonl").write_text('{"prompt": "Say it"}\n{"prompt": "Say something else"}\n')
     turns = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "Yes."}]
     (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
@@ -76,11 +82,17 @@ def causal_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = train_text_tokenizer("byte", [], 0, 1024, with_end=True)
-    config = GPTLiteConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, max_position_embeddings=1024)
+    tokenizer = train_text_tokenizer("byte", [], 0, 2048, with_end=True)
+    config = GPTLiteConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, max_position_embeddings=2048)
     GPTLiteForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def text_to_text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    saving = {"max_steps": 1, "max_train_samples": 64, "bf16": False, "eval_strategy": "no", "model_size": "tiny"}
+    return launch("python", tmp_path_factory.mktemp("t5") / "run", saving, recipe="recipes/seq2seq.py").folder
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +129,22 @@ SHORT: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("built_ops")
 @pytest.mark.parametrize("command", to_run())
 def test_a_command_of_the_readme_works(
-    command: str, minilm: Path, causal_model: Path, image_model: Path, done: Path, tmp_path: Path
+    command: str,
+    minilm: Path,
+    causal_model: Path,
+    text_to_text_model: Path,
+    image_model: Path,
+    done: Path,
+    tmp_path: Path,
 ) -> None:
     write_files(tmp_path)
     for path in tmp_path.iterdir():
-        command = re.sub(rf"(?<=\s){re.escape(path.name)}", str(path), command)
+        command = re.sub(rf"(?<=[\s\"]){re.escape(path.name)}", str(path), command)
+    command = command.replace("path/to/t5", str(text_to_text_model)).replace("--num_gpus 8", "--num_gpus 2")
+    command = command.replace("runs/python", str(tmp_path / "run"))
     is_run = None if command.startswith("finetune ") else re.search(r"recipes/(\w+)\.py", command)
     if is_run:
-        models = {"seq_cls": minilm, "image_cls": image_model}
+        models = {"seq_cls": minilm, "token_cls": minilm, "image_cls": image_model}
         command = command.replace("path/to/model", str(models.get(is_run[1], causal_model)))
         short = {**SHORT[is_run[1]], "max_steps": 2, "output_dir": tmp_path / "run"}
         command = re.sub(rf" --({'|'.join(short)}) \S+", "", command) + " " + " ".join(flags(short))

@@ -63,7 +63,8 @@ def _parsed(found: Any) -> ast.AST:
 def _is_set_on_instances(name: str) -> bool:
     owner, _, attribute = name.rpartition(".")
     try:
-        classes = inspect.getmro(resolve(owner))
+        found = resolve(owner)
+        classes = inspect.getmro(found) if inspect.isclass(found) else (found,)  # a function may set it, too
     except (AttributeError, ImportError, ValueError):
         return False
     return any(

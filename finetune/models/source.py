@@ -164,7 +164,16 @@ def load_weights(
         ) from error
     if kept.in_4bit:
         _keep_trainable_after_evaluation(model)
+    forget_unused_renamings(model)
     return model
+
+
+def forget_unused_renamings(model: Any) -> None:
+    """Under ZeRO-3 transformers undoes all renamings that it knows when it saves, not only those that the files needed
+    (5.23, integrations/deepspeed.py, _load_state_dict_into_zero3_model): a BERT's LayerNorm.weight would be saved as
+    LayerNorm.gamma. Elsewhere it keeps only what was used (core_model_loading.py)."""
+    if known := getattr(model, "_weight_conversions", None):
+        model._weight_conversions = [renaming for renaming in known if renaming.was_used()]
 
 
 def _keep_trainable_after_evaluation(model: Any) -> None:

@@ -23,6 +23,15 @@ OF_A_MODEL = (
 )
 
 MODELS = (
+    Row(
+        "models/source.py",
+        "transformers.core_model_loading:convert_and_load_state_dict_in_model._weight_conversions",
+        "write",
+        "a BERT that was loaded under ZeRO-3 is saved by its own names",
+        "integrations/deepspeed.py, _load_state_dict_into_zero3_model: keeps renamings that no file needed",
+        "it keeps those alone that were used, as core_model_loading.py does",
+        called_from=("transformers.core_model_loading:revert_weight_conversion",),
+    ),
     *(
         Row(
             where,

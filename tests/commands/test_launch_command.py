@@ -213,7 +213,7 @@ def test_what_cannot_be_composed_is_said(words: list[str], message: str, capsys:
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/launch.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/launch.md", "docs/quickstart.md"])
 def test_every_line_of_the_documentation_is_composed(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for line in (REPO / page).read_text().splitlines() if line.startswith("finetune launch ")]
     assert len(lines) >= 2

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, DistilBertConfig, GPT2Config
+from transformers.core_model_loading import WeightRenaming
 
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
 from finetune.models.classifier import build_classifier, find_source
+from finetune.models.source import forget_unused_renamings
 from finetune.run.flags.text import ModelArguments
 
 DISTILBERT = DistilBertConfig(vocab_size=60, n_layers=1, dim=16, n_heads=2, hidden_dim=32, max_position_embeddings=40)
@@ -87,3 +90,13 @@ def test_a_sequence_is_as_long_as_the_model_reads_or_as_asked(asked: int | None,
     assert find_source(arguments, asked).max_seq_length == wanted
     with pytest.raises(RequestError, match="is 41, but the model has 40 positions"):
         find_source(arguments, 41)
+
+
+def test_a_renaming_that_no_file_needed_is_not_undone_when_the_model_is_saved() -> None:
+    """Under ZeRO-3 a BERT would be saved with LayerNorm.gamma; test_readme.py starts such a run."""
+    needed = WeightRenaming(source_patterns="old.weight", target_patterns="new.weight")
+    unused = WeightRenaming(source_patterns="LayerNorm.gamma", target_patterns="LayerNorm.weight")
+    assert needed.rename_source_key("layer.old.weight")[0] == "layer.new.weight"
+    model = SimpleNamespace(_weight_conversions=[needed, unused])
+    forget_unused_renamings(model)
+    assert model._weight_conversions == [needed]

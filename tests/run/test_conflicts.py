@@ -11,6 +11,7 @@ from conftest import REPO
 from finetune.errors import RequestError
 from finetune.run.conflicts import ATTENTIONS
 from finetune.run.launch import Launch
+from finetune.run.paths import missing_inputs
 from finetune.run.recipe import Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM
 from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
@@ -258,3 +259,11 @@ def test_a_package_that_a_flag_needs_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"--use_liger_kernel is True .*pip install liger-kernel"):
         resolve_here(CAUSAL_LM, ["--use_liger_kernel", "True"], Launch())
+
+
+@pytest.mark.parametrize("name", ["lora_24gb", "lora_24gb.yaml", "recipes/configs/lora_24gb.yaml"])
+def test_a_shipped_yaml_is_taken_by_its_name_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = resolve(CAUSAL_LM, ["--config", name, "--model_name_or_path", "gpt2"], Launch())
+    assert run.value("activation_checkpoint_interval") == 1
+    assert list(missing_inputs(run)) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.run.flag import FILE, NAME_OR_PATH, OUTPUT, flag
+from finetune.run.flag import NAME_OR_PATH, OUTPUT, SHIPPED_YAML, flag
 from finetune.run.on_resume import GOES_ON, VALUES
 from finetune.run.range import AT_LEAST_ONE
 
@@ -14,7 +14,10 @@ class RunArguments:
     """How to run, beside what the Trainer's arguments say."""
 
     config: str | None = flag(
-        None, "YAML file with one `flag: value` a line; flags on the command line win", GOES_ON, path=FILE
+        None,
+        "YAML file with one `flag: value` a line, or a shipped one's name; flags on the command line win",
+        GOES_ON,
+        path=SHIPPED_YAML,
     )
     deepspeed_config: str | None = flag(None, "the same as --deepspeed", GOES_ON, path=NAME_OR_PATH)
     nvme_path: str | None = flag(None, "folder on a fast disk, for NVMe offload", GOES_ON, path=OUTPUT)
