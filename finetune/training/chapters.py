@@ -23,7 +23,7 @@ from finetune.training.hub import push
 from finetune.training.pipeline.partition import describe, partition
 from finetune.training.pipeline.trainer import PipelineTrainer
 from finetune.training.profiling.callback import profiling
-from finetune.training.progress import show_numbers
+from finetune.training.progress import show_numbers, terminal_of, tidy_terminal
 from finetune.training.protocol import Closing
 from finetune.training.results import closing_line, refuse_divergence
 from finetune.training.run_folder import (
@@ -34,6 +34,7 @@ from finetune.training.run_folder import (
     write_records,
 )
 from finetune.training.start import Session
+from finetune.training.summary import print_summary
 from finetune.training.trainer import FinetuneTrainer
 
 
@@ -159,7 +160,7 @@ def finish(
             write_records(folder, session.run, lineage_lines(lineage))
             if trainer.identity:
                 write_run_record(folder, trainer.identity)
-        with trainer.watched():
+        with trainer.watched(), tidy_terminal(trainer):
             trained = _train(session, trainer, samples) if training.do_train else None
             evaluated = predicted = None
             if training.do_eval:
@@ -176,6 +177,8 @@ def finish(
             session.say(*(report(Outcome(trained, evaluated, predicted)) if report else ()))
             refuse_divergence(folder)
             session.say(closing_line(folder))
+            if console := terminal_of(training):
+                print_summary(console, folder, session.run.recipe.name)
         if training.push_to_hub:
             session.say(push(trainer))
 

@@ -1,30 +1,189 @@
-"""The lines of a training's logs as people read and programs parse them: transformers' callbacks, which write every
-number as a quoted text (transformers 5.23, trainer_callback.py), with numbers as numbers."""
+"""What a run shows while it trains. On a terminal: one live line, and a table at each evaluation. Elsewhere, and with
+--disable_tqdm True: a line a log, which programs parse. A notebook keeps transformers' own table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, Trainer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers.trainer_utils import has_length
+from transformers.utils import logging as transformers_logging
+
+from finetune.report.table import Table, print_table
+from finetune.report.text import GIB
+from finetune.training.metric_modules import LESS_IS_BETTER
+from finetune.training.speed import peak_memory_bytes
 
 NOT_SHOWN = "total_flos"
+OF_SPEED = ("_runtime", "_per_second", "_time")  # ends of an evaluation's figures that say nothing of the model
+LESS_OF = (*LESS_IS_BETTER, "perplexity", "bits_per_byte")  # where the task's metrics do not say which value is better
+SPEEDS = (("real_tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s"))
+DRAW_SECONDS = 0.1  # between two drawings
 
 
 class Lines(PrinterCallback):
-    """A line a log, from one rank."""
+    """A line a log, from one rank, with numbers as numbers: transformers quotes them (5.23, trainer_callback.py)."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
             print(rounded(logs), flush=True)
 
 
-class Bar(ProgressCallback):
-    """The same above transformers' progress bar."""
+class LiveLine(TrainerCallback):
+    """One line, which is drawn over, from one rank; what is printed meanwhile goes above it. The training draws it: a
+    thread of its own might hold a lock while a data loader forks its workers."""
+
+    def __init__(self, console: Console, greater_is_better: Mapping[str, bool]) -> None:
+        self.console, self.greater_is_better = console, greater_is_better
+        self.live: Live | None = None
+        self.stack = contextlib.ExitStack()  # what is to be undone when it ends
+        self.logs: Mapping[str, Any] = {}  # the last of the training
+        self.before: dict[str, float] = {}  # of each metric
+        self.best: dict[str, float] = {}
+        self.step = self.steps = self.first = self.batches = 0
+        self.batches_in_all = 0
+        self.is_training, self.began, self.drawn = False, 0.0, 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.logs, self.before, self.best = {}, {}, {}
+        for row in state.log_history:  # of a resumed run
+            self._note(metrics_of(row))
+        self.step = self.first = state.global_step
+        # Drawn after the first step, in which torch's C++ warns past Python's streams, on every rank (reducer.cpp).
+        self.steps, self.began, self.is_training = state.max_steps, time.monotonic(), True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+        self._draw(state)
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        self.batches += 1
+        self.batches_in_all = len(eval_dataloader) if has_length(eval_dataloader) else 0
+        self._draw(state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self.training_bar is not None and logs:
-            self.training_bar.write(str(rounded(logs)))
+        if not state.is_world_process_zero or not logs:
+            return
+        if "loss" in logs:
+            self.logs = logs
+            self._draw(state, now=True)
+        elif metrics := metrics_of(logs):
+            where = f" after step {state.global_step:,} of {state.max_steps:,}" if state.max_steps else ""
+            print_table(self.console, self._table(f"evaluation{where}", metrics))
+            self._note(metrics)
+        elif "train_runtime" not in logs:  # which the last line and the summary say
+            print(rounded(logs), flush=True)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.batches = 0
+        if not self.is_training:
+            self.stop()
+
+    on_predict = on_evaluate
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.is_training = False
+        self.stop()
+
+    def stop(self) -> None:
+        """The last line of a training stays."""
+        self.stack.close()
+        self.live = None
+
+    def _draw(self, state: Any, now: bool = False) -> None:
+        if not state.is_world_process_zero or not (now or time.monotonic() - self.drawn > DRAW_SECONDS):
+            return
+        self.drawn = time.monotonic()
+        if self.live is None:
+            self.live = Live(
+                get_renderable=self._line,
+                console=self.console,
+                auto_refresh=False,
+                transient=not self.is_training,
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            self.stack.enter_context(_others_above(self.live))
+        self.live.refresh()
+
+    def _line(self) -> Text:
+        """As much as the terminal has room for."""
+        seconds, done = time.monotonic() - self.began, self.step - self.first
+        parts = [f"step {self.step:,}/{self.steps:,}"] if self.steps else []
+        if self.batches:
+            parts.append(f"evaluating {self.batches:,}" + (f"/{self.batches_in_all:,}" if self.batches_in_all else ""))
+        elif "loss" in self.logs:
+            parts.append(f"loss {self.logs['loss']:.4g}")
+        speeds = [(self.logs[name], unit) for name, unit in SPEEDS if name in self.logs]
+        parts += [f"{speed:,.{0 if speed >= 100 else 1}f} {unit}" for speed, unit in speeds[:1]]
+        parts.append(f"peak {peak_memory_bytes() / GIB:.2f} GiB")
+        if not self.is_training and self.steps:
+            parts.append(f"in {timedelta(seconds=round(seconds))}")
+        elif done > 0:  # a run that is rolled back may be behind its first step
+            parts.append(f"{timedelta(seconds=round(seconds / done * (self.steps - self.step)))} left")
+        while len("  ".join(parts)) >= self.console.width and len(parts) > 1:
+            parts.pop(-2 if len(parts) > 2 else -1)
+        return Text("  ".join(parts), no_wrap=True, overflow="crop")
+
+    def _table(self, title: str, metrics: Mapping[str, float]) -> Table:
+        rows = []
+        for name, now in metrics.items():
+            values = self.before.get(name), now, self._better(name, now)
+            rows.append((name.removeprefix("eval_"), *("" if one is None else f"{one:.4g}" for one in values)))
+        table = Table(title, ("metric", "before", "now", "best"), tuple(rows), expendable=("before", "best"))
+        return table.fitted(self.console.width) if self.before else table.without(table.expendable)
+
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        self.best |= {name: self._better(name, now) for name, now in metrics.items()}
+        self.before |= metrics
+
+    def _better(self, name: str, now: float) -> float:
+        best, figure = self.best.get(name, math.nan), name.removeprefix("eval_")
+        if math.isnan(best):
+            return now
+        return max(best, now) if self.greater_is_better.get(figure, not figure.endswith(LESS_OF)) else min(best, now)
+
+
+@contextlib.contextmanager
+def _others_above(live: Live) -> Iterator[None]:
+    """Inside, what others print goes above the line, and transformers draws no bars of its own into it."""
+    draws_bars, given = transformers_logging.is_progress_bar_enabled(), (sys.stdout, sys.stderr)
+    transformers_logging.disable_progress_bar()
+    with live:
+        live.console.show_cursor(True)  # a rank that is killed could not bring it back
+        proxies = sys.stdout, sys.stderr
+        _move_handlers(given, proxies)
+        try:
+            yield
+        finally:
+            _move_handlers(proxies, given)
+            if draws_bars:
+                transformers_logging.enable_progress_bar()
+
+
+def _move_handlers(before: Sequence[Any], now: Sequence[Any]) -> None:
+    """Libraries' logging handlers keep the stream that they were made with."""
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if vars(handler).get("stream") in before:
+                handler.setStream(now[before.index(handler.stream)])
+
+
+def metrics_of(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Those of an evaluation, without its speed."""
+    numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+    return {name: value for name, value in numbers.items() if name.startswith("eval_") and not name.endswith(OF_SPEED)}
 
 
 def rounded(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,10 +192,38 @@ def rounded(logs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in shown.items()}
 
 
+def on_terminal() -> bool:
+    """Whether what is printed goes to a terminal on which a line can be drawn over."""
+    return sys.stdout.isatty() and Console().is_interactive
+
+
+def terminal_of(args: Any) -> Console | None:
+    """Of a run with these training arguments, where it is to be used as such. It wraps no lines of others."""
+    is_used = on_terminal() and not args.disable_tqdm
+    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False) if is_used else None
+
+
+def display(args: Any, compute_metrics: Any) -> Lines | LiveLine:
+    """For these training arguments. `compute_metrics` may say of each figure whether more is better."""
+    console = terminal_of(args)
+    return LiveLine(console, getattr(compute_metrics, "greater_is_better", {})) if console else Lines()
+
+
 def show_numbers(trainer: Trainer) -> None:
     """Put ours in the place of transformers' own; a notebook's table stays."""
     callbacks = trainer.callback_handler.callbacks
     for place, one in enumerate(callbacks):
-        ours = {PrinterCallback: Lines, ProgressCallback: Bar}.get(type(one))
-        if ours is not None:
-            callbacks[place] = ours()
+        if type(one) in (PrinterCallback, ProgressCallback):
+            callbacks[place] = display(trainer.args, trainer.compute_metrics)
+
+
+@contextlib.contextmanager
+def tidy_terminal(trainer: Any) -> Iterator[None]:
+    """Inside, whatever ends the run ends the live line first."""
+    try:
+        yield
+    finally:
+        handler = getattr(trainer, "handler", None) or trainer.callback_handler  # a pipeline's, or the Trainer's
+        for one in handler.callbacks:
+            if isinstance(one, LiveLine):
+                one.stop()

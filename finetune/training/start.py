@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +34,7 @@ from finetune.training import builds, runtime
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.course import Course, course_of, tokenizer_of
 from finetune.training.profiling.deepspeed import with_profilers
+from finetune.training.progress import on_terminal
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
 from finetune.training.run_folder import lock_output_dir
 
@@ -186,7 +186,7 @@ def _settled(run: Run, has_cuda: bool, by_hand: bool) -> dict[str, Any]:
     settled["restore_callback_states_from_checkpoint"] = restores
     settled["log_level_replica"] = run.given.get("log_level_replica", "error")  # one rank speaks
     settled["use_cpu"] = not has_cuda  # bf16 without a GPU is refused otherwise
-    settled["disable_tqdm"] = run.given.get("disable_tqdm", not sys.stderr.isatty())  # a bar is for a terminal
+    settled["disable_tqdm"] = run.given.get("disable_tqdm", not on_terminal())
     accelerator: dict[str, Any] = {}
     if has_cuda:
         accelerator["non_blocking"] = True  # batches come from pinned memory; without this the host waits for each

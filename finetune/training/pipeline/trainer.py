@@ -41,7 +41,7 @@ from finetune.training.pipeline.evaluation import StageLoss, evaluated, note_bes
 from finetune.training.pipeline.resuming import alike, load_best, resume, save_checkpoint
 from finetune.training.pipeline.stages import Cut, build_module
 from finetune.training.pipeline.trace import Recorder, note_schedule
-from finetune.training.progress import Bar, Lines
+from finetune.training.progress import display
 from finetune.training.resuming import RunningLoss, SavesLast, ended_early
 from finetune.training.speed import SpeedMeter, peak_memory_bytes, wall_clock
 from finetune.training.watch import watching
@@ -123,8 +123,8 @@ class PipelineTrainer(EvaluatesOnce):
         self.max_steps = args.max_steps if args.max_steps > 0 else by_epochs
 
     def _callbacks(self, others: Sequence[TrainerCallback]) -> list[TrainerCallback]:
-        shown = Lines() if self.args.disable_tqdm else Bar()
         reports = [report() for report in get_reporting_integration_callbacks(self.args.report_to)]
+        shown = display(self.args, self.compute_metrics)
         own = (self.speed, shown, self.running_loss, SavesLast(), self.stop, self.nan_guard)
         return [DefaultFlowCallback(), *reports, *others, *filter(None, own)]
 
