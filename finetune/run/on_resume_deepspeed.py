@@ -104,8 +104,8 @@ def changed_arithmetic(
         return {}
     both = {one: (before.get(one), now.get(one)) for one in sorted({*before, *now})}
     changed = {one: values for one, values in both.items() if values[0] != values[1]}
-    if changed.pop(FP16, None):  # which is said as --fp16: there is no loss scaler now, or there was none
-        changed = {one: values for one, values in changed.items() if one not in REFUSED}
+    if changed.pop(FP16, None):  # which is said as --fp16: its section rules nothing now, or ruled nothing then
+        changed = {one: values for one, values in changed.items() if not one.startswith("fp16.")}
     if refused := [one for one in changed if one in REFUSED]:
         lines = "; ".join(f"{one} was {_shown(changed[one][0])}, and is {_shown(changed[one][1])}" for one in refused)
         raise RequestError(

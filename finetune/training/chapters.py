@@ -153,7 +153,7 @@ def finish(
     figures. `report` writes predictions, pictures and the model card on rank 0, and returns lines to say.
     """
     training, folder, speaks, samples = session.training, session.folder, session.launch.speaks, samples or {}
-    with explained_disk_errors(folder):
+    with explained_disk_errors(folder, session.launch):
         if speaks:
             open_output_dir(session.run)
             lineage = trainer.identity.lineage if trainer.identity else ()

@@ -273,7 +273,8 @@ def _of_arithmetic(
     known = before.get(ARITHMETIC) if isinstance(before.get(ARITHMETIC, {}), dict) else {}
     changed = changed_arithmetic(name, known, now[ARITHMETIC])
     for place, (then, value) in changed.items() if leads() else ():
-        words = [shown("DeepSpeed's default" if one is None else one) for one in (value, then)]
+        unsaid = "that of --max_grad_norm" if place == "gradient_clipping" else "DeepSpeed's default"
+        words = [shown(unsaid if one is None else one) for one in (value, then)]
         print(f"resume: DeepSpeed's {place} is {words[0]} from step {course.step + 1} on (until then {words[1]})")
     return {f"DeepSpeed's {place}": values for place, values in changed.items()}
 

@@ -179,14 +179,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def explained_disk_errors(folder: Path) -> Iterator[None]:
+def explained_disk_errors(folder: Path, launch: Launch | None = None) -> Iterator[None]:
     """Turn a full disk, in whichever library's words, one that takes nothing more, or no more memory, into one
-    sentence. What was saved before stays."""
+    sentence. What was saved before stays. `launch` is the run's, if this is one."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            raise out_of_memory(error, folder) from None  # the error itself holds what filled the memory
+            raise out_of_memory(error, folder, launch) from None  # the error itself holds what filled the memory
         if _is_of(folder, error):
             raise RunError(
                 f"{folder} cannot be written: {first_line(error)}. Earlier checkpoints are whole. Mend that, then "

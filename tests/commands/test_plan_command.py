@@ -353,6 +353,7 @@ def test_the_advice_of_a_run_out_of_memory_is_the_plan_of_its_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In a run's own process, whose environment `start` has changed for the libraries."""
+    from finetune.run.launch import read_launch
     from finetune.training.guards.memory import advice
 
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
@@ -362,6 +363,9 @@ def test_the_advice_of_a_run_out_of_memory_is_the_plan_of_its_record(
     (tmp_path / "recipe.yaml").write_text("\n".join(words))
     said = advice(tmp_path)
     assert re.search(r"^Planned: [\d.]+ GiB .*a micro-batch of 32 \(", said), said
+    launch = read_launch()
+    monkeypatch.setenv("WORLD_SIZE", "no number")
+    assert advice(tmp_path, launch) == said
 
 
 LORA_24GB = "recipes/configs/lora_24gb.yaml"

@@ -47,7 +47,8 @@ def test_what_is_applied_is_said_and_kept_in_the_lineage(place: str, capsys: pyt
     value = {"enabled": True} if place in ("torch_autocast", "zero_optimization.zenflow") else 0.25
     assert resumed(base, config(place, value)) == {f"DeepSpeed's {place}": (None, value)}
     said = capsys.readouterr().out
-    assert said.startswith(f"resume: DeepSpeed's {place} is {value} from step 5 on (until then DeepSpeed's default)")
+    unsaid = "that of --max_grad_norm" if place == "gradient_clipping" else "DeepSpeed's default"
+    assert said.startswith(f"resume: DeepSpeed's {place} is {value} from step 5 on (until then {unsaid})")
     assert resumed(config(place, value), base) == {f"DeepSpeed's {place}": (value, None)}
     assert resumed(config(place, value), config(place, value)) == {}
     assert resumed(config(place, value), config(place, "other")) == {f"DeepSpeed's {place}": (value, "other")}
@@ -86,6 +87,13 @@ def test_another_precision_has_no_loss_scale_to_compare() -> None:
     static = {"fp16": {"enabled": True, "loss_scale": 128}}
     bf16 = {"bf16": {"enabled": True}}
     assert resumed(static, bf16) == resumed(bf16, static) == resumed(static, {}) == {}
+
+
+def test_a_key_of_fp16_is_not_said_where_fp16_itself_came_or_went(capsys: pytest.CaptureFixture[str]) -> None:
+    static = {"fp16": {"enabled": True, "auto_cast": True, "fp16_master_weights_and_grads": True}}
+    bf16 = {"bf16": {"enabled": True}}
+    assert resumed(static, bf16) == resumed(bf16, static) == {}
+    assert capsys.readouterr().out == ""
 
 
 def test_the_page_on_checkpoints_names_what_is_applied_and_what_is_refused() -> None:

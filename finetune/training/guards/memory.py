@@ -18,7 +18,7 @@ from finetune.plan.mends import cheaper
 from finetune.plan.plan import plan
 from finetune.plan.run_model import run_of_record
 from finetune.run.files import RUN_RECORD
-from finetune.run.launch import own_rank, read_launch
+from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.training.speed import peak_rss_bytes
 
 GIB = 2**30
@@ -34,12 +34,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in WORDS)
 
 
-def out_of_memory(error: BaseException, folder: Path) -> RunError:
-    """What to raise for it. `folder` is the run's; its recipe.yaml is what is planned."""
+def out_of_memory(error: BaseException, folder: Path, launch: Launch | None = None) -> RunError:
+    """What to raise for it. `folder` is the run's; its recipe.yaml is what is planned, for this run's `launch`."""
     said = (str(error).strip().splitlines() or ["no memory"])[0].removesuffix(".")
     traceback.clear_frames(error.__traceback__)  # whose tensors planning needs the room of
     gc.collect()
-    return RunError(f"out of memory on rank {own_rank()}: {said[:200]}. {_measured()} {advice(folder)}")
+    return RunError(f"out of memory on rank {own_rank()}: {said[:200]}. {_measured()} {advice(folder, launch)}")
 
 
 def _measured() -> str:
@@ -60,12 +60,13 @@ def _measured() -> str:
     return f"Measured: {own}, of {memory:.2f} GiB of the machine{bound}."
 
 
-def advice(folder: Path) -> str:
-    """The plan of a run's recipe.yaml: its peak on a rank, and the three cheapest changes that lower it."""
+def advice(folder: Path, launch: Launch | None = None) -> str:
+    """The plan of a run's recipe.yaml: its peak on a rank, and the three cheapest changes that lower it. Without a
+    `launch` the environment says what it is; `start` has changed that for the libraries."""
     where = f"`finetune plan {folder / RUN_RECORD}` shows what takes it."
     try:
         machine = find_machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
-        job, _, _ = job_of(run_of_record(folder, read_launch()), machine)
+        job, _, _ = job_of(run_of_record(folder, launch or read_launch()), machine)
         found = plan(job, machine)
     except (FinetuneError, OSError) as error:
         return f"No plan of it: {error} Smaller micro-batches or --deepspeed zero3 take less."
