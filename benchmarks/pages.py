@@ -29,6 +29,7 @@ import identity_cost
 import images
 import mutants
 import nothing_silent
+import path_flags
 import pipeline
 import plan
 import plan_public
@@ -66,6 +67,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "images": _of("images", images.page),
     "mutants": lambda: mutants.page(mutants.read_rows()),
     "nothing_silent": _of("nothing_silent", nothing_silent.page),
+    "path_flags": lambda: path_flags.page(_lines("path_flags.jsonl")),
     "pipeline": _of("pipeline", pipeline.render),
     "plan": _of("plan", plan.report),
     "plan_public": _of("plan_public", plan_public.page),

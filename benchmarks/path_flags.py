@@ -1,9 +1,12 @@
 """What recipes do with strange paths: every path flag of every recipe, with everything that a name may lead to.
 
-    python benchmarks/path_flags.py > docs/results/path_flags.jsonl     # all, by real runs: an hour
-    python benchmarks/path_flags.py --before_torch                      # as far as a run gets without torch: a minute
+    python benchmarks/path_flags.py                     # all, by real runs: an hour
+    python benchmarks/path_flags.py --before_torch      # as far as a run gets without torch: minutes
+    python benchmarks/path_flags.py --every 7           # of the cases every seventh
+    python benchmarks/path_flags.py --taken             # whole runs of what --before_torch has found to be taken
     python benchmarks/path_flags.py --recipes seq_cls --flags config
 
+Adds to docs/results/path_flags.jsonl, a line a case, and makes path_flags.md of it (benchmarks/pages.py).
 A case is harmless where the run ends in status 0, or in 2 with one line "error:", without a traceback, within 5 seconds
 of CPU and 1 GiB of memory beyond what its imports take. A run is forked from a process that has imported the stack.
 """
@@ -20,18 +23,24 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "tests")]
+
+from releases import in_words, versions  # noqa: E402
 
 from finetune.errors import FinetuneError  # noqa: E402
 from finetune.run.choose import recipes  # noqa: E402
 from finetune.run.launch import Launch  # noqa: E402
 from finetune.run.resolve import resolve_here  # noqa: E402
+
+OUT = REPO / "docs" / "results" / "path_flags.jsonl"
 
 CPU_SECONDS, WALL_SECONDS, MORE_BYTES = 5.0, 120.0, 2**30
 OTHERS = ("resume",)  # paths, and words as well
@@ -181,25 +190,69 @@ def cases(names: list[str], flags: list[str] | None, hazards: list[str]) -> Iter
                 yield from ((recipe, flag, hazard) for hazard in hazards)
 
 
+def page(rows: list[dict[str, Any]]) -> str:
+    stack = in_words(next(row["versions"] for row in reversed(rows)))
+    lines = [
+        "# Strange paths",
+        "",
+        f"`python benchmarks/path_flags.py`, {stack}, two cores.",
+        f"Each path flag of each recipe names one of {len(HAZARDS)} strange things. Harmless is a run that ends in",
+        f"status 0, or in 2 with one line `error:`; without a traceback, within {CPU_SECONDS:g} s of CPU where it is",
+        f"refused, and {MORE_BYTES >> 20:,} MiB of memory beyond imports. *Before torch*: as far as flags and files",
+        "show it. *Whole*: a run of one step. Where not all cases were tried, they are a sample (`--every`).",
+        "",
+        "| recipe | how far | flags | cases | refused | taken | harmful | most CPU seconds of one that is refused |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    last = {(row["recipe"], row["mode"], row["flag"], row["hazard"]): row for row in rows}
+    for recipe, mode in sorted({(one, mode) for one, mode, *_ in last}):
+        mine = [row for (one, how, *_), row in last.items() if (one, how) == (recipe, mode)]
+        refused = [row for row in mine if row["status"] == 2 and row["is_harmless"]]
+        counts = Counter(row["status"] for row in mine if row["is_harmless"])
+        flags = len({flag for one, _, flag, _ in last if one == recipe})
+        tried_flags = len({row["flag"] for row in mine})
+        figures: list[object] = [tried_flags, f"{len(mine)} of {flags * len(HAZARDS)}", counts[2], counts[0]]
+        figures += [len(mine) - counts[2] - counts[0], max((row["cpu_seconds"] for row in refused), default=0.0)]
+        lines.append(f"| {recipe} | {mode} | {' | '.join(map(str, figures))} |")
+    odd = [row for row in last.values() if not row["is_harmless"]]
+    lines += ["", "Harmful:", ""] if odd else ["", "None was harmful.", ""]
+    lines += [f"- {row['recipe']}, {row['mode']}, `--{row['flag']}`, {row['hazard']}: {row['said']}" for row in odd]
+    lines += [""] * bool(odd) + ["What it does not show: several ranks, hubs, and two strange paths at once.", ""]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", default=sorted(recipes()))
     parser.add_argument("--flags", nargs="+")
     parser.add_argument("--hazards", nargs="+", default=list(HAZARDS))
     parser.add_argument("--before_torch", action="store_true")
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--taken", action="store_true")
     asked = parser.parse_args()
     run = before_torch if asked.before_torch else whole_run
     if not asked.before_torch:
+        from compiled_ops import build, enter, folder_of_this_stack
         from warm_ranks import import_the_stack
 
+        _sessions = enter(folder_of_this_stack())  # no case is to compile: that takes longer than a case may
+        build("ON_CPU")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         import_the_stack()
-    harmful = 0
-    for recipe, flag, hazard in cases(asked.recipes, asked.flags, asked.hazards):
-        case = tried(recipe, flag, hazard, run)
-        harmful += not case.is_harmless
-        print(json.dumps({**asdict(case), "is_harmless": case.is_harmless}), flush=True)
-    print(f"{harmful} harmful", file=sys.stderr)
+    more = {"mode": "before torch" if asked.before_torch else "whole", "versions": versions()}
+    found = list(islice(cases(asked.recipes, asked.flags, asked.hazards), 0, None, asked.every))
+    if asked.taken:
+        before = [row for row in map(json.loads, OUT.read_text().splitlines()) if row["mode"] == "before torch"]
+        taken = {(row["recipe"], row["flag"], row["hazard"]) for row in before if row["status"] == 0}
+        found = [one for one in found if one in taken]
+    with OUT.open("a") as out:
+        for one in found:
+            case = tried(*one, run)
+            line = json.dumps({**asdict(case), "is_harmless": case.is_harmless, **more})
+            print(line if not case.is_harmless else ".", flush=True)
+            out.write(line + "\n")
+            out.flush()
+    OUT.with_suffix(".md").write_text(page([json.loads(line) for line in OUT.read_text().splitlines()]))
 
 
 if __name__ == "__main__":

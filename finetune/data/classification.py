@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, DataCollatorForTokenClassification, Data
 
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.charset import encoding_notes
-from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels
+from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels, said_counts
 from finetune.data.label_lists import MERGED
 from finetune.data.splits import require_splits
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
@@ -26,7 +26,7 @@ from finetune.data.tokenizer import identity, made_by, train_wordpiece
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
-FORMAT = 10  # raise it when what is cached changes
+FORMAT = 11  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class ClassificationData:
         account, names = self.account, self.labels.names
         rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
         kind = f"{len(names)} {'tags' if self.labels.task == TOKENS else 'labels'}" if names else "regression"
+        kind += f": {said_counts(account.label_counts)}" if account.label_counts else ""
         kind += ", any number of them a row" if self.labels.task == MULTI_LABEL else ""
         left_out = sum(account.skipped.values())
         cut = f", {left_out:,} bad rows left out" if left_out else ""

@@ -17,6 +17,7 @@ LINE = "__line__"  # a column of our own: the line of a file in which a sentence
 TEXT, CHAT, COMPLETION = "text", "messages", "completion"  # kinds of documents
 TOOLS = "tools"  # a column beside `messages`: the functions that a conversation offers
 MAX_SHOWN = 5
+SHOWN_CHARACTERS = 40  # of a label
 FEW = 20  # labels that are whole numbers: more of them may be amounts
 WHOLE = re.compile(r"([+-]?\d+)\.0*")  # as pandas writes integers of a column that has held a NaN
 HIDDEN_LABEL = -1  # GLUE's test sets on the hub
@@ -54,6 +55,15 @@ class Labels:
         """The id of each class by its name, and by what `label_text` makes of that."""
         named = {name: i for i, name in enumerate(self.names)}
         return {label_text(name): i for name, i in named.items()} | named
+
+
+def said_counts(counts: Mapping[str, int]) -> str:
+    """The labels with the rows, or words, that each has: all of a few, else the rarest and the most frequent."""
+    shown = {repr(plain(name)[:SHOWN_CHARACTERS]): count for name, count in counts.items()}
+    if len(shown) <= MAX_SHOWN:
+        return ", ".join(f"{name} {shown[name]:,}" for name in sorted(shown))
+    rarest, *_, commonest = sorted(shown, key=lambda name: (shown[name], name))
+    return f"from {shown[rarest]:,} of {rarest} to {shown[commonest]:,} of {commonest}"
 
 
 def said_columns(read: Mapping[str, Sequence[str]], others: Sequence[str]) -> str:

@@ -3,18 +3,20 @@ Imports no torch."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.data.columns import MAX_SHOWN, Labels, by_text, is_empty, is_number, label_text
+from finetune.data.columns import MAX_SHOWN, SHOWN_CHARACTERS, Labels, by_text, is_empty, is_number, label_text
 from finetune.errors import RequestError, plain
 
 MISSING = frozenset("NA|N/A|n/a|#N/A|#NA|<NA>|NaN|nan|NULL|null".split("|"))  # as pandas, R and SQL write no value
 PERHAPS_MISSING = MISSING | {"None", "none"}
 FEW_SHARE = 0.1  # of the rows: such words on more of them may be a class, as NA of a continent is
 TRUTHS = dict.fromkeys(("true", "t", "yes", "y", "1"), "true") | dict.fromkeys(("false", "f", "no", "n", "0"), "false")
-SHOWN_CHARACTERS = 40
+RARE, FREQUENT = 2, 100  # at most so many rows or words of a label, at least so many of one: the first may be a slip
+DIGITS = re.compile(r"\d+")
 
 
 def countable(value: Any) -> Any:
@@ -61,6 +63,32 @@ def refuse_nested(values: Sequence[Any], label: str, said: str) -> None:
 def notes_of_names(names: Sequence[str], label: str) -> list[str]:
     """What to say of classes that may be mistakes."""
     return [*_note_of_missing(names, label), *_note_of_spellings(names, label)]
+
+
+def note_of_slips(counts: Mapping[str, int], what: str) -> str:
+    """What to say of rare labels a letter away from a frequent one; numbers in names part them on purpose."""
+    frequent = [name for name, count in counts.items() if count >= FREQUENT]
+    found = [
+        f"{plain(name)[:SHOWN_CHARACTERS]!r} ({count}) for {plain(near)[:SHOWN_CHARACTERS]!r} ({counts[near]:,})"
+        for name, count in counts.items()
+        if count <= RARE and (near := next((one for one in frequent if _is_slip(name, one)), None))
+    ]
+    if not found:
+        return ""
+    more = f", and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
+    return f"{what} that may be misspelt, each a class of its own: {', '.join(found[:MAX_SHOWN])}{more}"
+
+
+def _is_slip(one: str, other: str) -> bool:
+    """Whether a letter more, less or another parts them, or two that changed places."""
+    short, long = sorted((one, other), key=len)
+    if len(long) < 3 or len(long) - len(short) > 1 or DIGITS.sub("", short) == DIGITS.sub("", long):
+        return False
+    same = next((i for i, pair in enumerate(zip(short, long, strict=False)) if pair[0] != pair[1]), len(short))
+    a, b = short[same:], long[same:]
+    if len(short) < len(long):
+        return a == b[1:]
+    return a[1:] == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:])
 
 
 def _note_of_missing(names: Sequence[str], label: str) -> list[str]:

@@ -74,10 +74,11 @@ def prepare_pairs(
     """As `finetune.data.classification.prepare`; lengths are in tokens, with the end of text."""
     lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
     settled = PairArguments(**{**vars(arguments), **lengths})
+    _, tokenizer, *_ = rest
     kind = Kind(
         name="seq2seq",
         read=load_pairs,
-        clean=clean_pairs,
+        clean=partial(clean_pairs, has_languages=hasattr(tokenizer, "src_lang")),
         encoder=partial(pair_encoder, settled),
         texts=lambda clean: (text for name in (SOURCE, TARGET) for text in clean.splits["train"][name]),
         count=lambda tables, labels: {},
@@ -103,8 +104,12 @@ def clean_pairs(
     seed: int,
     known: Any = None,
     trained: Any = None,
+    has_languages: bool = False,
 ) -> CleanTables:
-    """Columns `source` and, but for a test split without, `target`. Raises RequestError."""
+    """Columns `source` and, but for a test split without, `target`; `has_languages`: the model's tokenizer does. Raises
+    RequestError."""
+    if not has_languages:
+        _refuse_unread_languages(tables, arguments)
     tables = {split: _of_languages(table, arguments, split) for split, table in tables.items()}
     first = "train" if "train" in tables else next(iter(tables))
     columns = find_pair(tables[first].column_names, arguments, f"the {first} data", first != "test")
@@ -148,6 +153,18 @@ def _of_languages(table: Dataset, arguments: PairArguments, split: str) -> Datas
     return Dataset.from_dict(
         {name: [row[lang] for row in rows] for name, lang in zip((SOURCE, TARGET), asked, strict=True)}
     )
+
+
+def _refuse_unread_languages(tables: Table, arguments: PairArguments) -> None:
+    """Raises RequestError where --source_lang or --target_lang would do nothing."""
+    asked = [f"--{name}" for name in ("source_lang", "target_lang") if getattr(arguments, name)]
+    by_name = arguments.source_column_name or arguments.target_column_name
+    if asked and (by_name or not any(TRANSLATION in table.column_names for table in tables.values())):
+        data = "columns are chosen by name" if by_name else f"the data has no column {TRANSLATION!r}"
+        raise RequestError(
+            f"{' and '.join(asked)}: does nothing, for {data}, and the model's tokenizer knows no languages. Drop it; "
+            "--source_prefix tells a T5 what to do."
+        )
 
 
 def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) -> tuple[Dataset, int]:

@@ -21,6 +21,7 @@ from finetune.data.columns import IGNORED, LINE, TOKENS, Columns, Labels, names_
 from finetune.data.files import open_file
 from finetune.data.find_columns import find_token_columns
 from finetune.data.list_text import lists_of_text, note_of_lists
+from finetune.data.odd_labels import note_of_slips
 from finetune.data.python_names import name_rows
 from finetune.data.splits import open_splits, said_split, unused_fraction
 from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked
@@ -108,6 +109,8 @@ def clean_sentences(
         ids = _ids(rows, labels, said_split(arguments, split))
         cleaned[split] = cleaned[split].remove_columns("tags").add_column("label", ids)
     notes = [*(note_of_lists(tables[first], name) for name in (*columns.text, str(columns.label))), spelt, note]
+    kinds = Counter(tag[2:] for row in bio.get("train", ()) for tag in row if tag != OUTSIDE)
+    notes.append(note_of_slips(kinds, "entities"))
     if "validation" not in cleaned and "train" in cleaned:
         said = said_split(arguments, "train")
         if len(tables["train"]) == 1 and LINE in tables["train"].column_names:

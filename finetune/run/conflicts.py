@@ -37,6 +37,8 @@ WHOLE_EVALUATION = {
     "eval_do_concat_batches": True,
     "batch_eval_metrics": False,
     "eval_use_gather_object": False,
+    "include_for_metrics": [],
+    "label_names": ["labels"],
 }
 
 
@@ -142,7 +144,8 @@ def _of_hub(run: Run) -> Iterator[str]:
 
 
 def _of_order(run: Run) -> Iterator[str]:
-    for name, usual in (("dataloader_drop_last", False), ("train_sampling_strategy", "random")):
+    usually = {"dataloader_drop_last": False, "train_sampling_strategy": "random", "length_column_name": "length"}
+    for name, usual in usually.items():
         if run.given.get(name, usual) != usual:
             yield (
                 f"{run.said(name)}: steps are made here so that they do not depend on the number of ranks. Use "

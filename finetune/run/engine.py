@@ -188,6 +188,18 @@ def load_deepspeed(run: Run, asked: str, context: Context) -> Loaded:
     return found
 
 
+def refuse_unused_disk(run: Run, config: Mapping[str, Any], name: str) -> None:
+    """--nvme_path goes into a config that offloads to a disk and names no folder of its own. Raises RequestError."""
+    zero = config.get("zero_optimization") or {}
+    parts = [zero.get(f"offload_{what}") or {} for what in ("optimizer", "param")]
+    used = [part.get("nvme_path") for part in parts if part.get("device") == "nvme"]
+    asked = run.value("nvme_path")
+    file, *files = (run.source(name).rpartition(" line ")[0] for name in ("nvme_path", "deepspeed", "deepspeed_config"))
+    if asked and asked not in used and file in files:  # a YAML without a config serves several launches
+        found = f"offloads to {used[0]}" if used else "offloads nothing to a disk"
+        raise RequestError(f"{run.said('nvme_path')}, which does nothing: {name} {found}. Drop it, or use zero3_nvme.")
+
+
 def refuse_batch_search(run: Run, config: Mapping[str, Any], name: str) -> None:
     """As transformers 5.23 does once the model is there (trainer.py, create_accelerator_and_postprocess)."""
     if run.value("auto_find_batch_size") and (config.get("zero_optimization") or {}).get("stage") == 3:

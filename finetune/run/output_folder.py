@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from itertools import takewhile
 from pathlib import Path
 
 from finetune.dsconfig.context import NVME_FOLDER
@@ -38,6 +39,9 @@ def check_output_dir(run: Run) -> None:
     folder = Path(run.value("output_dir")).expanduser()
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{run.said('output_dir')}, but that is a file. Give a folder.")
+    to_make = list(takewhile(lambda place: not place.exists(), (folder, *folder.absolute().parents)))
+    if link := next(filter(Path.is_symlink, to_make), None):
+        raise RequestError(f"{run.said('output_dir')}, but {link} is a link to nothing. Give another folder.")
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
         with tempfile.TemporaryFile(dir=there):

@@ -16,6 +16,7 @@ from finetune.run.engine import (
     deepspeed_config_of,
     load_deepspeed,
     refuse_batch_search,
+    refuse_unused_disk,
     settle_engine,
 )
 from finetune.run.environment import left_over, obeyed
@@ -77,7 +78,8 @@ def _refuse(mistakes: Sequence[str]) -> None:
 def _check_deepspeed(run: Run, asked: str | None) -> None:
     if asked:  # which is checked once more when the GPUs are known
         precision: dict[str, bool] = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given}
-        load_deepspeed(run, asked, context_of(run, precision, has_cuda=None))
+        loaded = load_deepspeed(run, asked, context_of(run, precision, has_cuda=None))
+        refuse_unused_disk(run, loaded.config, loaded.name)
     elif deepspeed_by_accelerate(run) and run.value("do_train"):
         refuse_batch_search(run, config_of_fields(), "by accelerate")
         check_fields(context_of(run, {}, has_cuda=None, engine="trainer"), tuple(run.value("disable_check") or ()))

@@ -104,7 +104,13 @@ VOID = (
         "It is for a model from scratch. Drop it.",
     ),
     Void(("resize_embeddings",), "model_name_or_path", (None,), "It is for a trained model. Drop it."),
-    Void(("model_revision",), "model_name_or_path", (None,), "Add --model_name_or_path.", unless=("tokenizer_name",)),
+    Void(
+        ("model_revision", "trust_remote_code"),
+        "model_name_or_path",
+        (None,),
+        "Add --model_name_or_path.",
+        unless=("tokenizer_name",),
+    ),
     Void(("dataset_config_name", "image_column_name"), "dataset_name", (None,), "Add --dataset_name."),
     Void(("group_by_length",), "packing", ("wrapped", "bfd"), "Blocks have one length. Drop it."),
     Void(("group_by_length",), "streaming", (True,), "A stream is taken as it comes. Drop it."),
@@ -124,6 +130,13 @@ VOID = (
     Void(
         ("num_beams", "generation_max_length", "metrics"), "predict_with_generate", (False,), "Nothing is written then."
     ),
+    Void(
+        ("num_beams", "generation_max_length", "metrics"),
+        "do_eval",
+        (False,),
+        "Nothing is judged then. Add --do_eval True.",
+        unless=("do_predict",),
+    ),
     Void(("profile_first_step",), "profile", (0,), "Give --profile the number of steps.", unless=OF_PROFILES[:2]),
     Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
     Void(("comm_hook_start_steps",), "ddp_comm_hook", tuple(one for one in HOOKS if one not in KEEPS_ERRORS)),
@@ -139,15 +152,16 @@ VOID = (
     ),
     Void(("reference",), "loss", ("orpo", "reward", "simpo"), "It has no reference. Drop it."),
     Void(("beta", "loss_chunk_tokens"), "loss", ("reward",)),
+    Void(("preprocessing_num_workers",), "loss", GIVEN, "One process tokenizes preferences. Drop it."),
     Void(("resume",), "do_train", (False,), "Give the checkpoint as --model_name_or_path, or drop it."),
-    Void(("resume_changed",), "resume", (None,), "Add --resume auto, or drop it."),
+    Void(("resume_changed", "ignore_data_skip"), "resume", (None,), "Add --resume auto, or drop it."),
 )
 
 OTHER_DATA = ("dataset_name", *FILES[1:])
 COLUMNS = (
     *("text_column_name", "text_column_names", "tokens_column_name"),
     *("label_column_name", "label_column_names", "tags_column_name"),
-    *("source_column_name", "target_column_name"),
+    *("source_column_name", "target_column_name", "column_mapping"),
 )
 # Of a run that is to start here: of another, data may be named later.
 VOID_HERE = (
@@ -159,6 +173,13 @@ VOID_HERE = (
         "Built-in data has no conversations. Give --train_file.",
         unless=OTHER_DATA,
         spares_defaults=True,
+    ),
+    Void(  # data/seq2seq.py looks at those of other data
+        ("source_lang", "target_lang"),
+        "train_file",
+        (None,),
+        "Built-in data has no languages. Give --train_file.",
+        unless=(*OTHER_DATA, "model_name_or_path", "tokenizer_name"),
     ),
 )
 DDP, DEEPSPEED, FSDP = "DistributedDataParallel", "DeepSpeed", "FSDP"

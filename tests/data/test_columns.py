@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from finetune.data.columns import Columns, Labels, find_labels, is_empty, label_text, note_of_numbers
+from finetune.data.columns import (
+    Columns,
+    Labels,
+    find_labels,
+    is_empty,
+    label_text,
+    note_of_numbers,
+    said_counts,
+)
 from finetune.data.find_columns import find_columns
 from finetune.errors import RequestError
 
@@ -100,6 +108,12 @@ def test_classes_called_as_pandas_writes_integers_are_found_again() -> None:
     assert find_labels(Counter(["0.0", "1"]), None, None, "data", trained) == trained
     assert [trained.encode(value) for value in (0, "0", "0.0", 1.0)] == [1, 1, 1, 0]
     assert Labels("classification", ("1", "1.0")).ids == {"1": 0, "1.0": 1}
+
+
+def test_labels_are_said_with_their_rows_all_of_a_few_else_the_ends() -> None:
+    assert said_counts({"pos": 1200, "neg": 3}) == "'neg' 3, 'pos' 1,200"
+    assert "\x1b" not in said_counts({"a\x1b": 1})
+    assert said_counts({name: number for number, name in enumerate("abcdef", 1)}) == "from 1 of 'a' to 6 of 'f'"
 
 
 def test_columns_that_are_read_are_said_with_those_that_are_not() -> None:

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from finetune.data.columns import Labels
-from finetune.data.odd_labels import MISSING
+from finetune.data.odd_labels import MISSING, note_of_slips
 from finetune.data.tables import CleanTables, Table, clean_tables, load_tables
 from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
@@ -95,6 +95,34 @@ def test_labels_that_may_be_one_are_said(labels: list[Any], said: str) -> None:
 @pytest.mark.parametrize("labels", [["0", "1"], ["yes", "no"], [True, False], ["y", "x", "1"], ["a", "b"]])
 def test_labels_that_are_different_are_not_said(labels: list[Any]) -> None:
     assert notes(labels * 10) == ""
+
+
+@pytest.mark.parametrize(
+    ("rare", "frequent", "is_said"),
+    [
+        ("PRE", "PER", True),
+        ("posn", "pos", True),
+        ("asyncoi", "asyncio", True),
+        ("email", "gmail", True),
+        ("ositive", "positive", True),
+        ("PER", "ORG", False),
+        ("label_2", "label_1", False),
+        ("type10", "type1", False),
+        ("NO", "NN", False),
+        ("actor", "author", False),
+    ],
+)
+def test_a_rare_label_a_letter_away_from_a_frequent_one_may_be_misspelt(
+    rare: str, frequent: str, is_said: bool
+) -> None:
+    said = f"labels that may be misspelt, each a class of its own: {rare!r} (2) for {frequent!r} (100)"
+    assert note_of_slips({rare: 2, frequent: 100}, "labels") == (said if is_said else "")
+    assert note_of_slips({rare: 3, frequent: 100}, "labels") == note_of_slips({rare: 2, frequent: 99}, "labels") == ""
+
+
+def test_of_many_labels_that_may_be_misspelt_some_are_said() -> None:
+    counts = {"positive": 5000, **{f"positiv{letter}": 1 for letter in "abcdfg"}}
+    assert note_of_slips(counts, "labels").endswith("'positivf' (1) for 'positive' (5,000), and 1 more")
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,18 @@ def test_translations_are_read_in_the_direction_that_is_asked_for() -> None:
         cleaned(rows, source_lang="en", target_lang="fr")
 
 
+@pytest.mark.parametrize("flags", [{"source_lang": "en"}, {"target_lang": "de"}])
+def test_languages_that_neither_columns_nor_tokenizer_know_are_refused(flags: dict[str, str]) -> None:
+    rows = Dataset.from_dict({"source": ["a", "b"], "target": ["c", "d"]})
+    with pytest.raises(RequestError, match=f"^--{next(iter(flags))}: does nothing, for the data has no column 'trans"):
+        cleaned(rows.to_dict(), split="test", **flags)
+    arguments = PairArguments(**flags)
+    clean_pairs({"test": rows}, arguments, PreparationArguments(), seed=0, has_languages=True)
+    translations = {"translation": [{"de": "ja", "en": "yes"}], "source": ["a"], "target": ["b"]}
+    with pytest.raises(RequestError, match="does nothing, for columns are chosen by name"):
+        cleaned(translations, split="test", source_column_name="source", **flags)
+
+
 def test_sides_are_cut_apart_with_their_end_and_counted() -> None:
     tokenizer = train_tokenizer(iter(["abcdef"]), 259, 64)
     arguments = PairArguments(max_target_length=4, source_prefix="x")

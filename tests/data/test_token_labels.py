@@ -52,6 +52,13 @@ def test_lists_that_a_csv_holds_as_text_are_read(tmp_path: Path) -> None:
     assert [[NAMES[i] for i in row] for row in found["label"]] == TAGS
 
 
+def test_a_rare_entity_a_letter_away_from_a_frequent_one_is_said() -> None:
+    tags = [*TAGS * 50, ["B-PRE", "O", "O", "O", "B-LOX"], ["B-GPE", "O"]]
+    found = clean({"train": table([*WORDS * 50, WORDS[0], WORDS[2]], tags), "validation": table()})
+    said = "entities that may be misspelt, each a class of its own: 'PRE' (1) for 'PER' (150)"
+    assert [note for note in found.notes if "misspelt" in note] == [said]
+
+
 def test_tags_in_another_spelling_are_understood_and_said() -> None:
     tags = [[tag.replace("-", "_").lower() for tag in row] for row in TAGS]
     found = clean({"train": table(tags=tags), "validation": table(tags=tags)})

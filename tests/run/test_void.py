@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import REPO
 from test_recipes import RECIPES
 
 from finetune.errors import RequestError
@@ -19,6 +21,7 @@ from finetune.run.recipe import Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM
 from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 from finetune.run.recipes.image_cls import IMAGE_CLS
+from finetune.run.recipes.seq2seq import SEQ2SEQ
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.resolve import resolve, resolve_here
 from finetune.run.run import Run
@@ -196,6 +199,27 @@ def test_early_stopping_without_the_best_model_goes_by_the_loss() -> None:
         "metric_for_best_model"
     ) == "f1_macro"  # fmt: skip
     assert resolve(SEQ_CLS, [*words, "True"], Launch()).value("metric_for_best_model") is None
+
+
+def test_a_folder_for_nvme_offload_is_refused_where_nothing_is_offloaded_to_it(tmp_path: Path) -> None:
+    disk = f"--nvme_path {tmp_path}"
+    with pytest.raises(RequestError, match=r"--nvme_path is .*does nothing: zero2 offloads nothing to a disk"):
+        starting(SEQ_CLS, f"{disk} --deepspeed zero2", TWO, tmp_path)
+    starting(SEQ_CLS, f"{disk} --deepspeed zero3_nvme", TWO, tmp_path)
+    shipped = json.loads((REPO / "ds_configs" / "zero3_nvme.json").read_text())
+    for what in ("optimizer", "param"):
+        shipped["zero_optimization"][f"offload_{what}"]["nvme_path"] = str(tmp_path / "own")
+    (tmp_path / "own.json").write_text(json.dumps(shipped))
+    with pytest.raises(RequestError, match=r"--nvme_path is .*does nothing: own offloads to .*own"):
+        starting(SEQ_CLS, f"{disk} --deepspeed {tmp_path}/own.json", TWO, tmp_path)
+    (tmp_path / "a.yaml").write_text(f"nvme_path: {tmp_path}\n")
+    starting(SEQ_CLS, f"--config {tmp_path}/a.yaml --deepspeed zero2", TWO, tmp_path)
+
+
+@pytest.mark.parametrize("flag", ["--source_lang en", "--target_lang de", "--source_column_name a"])
+def test_what_built_in_pairs_do_not_have_is_refused(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=rf"{flag.split()[0]} is .*\(command line\).*Built-in data has "):
+        starting(SEQ2SEQ, flag, Launch(), tmp_path)
 
 
 @pytest.mark.parametrize("flag", ["--train_on last", "--chat_template chatml", "--reasoning strip"])

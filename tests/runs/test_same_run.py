@@ -44,10 +44,11 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def cut(first: Finished, tmp_path: Path) -> Callable[..., Finished]:
     """Goes on with a copy of the run as it was after step 2, or after `step`."""
 
-    def go_on(check: bool = False, step: int = 2, **flags: Any) -> Finished:
+    def go_on(check: bool = False, step: int = 2, env: dict[str, str] | None = None, **flags: Any) -> Finished:
         folder = as_after(first.folder, step, tmp_path / "run")
         given = {**SAVES, "train_file": first.folder.parent / "rows.csv", "resume": "auto", **flags}
-        return launch("python", folder, given, check=check)
+        given = {name: value for name, value in given.items() if value is not None}
+        return launch("python", folder, given, check=check, env=env)
 
     return go_on
 
@@ -153,6 +154,20 @@ def test_the_rate_is_applied_from_the_first_step_on_and_said(
     for flag in flags:
         assert f"resume: --{flag} is" in run.output
     assert set(run.json("run.json")["lineage"][1]["changed"]) == set(flags)
+
+
+def test_a_precision_that_the_environment_asks_for_is_applied_and_said_unless_a_flag_overrules_it(
+    first: Finished, cut: Callable[..., Finished]
+) -> None:
+    env = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    overruled = cut(check=True, env=env)
+    assert different_weights(overruled.folder, first.folder) == []
+    assert len(overruled.json("run.json")["lineage"]) == 1
+    run = cut(check=True, env=env, bf16=None)
+    assert "note: ACCELERATE_MIXED_PRECISION is 'bf16' in the environment" in run.output
+    assert "resume: --bf16 is True from step 3 on (until then False)" in run.output
+    assert run.json("run.json")["lineage"][1]["changed"] == {"bf16": [False, True]}
+    assert different_weights(run.folder, first.folder) != []
 
 
 def groups_of(checkpoint: Path) -> list[dict[str, Any]]:
@@ -335,6 +350,36 @@ def groups_in(saved: Any) -> list[dict[str, Any]]:
         own = saved.get("param_groups", [])
         return [*own, *(group for key, one in saved.items() if key != "param_groups" for group in groups_in(one))]
     return []
+
+
+ARITHMETIC = [
+    ("zero1", "prescale_gradients", False, True, None),
+    ("zero2", "prescale_gradients", False, True, None),
+    ("zero1", "communication_data_type", "bf16", None, 1e-2),
+    ("zero2", "communication_data_type", "bf16", None, 1e-2),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("stage", "key", "value", "was", "apart"), ARITHMETIC)
+def test_what_a_deepspeed_config_says_of_gradients_is_applied_from_the_checkpoint_on_and_said(
+    stage: str, key: str, value: Any, was: Any, apart: float | None, tmp_path: Path
+) -> None:
+    """Of two ranks, dividing before the sum or after it is the same to the bit, for it is by 2; what is sent as bf16 is
+    rounded, and shows in the weights."""
+    shipped = json.loads((REPO / "ds_configs" / f"{stage}.json").read_text())
+    assert shipped.get(key) == was
+    (tmp_path / "other.json").write_text(json.dumps(shipped | {key: value}))
+    uncut = launch("torchrun", tmp_path / "uncut", {**DEEP, "deepspeed": stage}, ranks=2)
+    folder = as_after(uncut.folder, 2, tmp_path / "run")
+    given = {**DEEP, "deepspeed": tmp_path / "other.json", "resume": "auto"}
+    run = launch("torchrun", folder, given, ranks=2)
+    changed = [was or None, value or None]  # None is what DeepSpeed takes by itself
+    then, now = ("DeepSpeed's default" if one is None else one for one in changed)
+    assert f"resume: DeepSpeed's {key} is {now} from step 3 on (until then {then})" in run.output
+    assert run.json("run.json")["lineage"][1]["changed"] == {f"DeepSpeed's {key}": changed}
+    assert (different_weights(run.folder, uncut.folder) == []) == (apart is None)
+    assert run.column("loss") == pytest.approx(uncut.column("loss"), rel=apart or 1e-6)
 
 
 def test_a_pipeline_goes_on_in_another_precision(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from path_flags import HAZARDS, before_torch, cases, path_flags, tried
 
+from finetune.errors import RequestError
 from finetune.run.choose import recipes
+from finetune.run.launch import Launch
 from finetune.run.path_name import unusable
+from finetune.run.resolve import resolve_here
 
 FLAGS = {
     "seq_cls": ("train_file", "output_dir", "config"),
@@ -26,6 +31,14 @@ def test_a_strange_path_ends_in_a_line_before_torch(hazard: str) -> None:
 def test_each_recipe_has_path_flags_to_try() -> None:
     assert all(len(path_flags(name)) > 8 for name in recipes())
     assert {flag for flags in FLAGS.values() for flag in flags} <= {f for name in recipes() for f in path_flags(name)}
+
+
+@pytest.mark.parametrize("name", ["gone", "gone/run", "loop"])
+def test_an_output_folder_is_refused_that_a_link_leads_to_nothing(name: str, tmp_path: Path) -> None:
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(RequestError, match=f"{name.partition('/')[0]} is a link to nothing"):
+        resolve_here(recipes()["seq_cls"], ["--output_dir", str(tmp_path / name)], Launch())
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ from test_manifest import LAYOUT
 
 from finetune.errors import RequestError
 from finetune.run.files import IDENTITY
+from finetune.safe_read.values import MOST_YAML_BYTES
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.checkpoints.flags_of_before import look_at_flags
 from finetune.training.checkpoints.identity import (
     MOST_LAUNCHES,
+    MOST_SHOWN,
     Identity,
     Stretch,
     lineage_lines,
@@ -145,6 +147,16 @@ def test_a_lineage_says_which_steps_ran_under_which_flags() -> None:
         "steps 5 to 9: seed 1 -> 2; learning_rate 0.001 -> 0.0005",
         "steps 10 to the end: a x -> y",
     ]
+
+
+def test_of_a_long_lineage_the_last_stretches_are_shown_so_that_the_record_stays_readable() -> None:
+    changed = {"learning_rate": (1e-3, 5e-4), "weight_decay": (0.0, 0.1)}
+    lineage = [Stretch(ID, step, changed) for step in range(MOST_LAUNCHES)]
+    lines = lineage_lines(lineage)
+    assert lines[0] == f"{MOST_LAUNCHES - MOST_SHOWN:,} earlier stretches are in {IDENTITY}"
+    assert lines[1:] == lineage_lines(lineage[-MOST_SHOWN:])
+    assert len("\n".join(lines)) < MOST_YAML_BYTES / 10
+    assert len(lineage_lines(lineage[:MOST_SHOWN])) == MOST_SHOWN
 
 
 @pytest.mark.parametrize(("length", "kept"), [(60, 60), (61, 57)])

@@ -22,6 +22,7 @@ FORMAT = 1
 RUN_ID = re.compile("[0-9a-f]{32}")
 SHOWN = 8  # of a run's id
 MOST_LAUNCHES = 10_000
+MOST_SHOWN = 100  # stretches of a lineage; recipe.yaml must stay as small as readers of YAML take it
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,9 @@ def lineage_lines(lineage: Sequence[Stretch]) -> list[str]:
     if len(lineage) < 2:
         return []
     ends = [f"{stretch.from_step}" for stretch in lineage[1:]] + ["the end"]
-    return [f"steps {s.from_step + 1} to {end}: {s}" for s, end in zip(lineage, ends, strict=True)]
+    lines = [f"steps {s.from_step + 1} to {end}: {s}" for s, end in zip(lineage, ends, strict=True)]
+    left_out = len(lines) - MOST_SHOWN
+    return [f"{left_out:,} earlier stretches are in {IDENTITY}", *lines[-MOST_SHOWN:]] if left_out > 0 else lines
 
 
 def of_another_run(checkpoint: Path, own: tuple[str, tuple[Stretch, ...]] | None) -> str | None:
