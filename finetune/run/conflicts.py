@@ -60,6 +60,11 @@ def conflicts(run: Run) -> Iterator[str]:
     best, figures = run.value("metric_for_best_model"), run.recipe.figures
     if best and figures and not run.value("metrics") and best.removeprefix("eval_") not in figures:
         yield f"{run.said('metric_for_best_model')}, but an evaluation here gives {', '.join(figures)}. Give one."
+    if run.given.get("enable_jit_checkpoint"):  # its handler is set before ours, which takes its place
+        yield (
+            f"{run.said('enable_jit_checkpoint')}: here every run saves a checkpoint on SIGTERM and SIGUSR1, on all "
+            "ranks at once. Drop it."
+        )
     if run.value("save_total_limit") == 0:
         yield (
             f"{run.said('save_total_limit')}, which keeps every checkpoint. Say none for that, or --save_strategy no "

@@ -60,7 +60,7 @@ REFUSED = frozenset(
     fp16.min_loss_scale
     """.split()
 )
-FP16 = "fp16.enabled"
+HALVES = ("fp16", "bf16")  # sections that rule nothing unless they are enabled
 ELSEWHERE = frozenset({"optimizer", "scheduler"})  # training/course.py, _compare
 CLASSES = {"goes on exactly": GOES_ON, "applied, and said": APPLIED, "refused": REFUSED, "as a section": ELSEWHERE}
 # What is the same as not to be said (deepspeed 0.19.8, runtime/config.py, constants.py, precision_config.py).
@@ -82,17 +82,18 @@ DEFAULTS = {
 def arithmetic_of(config: Mapping[str, Any], max_grad_norm: float) -> dict[str, Any]:
     """By its place, each value of a config that has a say in what is computed, and is not the default or what the flags
     say."""
-    found = {}
-    is_fp16 = (config.get("fp16") or {}).get("enabled") is True
+    sections = {new: config.get(old) for old, new in OTHER_NAMES.items() if old in config}
+    sections = {**config, **sections}
+    on = {half for half in HALVES if (sections.get(half) or {}).get("enabled") is True}
+    found: dict[str, Any] = {f"{half}.enabled": True for half in on}
     for place in sorted(APPLIED | REFUSED):
         section, _, name = place.partition(".")
-        old = next((old for old, new in OTHER_NAMES.items() if new == section and old in config), section)
-        value = (config.get(old) or {}).get(name) if name else config.get(section)
+        value = (sections.get(section) or {}).get(name) if name else sections.get(section)
         default = max_grad_norm if place == "gradient_clipping" else DEFAULTS.get(place)
         is_said = not (value in (None, "auto", default) or value is (default or False) or value == {})
-        if is_said and (section != "fp16" or is_fp16):
+        if is_said and (section not in HALVES or section in on):
             found[place] = value
-    return found | ({FP16: True} if is_fp16 else {})
+    return found
 
 
 def changed_arithmetic(
@@ -104,8 +105,9 @@ def changed_arithmetic(
         return {}
     both = {one: (before.get(one), now.get(one)) for one in sorted({*before, *now})}
     changed = {one: values for one, values in both.items() if values[0] != values[1]}
-    if changed.pop(FP16, None):  # which is said as --fp16: its section rules nothing now, or ruled nothing then
-        changed = {one: values for one, values in changed.items() if not one.startswith("fp16.")}
+    for half in HALVES:
+        if changed.pop(f"{half}.enabled", None):  # said as --fp16 or --bf16: its section rules nothing now, or did then
+            changed = {one: values for one, values in changed.items() if not one.startswith(f"{half}.")}
     if refused := [one for one in changed if one in REFUSED]:
         lines = "; ".join(f"{one} was {_shown(changed[one][0])}, and is {_shown(changed[one][1])}" for one in refused)
         raise RequestError(

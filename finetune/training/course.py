@@ -275,7 +275,8 @@ def _of_arithmetic(
     for place, (then, value) in changed.items() if leads() else ():
         unsaid = "that of --max_grad_norm" if place == "gradient_clipping" else "DeepSpeed's default"
         words = [shown(unsaid if one is None else one) for one in (value, then)]
-        print(f"resume: DeepSpeed's {place} is {words[0]} from step {course.step + 1} on (until then {words[1]})")
+        line = f"resume: DeepSpeed's {place} is {words[0]} from step {course.step + 1} on (until then {words[1]})"
+        print(line, flush=True)
     return {f"DeepSpeed's {place}": values for place, values in changed.items()}
 
 

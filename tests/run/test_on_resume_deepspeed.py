@@ -11,7 +11,7 @@ from conftest import REPO
 
 from finetune.dsconfig.shape import schema
 from finetune.errors import RequestError
-from finetune.run.on_resume_deepspeed import APPLIED, CLASSES, OTHER_NAMES, REFUSED, WITHIN, arithmetic_of
+from finetune.run.on_resume_deepspeed import APPLIED, CLASSES, HALVES, OTHER_NAMES, REFUSED, WITHIN, arithmetic_of
 from finetune.training.course import ARITHMETIC, _of_arithmetic
 
 FP16 = {"fp16": {"enabled": True}}
@@ -38,12 +38,13 @@ def resumed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 def config(place: str, value: Any) -> dict[str, Any]:
     section, _, name = place.partition(".")
     whole: dict[str, Any] = {section: {name: value} if name else value}
-    return {"fp16": {"enabled": True, name: value}} if section == "fp16" else whole
+    return {section: {"enabled": True, name: value}} if section in HALVES else whole
 
 
 @pytest.mark.parametrize("place", sorted(APPLIED))
 def test_what_is_applied_is_said_and_kept_in_the_lineage(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    base = FP16 if place.startswith("fp16") else {}
+    section = place.partition(".")[0]
+    base = {section: {"enabled": True}} if section in HALVES else {}
     value = {"enabled": True} if place in ("torch_autocast", "zero_optimization.zenflow") else 0.25
     assert resumed(base, config(place, value)) == {f"DeepSpeed's {place}": (None, value)}
     said = capsys.readouterr().out
@@ -73,6 +74,7 @@ def test_another_loss_scale_than_the_checkpoints_is_refused(place: str) -> None:
         {"data_types": {"grad_accum_dtype": "auto"}},
         {"fp16": {"enabled": "auto", "loss_scale": 128, "initial_scale_power": 4}},
         {"fp16": {"enabled": False, "hysteresis": 9}},
+        {"bf16": {"enabled": False, "check_grad_overflow": False}},
         {"zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "overlap_comm": True}},
         {"train_batch_size": 64, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     ],
@@ -89,10 +91,10 @@ def test_another_precision_has_no_loss_scale_to_compare() -> None:
     assert resumed(static, bf16) == resumed(bf16, static) == resumed(static, {}) == {}
 
 
-def test_a_key_of_fp16_is_not_said_where_fp16_itself_came_or_went(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_of_a_precision_is_not_said_where_that_itself_came_or_went(capsys: pytest.CaptureFixture[str]) -> None:
     static = {"fp16": {"enabled": True, "auto_cast": True, "fp16_master_weights_and_grads": True}}
-    bf16 = {"bf16": {"enabled": True}}
-    assert resumed(static, bf16) == resumed(bf16, static) == {}
+    bf16 = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+    assert resumed(static, bf16) == resumed(bf16, static) == resumed(bf16, {}) == {}
     assert capsys.readouterr().out == ""
 
 
