@@ -46,6 +46,8 @@ TINY = {
     "warmup_steps": 0,
 }
 
+NOT_JUDGED = {"do_eval": False, "max_eval_samples": None}
+
 LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "python": lambda ranks: [sys.executable],
     "deepspeed": lambda ranks: [tool("deepspeed"), "--num_gpus", str(ranks), "--master_port", free_port()],
@@ -110,9 +112,9 @@ class Finished:
 
 
 def flags(values: dict[str, Any]) -> list[str]:
-    """{"max_steps": 6, "text_column_names": ["a", "b"]} as command-line words."""
+    """{"max_steps": 6, "text_column_names": ["a", "b"]} as command-line words; None is not said."""
     words: list[str] = []
-    for name, value in values.items():
+    for name, value in ((name, value) for name, value in values.items() if value is not None):
         words += [f"--{name}", *map(str, value)] if isinstance(value, list | tuple) else [f"--{name}", str(value)]
     return words
 

@@ -176,11 +176,8 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
         held_out = None if run.value("validation_file") else rows["validation"]
         rows["train"] = digests.of_text([asked, held_out, training.seed])
     processor = data.processor
-    tokenizer: dict[str, Any] = {"hash": None} | beginning
-    if hasattr(processor, "get_vocab"):
-        tokenizer["hash"] = digests.of_text(tokenizer_identity(processor))
-    elif hasattr(processor, "to_dict"):
-        tokenizer["hash"] = digests.of_text(processor.to_dict())
+    known = tokenizer_identity if hasattr(processor, "get_vocab") else getattr(type(processor), "to_dict", None)
+    tokenizer: dict[str, Any] = {"hash": digests.of_text(known(processor)) if known else None} | beginning
     model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
     base = (run.value("model_name_or_path"), run.value("model_revision"), bool(run.value("use_peft")))
     facts: dict[str, dict[str, Any]] = {"rows": rows, "files": files, "tokenizer": tokenizer, "model": model}
@@ -274,9 +271,8 @@ def _of_arithmetic(
     changed = changed_arithmetic(name, known, now[ARITHMETIC])
     for place, (then, value) in changed.items() if leads() else ():
         unsaid = "that of --max_grad_norm" if place == "gradient_clipping" else "DeepSpeed's default"
-        words = [shown(unsaid if one is None else one) for one in (value, then)]
-        line = f"resume: DeepSpeed's {place} is {words[0]} from step {course.step + 1} on (until then {words[1]})"
-        print(line, flush=True)
+        here, until = (shown(unsaid if one is None else one) for one in (value, then))
+        print(f"resume: DeepSpeed's {place} is {here} from step {course.step + 1} on (until then {until})", flush=True)
     return {f"DeepSpeed's {place}": values for place, values in changed.items()}
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, default_data_collator
 
-from finetune.measure.__main__ import Copies
 from finetune.models.mlp import MLPConfig, MLPForClassification
 from finetune.run.flags.common import RunArguments
 from finetune.run.main import run_recipe
@@ -39,7 +38,7 @@ def main(run: Run) -> None:
     session = start(run)
     model = MLPForClassification(MLPConfig(width=WIDTH, layers=LAYERS, num_labels=4))
     model.accepts_loss_kwargs = False
-    data = Copies(8, {"inputs": torch.ones(WIDTH), "labels": torch.tensor(0)})
+    data = [{"inputs": torch.ones(WIDTH), "labels": torch.tensor(0)}] * 8
     FinetuneTrainer(
         model=model,
         args=session.training,

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RECIPE, TINY, Finished, flags, gate_has, launch, run_to_its_end, tool
+from conftest import NOT_JUDGED, RECIPE, TINY, Finished, flags, gate_has, launch, run_to_its_end, tool
 from test_interruption import PIPELINE, SMALL_PIPELINE
 
 FAULTY = "tests/runs/faulty.py"
-SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 8, "do_eval": False}
+SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 8, **NOT_JUDGED}
 LANGUAGE = "recipes/causal_lm.py"
 SMALL_LANGUAGE = {
     "config_overrides": "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,max_position_embeddings=32",
@@ -86,7 +86,7 @@ LAYOUTS = [
 def test_the_same_step_is_left_out_in_every_layout(
     launcher: str, values: dict[str, Any], skipped: Finished, tmp_path: Path
 ) -> None:
-    every = {**TINY, "per_device_train_batch_size": 8, "on_nan": "skip", "do_eval": False, **values}
+    every = {**TINY, "per_device_train_batch_size": 8, "on_nan": "skip", **NOT_JUDGED, **values}
     run = faulty(launcher, tmp_path / "run", every, NAN)
     assert run.output.count("warning: step 3 is not finite: first the output of") == 1, run.output[-3000:]
     assert run.steps[2]["loss"] is None

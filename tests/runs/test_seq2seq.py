@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Finished, gate_has, launch
+from conftest import NOT_JUDGED, TINY, Finished, gate_has, launch
 from seq2seq_families import FAMILIES
 
 RECIPE = "recipes/seq2seq.py"
@@ -142,7 +142,7 @@ def test_one_batch_is_learnt_by_heart_and_beams_find_it(tmp_path: Path) -> None:
 def test_a_model_is_asked_for_sources_without_targets(one_rank: Finished, tmp_path: Path) -> None:
     (tmp_path / "new.jsonl").write_text('{"document": "red green"}\n{"document": "blue"}\n')
     flags = {"model_name_or_path": one_rank.folder, "test_file": tmp_path / "new.jsonl", "do_predict": True}
-    done = run("python", tmp_path / "run", {**flags, "do_train": False, "do_eval": False})
+    done = run("python", tmp_path / "run", {**flags, "do_train": False, **NOT_JUDGED})
     assert [set(row) for row in written(done)] == [{"index", "source", "prediction"}] * 2
     assert not [name for name in done.json("all_results.json") if name.endswith(("loss", "exact_match"))]
 
@@ -169,7 +169,7 @@ def test_a_family_is_trained_writes_and_opens(family: str, files: dict[str, str]
     done = run("python", tmp_path / "run", {**flags, "max_source_length": 30, "metrics": ["chrf"]})
     assert done.column("loss")[-1] < done.column("loss")[0]
     assert len(written(done)) == 21
-    more = {"do_train": False, "do_eval": False, "do_predict": True, "generation_max_length": 33, **languages}
+    more = {"do_train": False, **NOT_JUDGED, "do_predict": True, "generation_max_length": 33, **languages}
     again = run("python", tmp_path / "more", {**more, "model_name_or_path": done.folder, **files}, check=False)
     has_positions = family != "mt5"
     assert again.status == (2 if has_positions else 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPO, TINY, Finished, launch
+from conftest import NOT_JUDGED, REPO, TINY, Finished, launch
 
 pytestmark = pytest.mark.usefixtures("built_ops")
 
@@ -159,7 +159,7 @@ def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path) 
     [
         ({}, "step 2 is not finite: first the output of distilbert.embeddings.LayerNorm"),
         ({"on_nan": "off"}, "has diverged"),
-        ({"on_nan": "off", "do_eval": False}, "has diverged"),
+        ({"on_nan": "off", **NOT_JUDGED}, "has diverged"),
         ({"on_nan": "off", "task": "regression"}, "has diverged"),
     ],
     ids=str,

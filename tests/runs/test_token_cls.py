@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Finished, launch
+from conftest import NOT_JUDGED, TINY, Finished, launch
 
 RECIPE = "recipes/token_cls.py"
 NAMES = {"PER": ["Ada", "Alan", "Grace"], "LOC": ["Paris", "Rome", "Oslo"]}
@@ -83,7 +83,7 @@ def test_a_test_file_may_lack_the_tags(one_rank: Finished, tmp_path: Path) -> No
     words = [["Anna", "met", "Berlin", "."], ["in", "Smith"]]
     (tmp_path / "words.conll").write_text("\n\n".join("\n".join(sentence) for sentence in words))
     flags = {"model_name_or_path": one_rank.folder, "test_file": tmp_path / "words.conll", "do_predict": True}
-    said = run("python", tmp_path / "run", {**flags, "do_train": False, "do_eval": False})
+    said = run("python", tmp_path / "run", {**flags, "do_train": False, **NOT_JUDGED})
     rows = [json.loads(line) for line in (said.folder / "predictions.jsonl").read_text().splitlines()]
     assert [row["tokens"] for row in rows] == words
     assert all("labels" not in row and len(row["tags"]) == len(row["tokens"]) for row in rows)
