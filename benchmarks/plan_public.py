@@ -47,8 +47,8 @@ SECOND = """
 Source: the README of QwenLM/Qwen ("Profiling of Memory and Speed"): LoRA of rank 64 on every linear layer of the first
 Qwen, bf16, flash attention, batches of one sample, on an A100 of 80 GB. It does not say how it measured; taken here as
 GiB of the device, so the plan has the CUDA context and the allocator's loss of the machine's profile added. The
-model of 1.8 billion lies far off at every length but the longest, by a nearly constant 1.1 to 3.5 GiB that the
-publication does not explain. Its rows with trained embeddings are left out: it trained them in bf16, and peft now makes
+model of 1.8 billion parameters lies further off than the others at every length but the longest, which the publication
+does not explain. Its rows with trained embeddings are left out: it trained them in bf16, and peft now makes
 them fp32.
 """
 

@@ -9,10 +9,12 @@ from typing import Any
 from finetune.bench.grid import LAYOUTS, Cell, Grid
 from finetune.bench.models import IN_STAGES, BenchModel
 from finetune.bench.recipe import BENCHMARK
-from finetune.dsconfig.load import find_config
+from finetune.dsconfig.check import read
+from finetune.dsconfig.load import find_config, wants_disk
+from finetune.dsconfig.parse import parse
 from finetune.errors import RequestError
 from finetune.host.hardware import cores_here, gpus_here
-from finetune.measure.processes import DEEPSPEED, started, words
+from finetune.measure.processes import started, words
 from finetune.plan.families import FAMILIES
 from finetune.plan.from_run import Subject, job_of
 from finetune.plan.machine import Machine, find_machine
@@ -108,6 +110,6 @@ def command_of(cell: Cell, grid: Grid, folder: Path, on_cpu: bool) -> list[str]:
     }
     if not layout.flags.get("fsdp"):
         flags["deepspeed"] = find_config(cell.ds_config).resolve() if cell.ds_config else "none"
-    if layout.launcher == DEEPSPEED and not layout.has_stages:
+    if cell.ds_config and wants_disk(parse(read(find_config(cell.ds_config))).value):
         flags["nvme_path"] = folder / "nvme"
     return [*started(layout.launcher, cell.world_size), str(RECIPE), *words(flags)]

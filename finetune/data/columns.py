@@ -59,11 +59,11 @@ class Labels:
 
 def said_counts(counts: Mapping[str, int]) -> str:
     """The labels with the rows, or words, that each has: all of a few, else the rarest and the most frequent."""
-    shown = {repr(plain(name)[:SHOWN_CHARACTERS]): count for name, count in counts.items()}
+    shown = sorted((repr(plain(name)[:SHOWN_CHARACTERS]), count) for name, count in counts.items())
     if len(shown) <= MAX_SHOWN:
-        return ", ".join(f"{name} {shown[name]:,}" for name in sorted(shown))
-    rarest, *_, commonest = sorted(shown, key=lambda name: (shown[name], name))
-    return f"from {shown[rarest]:,} of {rarest} to {shown[commonest]:,} of {commonest}"
+        return ", ".join(f"{name} {count:,}" for name, count in shown)
+    (rarest, fewest), *_, (commonest, most) = sorted(shown, key=lambda one: (one[1], one[0]))
+    return f"from {fewest:,} of {rarest} to {most:,} of {commonest}"
 
 
 def said_columns(read: Mapping[str, Sequence[str]], others: Sequence[str]) -> str:

@@ -82,7 +82,7 @@ def note_of_slips(counts: Mapping[str, int], what: str) -> str:
 def _is_slip(one: str, other: str) -> bool:
     """Whether a letter more, less or another parts them, or two that changed places."""
     short, long = sorted((one, other), key=len)
-    if len(long) < 3 or len(long) - len(short) > 1 or DIGITS.sub("", short) == DIGITS.sub("", long):
+    if len(short) < 3 or len(long) - len(short) > 1 or DIGITS.sub("", short) == DIGITS.sub("", long):
         return False
     same = next((i for i, pair in enumerate(zip(short, long, strict=False)) if pair[0] != pair[1]), len(short))
     a, b = short[same:], long[same:]

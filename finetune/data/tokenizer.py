@@ -39,6 +39,8 @@ def beginning_of(tokenizer: Any) -> list[int]:
     """What a tokenizer puts in front of every text: BOS for Llama's and Gemma's, nothing for Qwen's and GPT-2's, though
     they may have a BOS. What it puts behind a text is left out."""
     plain, whole = (tokenizer("a", add_special_tokens=adds, verbose=False)["input_ids"] for adds in (False, True))
+    if not plain:  # it has no such letter
+        return [tokenizer.bos_token_id] if whole[:1] == [tokenizer.bos_token_id] else []
     places = range(len(whole) - len(plain) + 1)
     return next((list(whole[:i]) for i in places if whole[i : i + len(plain)] == plain), [])
 

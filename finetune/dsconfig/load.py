@@ -120,6 +120,14 @@ def _filled_for_pipeline(config: dict[str, Any], run: Context) -> dict[str, Any]
     return config
 
 
+def wants_disk(config: Any) -> bool:
+    """Whether it offloads to a disk and leaves the folder there to --nvme_path."""
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    parts = [zero.get(f"offload_{what}") for what in ("optimizer", "param")] if isinstance(zero, dict) else []
+    on_disk = [part for part in parts if isinstance(part, dict) and part.get("device") == "nvme"]
+    return any(part.get("nvme_path") in (None, "auto") for part in on_disk)
+
+
 def wants_trainer_clipping(config: dict[str, Any]) -> bool:
     """True at stage 0 in fp32 with the Trainer's optimizer.
 

@@ -122,7 +122,7 @@ class PairTrainer(FinetuneTrainer):
         if self.most_new > (positions := positions_of(source.config)):
             raise RequestError(
                 f"--generation_max_length is {self.most_new}, but the model has {positions} positions. Give at most "
-                "those."
+                f"{positions}."
             )
         self.written: dict[str, list[str]] = {}
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetune.dsconfig.load import wants_disk
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 from finetune.errors import RequestError, RunError
 from finetune.host.hardware import cores_here, gpus_here
 from finetune.measure.outcome import CRASHED, DONE, UNSUPPORTED
 from finetune.measure.processes import PYTHON, TORCHRUN, run, started, words
-from finetune.plan.job import DEEPSPEED, PIPELINE, Job
+from finetune.plan.job import PIPELINE, Job
 from finetune.plan.machine import Machine
 from finetune.plan.optimizers import optim_of
 from finetune.plan.plan import Plan
@@ -86,9 +87,10 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int,
     if job.engine == PIPELINE:
         flags |= {"pipeline_parallel_size": job.stages, "partition_method": job.partition_method}
     if config is not None:
-        (folder / "ds.json").write_text(json.dumps(_with_folder_for_states(config), indent=2))
+        config = _with_folder_for_states(config)
+        (folder / "ds.json").write_text(json.dumps(config, indent=2))
         flags |= {"deepspeed": folder / "ds.json", "max_grad_norm": job.zero.gradient_clipping}
-        flags |= {"nvme_path": folder / "nvme"} if job.engine == DEEPSPEED else {}
+        flags |= {"nvme_path": folder / "nvme"} if wants_disk(config) else {}
     if optim := _optim(job, config):
         flags["optim"] = optim
     return words(flags | more)

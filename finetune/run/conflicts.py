@@ -60,6 +60,9 @@ def conflicts(run: Run) -> Iterator[str]:
     best, figures = run.value("metric_for_best_model"), run.recipe.figures
     if best and figures and not run.value("metrics") and best.removeprefix("eval_") not in figures:
         yield f"{run.said('metric_for_best_model')}, but an evaluation here gives {', '.join(figures)}. Give one."
+    if "reference" in run.recipe.flags and run.given.get("preprocessing_num_workers"):
+        said = run.said("preprocessing_num_workers")
+        yield f"{said}, which does nothing: one process tokenizes preferences. Drop it."
     if run.given.get("enable_jit_checkpoint"):  # its handler is set before ours, which takes its place
         yield (
             f"{run.said('enable_jit_checkpoint')}: here every run saves a checkpoint on SIGTERM and SIGUSR1, on all "

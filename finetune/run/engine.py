@@ -7,6 +7,7 @@ import base64
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from finetune.dsconfig.check import read
@@ -195,7 +196,8 @@ def refuse_unused_disk(run: Run, config: Mapping[str, Any], name: str) -> None:
     used = [part.get("nvme_path") for part in parts if part.get("device") == "nvme"]
     asked = run.value("nvme_path")
     file, *files = (run.source(name).rpartition(" line ")[0] for name in ("nvme_path", "deepspeed", "deepspeed_config"))
-    if asked and asked not in used and file in files:  # a YAML without a config serves several launches
+    is_used = asked and Path(asked).expanduser() in [Path(one).expanduser() for one in used if one]
+    if asked and not is_used and file in files:  # a YAML without a config serves several launches
         found = f"offloads to {used[0]}" if used else "offloads nothing to a disk"
         raise RequestError(f"{run.said('nvme_path')}, which does nothing: {name} {found}. Drop it, or use zero3_nvme.")
 

@@ -134,7 +134,7 @@ VOID = (
         ("num_beams", "generation_max_length", "metrics"),
         "do_eval",
         (False,),
-        "Nothing is judged then. Add --do_eval True.",
+        "Nothing is judged then. Add --do_eval True or --do_predict True.",
         unless=("do_predict",),
     ),
     Void(("profile_first_step",), "profile", (0,), "Give --profile the number of steps.", unless=OF_PROFILES[:2]),
@@ -152,7 +152,6 @@ VOID = (
     ),
     Void(("reference",), "loss", ("orpo", "reward", "simpo"), "It has no reference. Drop it."),
     Void(("beta", "loss_chunk_tokens"), "loss", ("reward",)),
-    Void(("preprocessing_num_workers",), "loss", GIVEN, "One process tokenizes preferences. Drop it."),
     Void(("resume",), "do_train", (False,), "Give the checkpoint as --model_name_or_path, or drop it."),
     Void(("resume_changed", "ignore_data_skip"), "resume", (None,), "Add --resume auto, or drop it."),
 )

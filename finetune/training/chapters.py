@@ -178,7 +178,7 @@ def finish(
             refuse_divergence(folder)
             session.say(closing_line(folder))
             if console := terminal_of(training):
-                print_summary(console, folder, session.run.recipe.name)
+                print_summary(console, folder, session.run)
         if training.push_to_hub:
             session.say(push(trainer))
 

@@ -15,7 +15,7 @@ from sklearn.metrics import confusion_matrix
 
 from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError, first_line
-from finetune.training.metric_modules import Metric, load_metrics
+from finetune.training.metric_modules import Metric, load_metrics, more_is_better
 from finetune.training.thresholds import choose_thresholds, given_labels, save_thresholds, thresholds_of
 
 MOST_SAMPLED = 8  # classes among the rows that a metric is tried on
@@ -165,7 +165,7 @@ def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, An
     but one, and a stream has no end of an epoch to save or evaluate at."""
     streaming = corpus.streaming
     if training.metric_for_best_model and "greater_is_better" not in given:
-        training.greater_is_better = training.metric_for_best_model.endswith("accuracy")
+        training.greater_is_better = more_is_better(training.metric_for_best_model) is True
     for name in ("save_strategy", "eval_strategy"):
         if streaming and getattr(training, name) == "epoch":
             setattr(training, name, type(getattr(training, name))("steps"))

@@ -173,7 +173,8 @@ class PreferenceTrainer(FinetuneTrainer):
         if self.state.global_step > 0 and not self.reference.is_base and len(found) < len(begins):
             raise RequestError(
                 f"--resume: the reference's log-probabilities are neither in {kept} nor in {folder} ($FINETUNE_CACHE), "
-                "and the model has moved on since. Start the run again, or go on with --reference online."
+                "and the model has moved on since. Start the run again; without an adapter, "
+                "--reference online goes on, too."
             )
         for begin in begins:
             if begin not in found:

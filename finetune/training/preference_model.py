@@ -28,6 +28,7 @@ from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.recipes.preference import OF_REFERENCE, PreferenceArguments, PreferenceDataArguments
 from finetune.training.merging import merged
+from finetune.training.metric_modules import more_is_better
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import USE_LANGUAGE_MODEL, named, pictures_of, rows_table, sentences
 from finetune.training.start import Session
@@ -117,7 +118,7 @@ def preference_source(session: Session) -> CausalSource:
         raise RequestError(f"{run.said('merge_adapter')}: a model of rewards is not merged yet. Drop it.")
     reference_of(session, source)  # refused before the data are prepared
     if training.metric_for_best_model and "greater_is_better" not in run.given:
-        training.greater_is_better = not training.metric_for_best_model.endswith("loss")
+        training.greater_is_better = more_is_better(training.metric_for_best_model) is not False
     return source
 
 

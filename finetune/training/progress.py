@@ -21,12 +21,11 @@ from transformers.utils import logging as transformers_logging
 
 from finetune.report.table import Table, print_table
 from finetune.report.text import GIB
-from finetune.training.metric_modules import LESS_IS_BETTER
+from finetune.training.metric_modules import more_is_better
 from finetune.training.speed import peak_memory_bytes
 
 NOT_SHOWN = "total_flos"
 OF_SPEED = ("_runtime", "_per_second", "_time")  # ends of an evaluation's figures that say nothing of the model
-LESS_OF = (*LESS_IS_BETTER, "perplexity", "bits_per_byte")  # where the task's metrics do not say which value is better
 SPEEDS = (("real_tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s"))
 DRAW_SECONDS = 0.1  # between two drawings
 
@@ -145,14 +144,17 @@ class LiveLine(TrainerCallback):
         return table.fitted(self.console.width) if self.before else table.without(table.expendable)
 
     def _note(self, metrics: Mapping[str, float]) -> None:
-        self.best |= {name: self._better(name, now) for name, now in metrics.items()}
+        better = {name: self._better(name, now) for name, now in metrics.items()}
+        self.best |= {name: value for name, value in better.items() if value is not None}
         self.before |= metrics
 
-    def _better(self, name: str, now: float) -> float:
+    def _better(self, name: str, now: float) -> float | None:
+        """The best so far; None of a figure of which neither more nor less is better."""
         best, figure = self.best.get(name, math.nan), name.removeprefix("eval_")
-        if math.isnan(best):
-            return now
-        return max(best, now) if self.greater_is_better.get(figure, not figure.endswith(LESS_OF)) else min(best, now)
+        more = self.greater_is_better.get(figure, more_is_better(figure))
+        if more is None or math.isnan(best):
+            return None if more is None else now
+        return max(best, now) if more else min(best, now)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from rich.tree import Tree
 
 from finetune.privacy import shown
 from finetune.run.files import DELETING, IDENTITY, LAST_WRITTEN, LOCK, RUN_RECORD, SUPERSEDED
+from finetune.run.run import Run
 
 FILES = (  # in the order in which they are shown; the first pattern that fits counts
     (LAST_WRITTEN, "model card: results, pictures, how to use the model"),
@@ -27,14 +28,14 @@ FILES = (  # in the order in which they are shown; the first pattern that fits c
     ("*.py", "code of the model"),
     ("labels.json", "labels of the classifier"),
     ("thresholds.json", "probability from which each label is given"),
-    ("checkpoint-*", "for --resume auto"),
+    ("checkpoint-*", "checkpoint, for --resume auto"),
     ("latest", "name of the newest checkpoint"),
-    ("predictions*", "of the test split"),
+    ("predictions*", "predictions for the test split"),
     ("*_results.json", "final metrics"),
     ("metrics.jsonl", "every log, a line each"),
     ("training_curve.png", "loss and metric over steps"),
     ("confusion_matrix.*", "true against predicted labels"),
-    ("per_*", "precision, recall and F1 of each"),
+    ("per_*", "precision, recall and F1 of each label or type"),
     ("schedule.*", "a step of the pipeline, planned and measured"),
     ("profile", "where the time of a step went"),
     ("comms.*", "communication, by DeepSpeed's count"),
@@ -49,10 +50,9 @@ FILES = (  # in the order in which they are shown; the first pattern that fits c
     (f"{SUPERSEDED}*", "checkpoint from an abandoned branch of the run"),
 )
 NOT_SHOWN = (LOCK, f"{DELETING}*")
-GENERATE = ("causal_lm", "causal_lm_pipeline", "seq2seq")  # recipes whose models write
 
 
-def print_summary(console: Console, folder: Path, recipe: str) -> None:
+def print_summary(console: Console, folder: Path, run: Run) -> None:
     """The run folder as a tree, and the next commands."""
     tree = Tree(Text(shown(f"{folder}/"), style="bold"))
     rows = list(rows_of(folder))
@@ -61,7 +61,7 @@ def print_summary(console: Console, folder: Path, recipe: str) -> None:
     for name, phrase in rows:
         tree.add(Text.assemble(f"{name:{width}}  ", (phrase, "dim"), no_wrap=True, overflow="ellipsis"))
     console.print(tree, soft_wrap=False)
-    for command in next_commands(folder, recipe):
+    for command in next_commands(folder, run):
         console.print(Text.assemble("next: ", (shown(command), "bold")))
 
 
@@ -80,10 +80,11 @@ def rows_of(folder: Path) -> Iterator[tuple[str, str]]:
         yield shown(left[0]) if len(left) == 1 else f"{len(left):,} others", "not of the recipe"
 
 
-def next_commands(folder: Path, recipe: str) -> list[str]:
+def next_commands(folder: Path, run: Run) -> list[str]:
     place = shlex.quote(str(folder))
     generate = f"finetune generate {place} --prompts prompts.jsonl --output answers.jsonl"
-    return [f"finetune report {place}", *([generate] if recipe in GENERATE else [])]
+    writes = run.recipe.task == "text-generation" and run.value("loss") != "reward"
+    return [f"finetune report {place}", *([generate] if writes else [])]
 
 
 def _is(name: str, *patterns: str) -> bool:

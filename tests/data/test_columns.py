@@ -113,6 +113,8 @@ def test_classes_called_as_pandas_writes_integers_are_found_again() -> None:
 def test_labels_are_said_with_their_rows_all_of_a_few_else_the_ends() -> None:
     assert said_counts({"pos": 1200, "neg": 3}) == "'neg' 3, 'pos' 1,200"
     assert "\x1b" not in said_counts({"a\x1b": 1})
+    long = "a" * 100
+    assert said_counts({f"{long}x": 10, f"{long}y": 3}).count("aaa' ") == 2, "each is counted, though they look alike"
     assert said_counts({name: number for number, name in enumerate("abcdef", 1)}) == "from 1 of 'a' to 6 of 'f'"
 
 

@@ -137,7 +137,8 @@ def test_states_go_to_the_users_disk_or_into_the_trials_folder(is_there: bool, t
     found = flags(laid_out(BASE, "zero3_nvme"), config, tmp_path)
     written = json.loads(Path(found["deepspeed"]).read_text())["zero_optimization"]["offload_optimizer"]["nvme_path"]
     assert written == (str(disk) if is_there else "auto")
-    assert found["nvme_path"] == str(tmp_path / "nvme")
+    assert found["nvme_path"] == str(tmp_path / "nvme"), "the weights go there"
+    assert "nvme_path" not in flags(laid_out(BASE, "zero3"), shipped("zero3"), tmp_path), "it would be refused"
     assert config["zero_optimization"]["offload_optimizer"]["nvme_path"] == str(disk)  # type: ignore[index]
 
 

@@ -16,6 +16,7 @@ from finetune.run.recipe import Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM
 from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 from finetune.run.recipes.image_cls import IMAGE_CLS
+from finetune.run.recipes.preference import PREFERENCE
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.recipes.token_cls import TOKEN_CLS
 from finetune.run.resolve import resolve, resolve_here
@@ -45,6 +46,7 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (CAUSAL_LM, "--eval_use_gather_object True", "--eval_use_gather_object is True .*Drop it"),
         (TOKEN_CLS, "--include_for_metrics inputs", r"--include_for_metrics is \['inputs'\] .*Drop it"),
         (SEQ_CLS, "--label_names start end", r"--label_names is \['start', 'end'\] .*Drop it"),
+        (PREFERENCE, "--preprocessing_num_workers 2", "which does nothing: one process tokenizes preferences"),
         (SEQ_CLS, "--enable_jit_checkpoint True", "--enable_jit_checkpoint is True .*on SIGTERM .*Drop it"),
         (SEQ_CLS, "--length_column_name size", "--length_column_name is 'size' .*--group_by_length"),
         (CAUSAL_LM_PIPELINE, "--batch_eval_metrics True", "--batch_eval_metrics is True .*Drop it"),

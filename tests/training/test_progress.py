@@ -19,12 +19,20 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 from transformers.utils.notebook import NotebookProgressCallback
 
+from finetune.run.choose import recipes
+from finetune.run.launch import Launch
+from finetune.run.resolve import resolve
+from finetune.run.run import Run
 from finetune.training import progress, summary
 from finetune.training.progress import Lines, LiveLine, display, rounded, show_numbers, tidy_terminal
 
 LOGS = {"loss": 0.69314718, "learning_rate": 1.23456e-7, "epoch": 1.0, "step": 3, "note": "x", "total_flos": 1e18}
 SHOWN = {"loss": 0.6931, "learning_rate": 1.235e-7, "epoch": 1.0, "step": 3, "note": "x"}
 STEP = {"loss": 2.0, "real_tokens_per_second": 12345.6, "samples_per_second": 3.25}
+
+
+def run_of(recipe: str, *words: str) -> Run:
+    return resolve(recipes()[recipe], list(words), Launch())
 
 
 class Terminal(io.StringIO):
@@ -192,6 +200,18 @@ def test_an_evaluation_is_a_table_of_before_now_and_best() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("figure", "best"),
+    [("bits_per_character", "1"), ("token_accuracy", "3"), ("logp_rejected", "1"), ("reward_margin", "3"), ("kl", "")],
+)
+def test_the_best_of_a_figure_is_the_less_or_the_more_or_there_is_none(figure: str, best: str) -> None:
+    shown = Shown()
+    shown.tell("train_begin")
+    for value in (1.0, 3.0):
+        shown.tell("log", logs={f"eval_{figure}": value})
+    assert shown.table[-1] == [figure, "1", "3", *([best] if best else [])]
+
+
 def test_a_resumed_run_knows_its_evaluations_of_before() -> None:
     shown = Shown()
     shown.state.log_history = [{"eval_perplexity": 8.0, "step": 2}, {"loss": 3.0}, {"eval_perplexity": 9.0, "step": 4}]
@@ -265,27 +285,32 @@ def test_the_summary_is_the_folder_as_a_tree_and_what_to_do_next(tmp_path: Path)
         (tmp_path / f"checkpoint-{step}").mkdir()
     file = Terminal()
     console = Console(file=file, width=100, soft_wrap=True, force_terminal=False)
-    summary.print_summary(console, tmp_path, "causal_lm")
+    summary.print_summary(console, tmp_path, run_of("causal_lm"))
     rows = dict(row[4:].split("  ", 1) for row in file.getvalue().splitlines() if row[:1] in "\u251c\u2514")
     assert {name: phrase.strip() for name, phrase in rows.items()} == {
         "README.md": "model card: results, pictures, how to use the model",
         "model.safetensors": "weights",
         "ds_config.json": 'DeepSpeed config, every "auto" filled',
         "config.json": "config to load it with",
-        "checkpoint-9/ .. checkpoint-100/ (3)": "for --resume auto",
+        "checkpoint-9/ .. checkpoint-100/ (3)": "checkpoint, for --resume auto",
         "run.json": "which run this is",
         "mine.txt": "not of the recipe",
     }
     assert f"next: finetune report {tmp_path}" in file.getvalue()
     assert f"next: finetune generate {tmp_path} --prompts" in file.getvalue()
-    assert len(summary.next_commands(tmp_path, "seq_cls")) == 1
+    for recipe, flags, writes in (
+        ("seq_cls", [], False), ("causal_lm_pipeline", [], True), ("seq2seq", [], False), ("preference", [], True),
+        ("preference", ["--loss", "reward"], False),
+    ):  # fmt: skip
+        commands = summary.next_commands(tmp_path, run_of(recipe, *flags))
+        assert any("finetune generate" in command for command in commands) is writes
 
 
 def test_the_summary_of_a_run_folder_on_a_narrow_terminal_has_a_line_a_row(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(json.dumps("card"))
     file = Terminal()
     console = Console(file=file, width=30, soft_wrap=True, force_terminal=False)
-    summary.print_summary(console, tmp_path, "seq_cls")
+    summary.print_summary(console, tmp_path, run_of("seq_cls"))
     rows = [row for row in file.getvalue().splitlines() if "README.md" in row]
     assert len(rows) == 1
     assert rows[0].startswith("\u2514\u2500\u2500 README.md  model card")
