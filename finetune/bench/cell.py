@@ -108,8 +108,9 @@ def command_of(cell: Cell, grid: Grid, folder: Path, on_cpu: bool) -> list[str]:
         "use_cpu": on_cpu,
         **flags_of(cell),
     }
+    config = find_config(cell.ds_config).resolve() if cell.ds_config else None
     if not layout.flags.get("fsdp"):
-        flags["deepspeed"] = find_config(cell.ds_config).resolve() if cell.ds_config else "none"
-    if cell.ds_config and wants_disk(parse(read(find_config(cell.ds_config))).value):
+        flags["deepspeed"] = config or "none"
+    if config and wants_disk(parse(read(config)).value):
         flags["nvme_path"] = folder / "nvme"
     return [*started(layout.launcher, cell.world_size), str(RECIPE), *words(flags)]

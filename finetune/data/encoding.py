@@ -101,7 +101,7 @@ class Encoder:
         try:
             if self.form.kind == CHAT:
                 return conversation(self.tokenizer, *self.form.conversation(row), self.learning)
-            return completion(self.tokenizer, row["prompt"], row["completion"], self.learning, self.beginning)
+            return completion(self.tokenizer, row["prompt"], row["completion"], self.beginning, self.learning)
         except RequestError as error:
             if self.place is None:
                 raise

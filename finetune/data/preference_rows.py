@@ -159,7 +159,7 @@ def encoded(tokenizer: Any, row: Sides) -> list[TokensOfSide]:
             before = [{**turn, "weight": NOT_LEARNT} for turn in row.prompt]
             ids, learnt, _ = conversation(tokenizer, [*before, *answer])
         else:
-            ids, learnt, _ = completion(tokenizer, row.prompt, answer, beginning=beginning)
+            ids, learnt, _ = completion(tokenizer, row.prompt, answer, beginning)
         end = max((i + 1 for i, used in enumerate(learnt) if used), default=0)
         if not end:
             raise RequestError(f"row {row.number + 1}: nothing of an answer is learnt: {quoted(answer)}.")

@@ -25,7 +25,8 @@ from finetune.data.columns import Columns, Labels, is_empty, said_columns
 from finetune.data.files import open_file
 from finetune.data.find_columns import TRANSLATION, find_pair
 from finetune.data.splits import open_splits, unused_fraction
-from finetune.data.tables import ROW, SPLITS, CleanTables, Table, at_most, hold_out
+from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked, hold_out
+from finetune.data.tokenizer import has_languages
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.recipes.seq2seq import PairArguments
@@ -78,7 +79,7 @@ def prepare_pairs(
     kind = Kind(
         name="seq2seq",
         read=load_pairs,
-        clean=partial(clean_pairs, has_languages=hasattr(tokenizer, "src_lang")),
+        clean=partial(clean_pairs, has_languages=has_languages(tokenizer)),
         encoder=partial(pair_encoder, settled),
         texts=lambda clean: (text for name in (SOURCE, TARGET) for text in clean.splits["train"][name]),
         count=lambda tables, labels: {},
@@ -126,10 +127,7 @@ def clean_pairs(
         notes.append(note)
     elif "train" in cleaned:
         notes.append(unused_fraction(cut))
-    for split, most in zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True):
-        if split in cleaned and most is not None:
-            rows = at_most(len(cleaned[split]), most, None if split == "test" else seed)
-            cleaned[split] = cleaned[split].select(rows)
+    cleaned = as_many_as_asked(cleaned, cut, seed)
     return CleanTables(cleaned, columns, PAIRS, skipped, tuple(filter(None, notes)))
 
 

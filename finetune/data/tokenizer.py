@@ -45,6 +45,11 @@ def beginning_of(tokenizer: Any) -> list[int]:
     return next((list(whole[:i]) for i in places if whole[i : i + len(plain)] == plain), [])
 
 
+def has_languages(tokenizer: Any) -> bool:
+    """Whether it is of many languages, as mBART's, M2M100's and NLLB's are."""
+    return hasattr(tokenizer, "set_tgt_lang_special_tokens")
+
+
 def begun(ids: list[int], beginning: list[int]) -> list[int]:
     """The tokens of a text behind its `beginning`, unless the text itself begins so."""
     return ids if ids[: len(beginning)] == beginning else [*beginning, *ids]

@@ -18,6 +18,8 @@ from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 from finetune.errors import RequestError
 from finetune.shipped import DS_CONFIGS, is_recipes_yaml
 
+OFFLOADS = ("offload_optimizer", "offload_param")
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -85,12 +87,12 @@ def resolve(config: dict[str, Any], run: Context) -> dict[str, Any]:
     zero = config.get("zero_optimization", {})
     if zero.get("zero_hpz_partition_size") == "auto":
         zero["zero_hpz_partition_size"] = run.ranks_per_node
-    for what in ("offload_optimizer", "offload_param"):
-        section = zero.get(what)
-        if section and section.get("device") == "nvme" and section.get("nvme_path", "auto") == "auto":
+    for section in on_disk(config):
+        if _is_left_open(section):
             section["nvme_path"] = run.nvme_path or str(Path(run.output_dir).expanduser() / NVME_FOLDER)
-        if section and run.has_cuda is False:
-            section["pin_memory"] = False  # nothing to pin for without a GPU
+    if run.has_cuda is False:  # nothing to pin for without a GPU
+        for section in filter(None, map(zero.get, OFFLOADS)):
+            section["pin_memory"] = False
     return _filled_for_pipeline(config, run) if run.pipeline_parallel_size is not None else config
 
 
@@ -120,12 +122,20 @@ def _filled_for_pipeline(config: dict[str, Any], run: Context) -> dict[str, Any]
     return config
 
 
+def on_disk(config: Any) -> list[dict[str, Any]]:
+    """The sections that offload to a disk."""
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    sections = map(zero.get, OFFLOADS) if isinstance(zero, dict) else ()
+    return [section for section in sections if isinstance(section, dict) and section.get("device") == "nvme"]
+
+
 def wants_disk(config: Any) -> bool:
     """Whether it offloads to a disk and leaves the folder there to --nvme_path."""
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    parts = [zero.get(f"offload_{what}") for what in ("optimizer", "param")] if isinstance(zero, dict) else []
-    on_disk = [part for part in parts if isinstance(part, dict) and part.get("device") == "nvme"]
-    return any(part.get("nvme_path") in (None, "auto") for part in on_disk)
+    return any(map(_is_left_open, on_disk(config)))
+
+
+def _is_left_open(section: dict[str, Any]) -> bool:
+    return bool(section.get("nvme_path", "auto") == "auto")
 
 
 def wants_trainer_clipping(config: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.dsconfig.load import wants_disk
+from finetune.dsconfig.load import on_disk, wants_disk
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 from finetune.errors import RequestError, RunError
 from finetune.host.hardware import cores_here, gpus_here
@@ -107,9 +107,8 @@ def _with_folder_for_states(config: dict[str, Any]) -> dict[str, Any]:
     """A folder that is there is the user's, on the disk that is meant. Where it is not it would be a run folder's, and
     this run has another."""
     config = copy.deepcopy(config)
-    zero = config.get("zero_optimization", {})
-    for section in (zero.get("offload_optimizer"), zero.get("offload_param")):
-        if section and section.get("device") == "nvme" and not Path(section.get("nvme_path") or "auto").is_dir():
+    for section in on_disk(config):
+        if not Path(section.get("nvme_path") or "auto").is_dir():
             section["nvme_path"] = "auto"
     return config
 

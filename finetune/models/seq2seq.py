@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 from finetune.data.columns import IGNORED
-from finetune.data.tokenizer import rows_of
+from finetune.data.tokenizer import has_languages, rows_of
 from finetune.errors import RequestError, first_line
 from finetune.models.source import (
     IN_FP32,
@@ -68,15 +68,10 @@ def find_seq2seq_source(arguments: Seq2SeqModelArguments, pairs: PairArguments) 
     return Seq2SeqSource(config, tokenizer, *lengths, model.words, model.hub_id, place, model.adapter)
 
 
-def _has_languages(tokenizer: Any) -> bool:
-    """Whether it is of many languages, as mBART's, M2M100's and NLLB's are."""
-    return hasattr(tokenizer, "set_tgt_lang_special_tokens")
-
-
 def _set_languages(tokenizer: Any, pairs: PairArguments) -> None:
     """Raises RequestError for a language that the tokenizer does not know, and where one is not said: it would take
     another in silence."""
-    if not _has_languages(tokenizer):
+    if not has_languages(tokenizer):
         return
     for flag, attribute, side in (("source_lang", "src_lang", "text"), ("target_lang", "tgt_lang", "text_target")):
         lang = getattr(pairs, flag)
@@ -114,7 +109,7 @@ def build_seq2seq(arguments: Seq2SeqModelArguments, source: Seq2SeqSource, token
         )
     is_local = source.hub_id is None
     model = load_weights(AutoModelForSeq2SeqLM, source.pretrained, config, is_local, arguments, kept)
-    if _has_languages(tokenizer):
+    if has_languages(tokenizer):
         _write_language(model, tokenizer)
     try:
         shifted(model, torch.full((1, 2), (config.pad_token_id or 0) + 1))  # of tokens, and no padding

@@ -13,7 +13,7 @@ from typing import Any
 from finetune.dsconfig.check import read
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import Context
-from finetune.dsconfig.load import Loaded, find_config, load
+from finetune.dsconfig.load import Loaded, find_config, load, on_disk
 from finetune.dsconfig.parse import NotJsonError, parse
 from finetune.errors import RequestError
 from finetune.run.launch import accelerate_uses_deepspeed, accelerate_uses_fsdp
@@ -191,9 +191,7 @@ def load_deepspeed(run: Run, asked: str, context: Context) -> Loaded:
 
 def refuse_unused_disk(run: Run, config: Mapping[str, Any], name: str) -> None:
     """--nvme_path goes into a config that offloads to a disk and names no folder of its own. Raises RequestError."""
-    zero = config.get("zero_optimization") or {}
-    parts = [zero.get(f"offload_{what}") or {} for what in ("optimizer", "param")]
-    used = [part.get("nvme_path") for part in parts if part.get("device") == "nvme"]
+    used = [section.get("nvme_path") for section in on_disk(config)]
     asked = run.value("nvme_path")
     file, *files = (run.source(name).rpartition(" line ")[0] for name in ("nvme_path", "deepspeed", "deepspeed_config"))
     is_used = asked and Path(asked).expanduser() in [Path(one).expanduser() for one in used if one]

@@ -17,7 +17,7 @@ from finetune.run.range import Range
 # What `path` of a flag may say. All but "output" must be there, and are not deleted by
 # --overwrite_output_dir.
 FILE, FOLDER = "file", "folder"
-SHIPPED_YAML = "yaml"  # a file, or the name of a shipped one
+SHIPPED_YAML = "yaml"  # a file, or the name of a shipped one; the parser has read it by then
 NAME_OR_PATH = "name or path"  # a hub id, a shipped name, or a path
 METRIC = "metric"  # one of ours by name, or a Python file
 TEMPLATE = "template"  # a shipped chat template by name, or a jinja file

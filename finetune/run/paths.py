@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError, first_line
-from finetune.run.flag import FILE, FOLDER, METRIC, NAME_OR_PATH, SHIPPED_YAML, TEMPLATE
+from finetune.run.flag import FILE, FOLDER, METRIC, NAME_OR_PATH, TEMPLATE
 from finetune.run.meanings import nearest
 from finetune.run.mixture import path_of
 from finetune.safe_read import read_bytes
-from finetune.shipped import config
 
 TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet")
 METRICS = tuple(sorted(path.stem for path in Path(__file__).parents[1].glob("metrics/[!_]*.py")))
@@ -44,10 +43,6 @@ def _file(name: str) -> str | None:
     if path.is_dir():
         return "it is a folder. Give one file, or the folder as --dataset_name."
     return None if path.exists() else f"there is no such file.{_there(path.parent)} Check the path."
-
-
-def _yaml(name: str) -> str | None:
-    return _file(str(config(name)))
 
 
 def _folder(name: str) -> str | None:
@@ -103,7 +98,6 @@ def _template(name: str) -> str | None:
 
 KINDS = {
     FILE: _file,
-    SHIPPED_YAML: _yaml,
     FOLDER: _folder,
     NAME_OR_PATH: _name_or_path,
     METRIC: _metric,

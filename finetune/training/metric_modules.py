@@ -21,19 +21,9 @@ import finetune.metrics
 from finetune.data.cache import cache_home
 from finetune.errors import RequestError, first_line
 from finetune.run.paths import METRICS
+from finetune.training.figures import LESS_IS_BETTER
 
 FOLDER = Path(finetune.metrics.__file__).parent
-LESS_IS_BETTER = ("loss", "error")  # at the end of a figure's name, where its metric does not say
-# The same of figures that no metric of --metrics makes: of language models and preferences.
-MORE_OF_OURS = ("accuracy", "reward_margin", "reward_chosen", "logp_chosen")
-LESS_OF_OURS = (
-    *LESS_IS_BETTER,
-    "perplexity",
-    "bits_per_byte",
-    "bits_per_character",
-    "reward_rejected",
-    "logp_rejected",
-)
 
 
 @dataclass(frozen=True)
@@ -94,11 +84,6 @@ def _told(error: Exception, name: str) -> str:
 
 def _path(name: str) -> Path:
     return FOLDER / f"{name}.py" if name in METRICS else Path(name).expanduser()
-
-
-def more_is_better(figure: str) -> bool | None:
-    """Of a language model's or a preference's figure; None where neither is better."""
-    return True if figure.endswith(MORE_OF_OURS) else False if figure.endswith(LESS_OF_OURS) else None
 
 
 def _greater_is_better(module: Any, figure: str) -> bool:

@@ -15,7 +15,8 @@ from sklearn.metrics import confusion_matrix
 
 from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError, first_line
-from finetune.training.metric_modules import Metric, load_metrics, more_is_better
+from finetune.training.figures import more_is_better
+from finetune.training.metric_modules import Metric, load_metrics
 from finetune.training.thresholds import choose_thresholds, given_labels, save_thresholds, thresholds_of
 
 MOST_SAMPLED = 8  # classes among the rows that a metric is tried on

@@ -27,8 +27,8 @@ from finetune.models.source import load_weights
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.recipes.preference import OF_REFERENCE, PreferenceArguments, PreferenceDataArguments
+from finetune.training.figures import more_is_better
 from finetune.training.merging import merged
-from finetune.training.metric_modules import more_is_better
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import USE_LANGUAGE_MODEL, named, pictures_of, rows_table, sentences
 from finetune.training.start import Session

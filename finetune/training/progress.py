@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from finetune.report.table import Table, print_table
 from finetune.report.text import GIB
-from finetune.training.metric_modules import more_is_better
+from finetune.training.figures import more_is_better
 from finetune.training.speed import peak_memory_bytes
 
 NOT_SHOWN = "total_flos"

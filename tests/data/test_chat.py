@@ -304,12 +304,12 @@ def test_templates_are_known_without_reading_them() -> None:
 
 def test_a_completion_that_is_none_is_quoted() -> None:
     with pytest.raises(RequestError, match=r"must be texts, but one row is \['a', None\]"):
-        completion(tokenizer(), "a", None)  # type: ignore[arg-type]
+        completion(tokenizer(), "a", None, [])  # type: ignore[arg-type]
 
 
 def test_a_completion_is_learnt_with_the_end_of_text() -> None:
     made = tokenizer()
-    ids, used, _ = completion(made, "Two and two?", " Four.")
+    ids, used, _ = completion(made, "Two and two?", " Four.", [])
     assert made.decode([i for i, one in zip(ids, used, strict=True) if one]) == f" Four.{END_OF_TEXT}"
     assert made.decode(ids) == f"Two and two? Four.{END_OF_TEXT}"
-    assert all(completion(made, "Two and two?", " Four.", Learning("all")).learnt)
+    assert all(completion(made, "Two and two?", " Four.", [], Learning("all")).learnt)

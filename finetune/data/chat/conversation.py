@@ -14,7 +14,7 @@ from finetune.data.chat.sentinels import sentinels
 from finetune.data.chat.spans import Span, Writing, marks_of
 from finetune.data.chat.templates import DEFAULT_TEMPLATE
 from finetune.data.chat.turns import ASSISTANT, QUOTED_CHARACTERS, Turn, quoted, tools_of, turns_of
-from finetune.data.tokenizer import beginning_of, begun
+from finetune.data.tokenizer import begun
 from finetune.errors import RequestError
 
 GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
@@ -161,17 +161,17 @@ def _learnt(offsets: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
 
 
 def completion(
-    tokenizer: Any, prompt: str, answer: str, learning: Learning | None = None, beginning: list[int] | None = None
+    tokenizer: Any, prompt: str, answer: str, beginning: list[int], learning: Learning | None = None
 ) -> Encoded:
-    """A prompt and its completion, of which the completion and the end of text are learnt. `beginning` is the
-    tokenizer's, where it is known already. Raises RequestError."""
+    """A prompt and its completion, of which the completion and the end of text are learnt. `beginning` is what the
+    tokenizer puts in front of every text (`data.tokenizer.beginning_of`). Raises RequestError."""
     if not isinstance(prompt, str) or not isinstance(answer, str):
         shown = repr([prompt, answer])[:QUOTED_CHARACTERS]
         raise RequestError(
             f"`prompt` and `completion` must be texts, but one row is {shown}. Turns go into one column `messages`."
         )
     first = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    first = begun(first, beginning_of(tokenizer) if beginning is None else beginning)
+    first = begun(first, beginning)
     second = tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     learns_all = learning is not None and learning.train_on == "all"

@@ -14,8 +14,8 @@ LOSS_PASSES, GRADIENT_PASSES = 6, 2
 
 
 def decoder_head(setting: Setting, x: Value, tied: str, softcap: bool = False) -> Value:
-    """Logits over the vocabulary and ForCausalLMLoss: in fp32, labels shifted. `tied`: the weight of a tied head. Or
-    the scores of a decoder with another head."""
+    """Of a causal model logits over the vocabulary and ForCausalLMLoss: in fp32, labels shifted; `tied` is the weight
+    of a tied head. Of a decoder with another head its scores."""
     tape = setting.tape
     if setting.head != CAUSAL:
         return class_head(setting, x)
