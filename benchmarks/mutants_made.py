@@ -56,7 +56,10 @@ ROOMS = {
     "pipeline": Room(
         ("finetune/training/pipeline/*.py",),
         (f"{UNIT}/test_pipeline_cut.py", f"{UNIT}/test_pipeline_parts.py", "tests/models/test_mlp_pipeline.py"),
-        ("tests/models/test_gptlite_pipeline.py", "tests/models/test_alexnet.py", "tests/runs/test_pipeline.py"),
+        (
+            *("tests/models/test_gptlite_pipeline.py", "tests/models/test_alexnet.py", "tests/runs/test_pipeline.py"),
+            "tests/runs/test_mid_run_faults.py",
+        ),
     ),
 }
 

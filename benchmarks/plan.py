@@ -27,6 +27,10 @@ from finetune.plan.model import model_of
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.zero import Zero, read_zero
+from finetune.report.colours import ACCENT, GRID, LIMIT, MUTED
+from finetune.report.scales import Scale, ticks_below, ticks_left
+from finetune.report.shapes import WIDE, Dot, Line, Picture
+from finetune.report.svg import write_png
 
 REPO = Path(__file__).resolve().parents[1]
 INTRODUCTION = """# Planned beside measured
@@ -43,6 +47,8 @@ takes for itself before it ends is not seen. DeepSpeed's estimator (of model sta
 and 3) and the rule of 16 bytes a parameter stand beside the measured peak. Step times are medians of eight steps, of
 the slower rank; none of these configurations was used to calibrate. No GPU was lent: allocator peaks and step times on
 GPUs are not measured.
+
+![Peak memory planned by finetune, by DeepSpeed's estimator and by 16 bytes a parameter, over measured](plan.png)
 """
 
 LITE = {"model_type": "gptlite", "vocab_size": 512, "num_hidden_layers": 4, "hidden_size": 256,
@@ -303,6 +309,32 @@ def report(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def picture(found: dict[str, Any]) -> Picture:
+    """Each configuration's peak as planned, and by two rules, over the measured one: right on the line."""
+    rows = [Row(**row) for row in found["rows"]]
+    kinds = {
+        "16 bytes a parameter (states alone)": (MUTED, [(row.peak[1], row.rule) for row in rows]),
+        "DeepSpeed's estimator (states alone)": (
+            LIMIT,
+            [(row.peak[1], row.estimator) for row in rows if row.estimator is not None],
+        ),
+        "finetune plan": (ACCENT, [(row.peak[1], row.peak[0]) for row in rows]),
+    }
+    sizes = [size / 2**20 for _, pairs in kinds.values() for pair in pairs for size in pair]
+    low, high = min(sizes) * 0.8, max(sizes) * 1.25
+    drawn = Picture(f"Peak memory of {len(rows)} runs, planned beside measured", _summary(rows)[1].lstrip("- "), WIDE)
+    y = drawn.legend([(name, colour) for name, (colour, _) in kinds.items()], 0) + 10
+    across, up = Scale(low, high, 52, WIDE - 10, is_log=True), Scale(low, high, y + 320, y, is_log=True)
+    ticks_left(drawn, up, across, "MiB planned")
+    ticks_below(drawn, across, up.end, up.start, "MiB measured at the peak of the fullest rank")
+    drawn.add(Line(((across(low), up(low)), (across(high), up(high))), GRID))
+    for name, (colour, pairs) in kinds.items():
+        for measured, said in pairs:
+            drawn.add(Dot(across(measured / 2**20), up(said / 2**20), colour, name, 3))
+    drawn.height = up.start + 36
+    return drawn
+
+
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -367,6 +399,7 @@ def main() -> None:
             found |= {"machine": machine.name, "versions": in_words(versions()), "date": time.strftime("%Y-%m-%d")}
         found["rows"] = list((old | {row.name: asdict(row) for row in fresh}).values())
         path.write_text(json.dumps(found, indent=1) + "\n")
+        write_png(path.with_suffix(".png"), [picture(found)])
         print("\n".join(_summary([Row(**row) for row in found["rows"]])))
 
 

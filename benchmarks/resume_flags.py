@@ -49,6 +49,8 @@ OWN |= {
     "causal_lm_lora": Run(LM, 1, {**LANGUAGE, **OF_BASE, "use_peft": True, "lora_r": 4, "lora_dropout": 0.1}),
     "causal_lm_packed": Run(LM, 1, {**LANGUAGE, "packing": "bfd", "document_mask": True}),
     "causal_lm_streaming": RUNS["causal_lm_streaming"],
+    "seq2seq": Run("seq2seq", 1, {"max_train_samples": 80, "max_source_length": 24, "max_target_length": 12}),
+    "preference": Run("preference", 1, {"max_train_samples": 80}),
 }
 # What a changed flag cannot be tried with here: it names this run, its cut, or something that this machine lacks.
 LEFT_OUT = {

@@ -20,10 +20,11 @@ INSTALLS = re.compile(r"install\.sh|pytest|ruff")
 
 
 def commands(text: str) -> list[str]:
-    """The lines of the bash blocks, continued lines joined, activation left out."""
+    """The lines of the bash blocks, continued lines joined, activation left out; and what fills a cell of a table."""
+    cells = re.findall(r"\| `((?:python|deepspeed) [^`]+)` \|", text)
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if line.strip()]
+    return [*(line.strip() for line in lines if line.strip()), *cells]
 
 
 def to_run() -> list[str]:
@@ -163,8 +164,9 @@ def test_a_command_of_the_readme_works(
     if is_run:
         assert list((tmp_path / "run").glob("*model*.safetensors"))
     if is_run and is_run[1] == "seq_cls":
-        (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-        code = block.replace("runs/seq_cls", str(tmp_path / "run"))
+        (opened,) = re.findall(r"`(pipeline\(.*?\))`", README)
+        opened = opened.replace("runs/seq_cls", str(tmp_path / "run"))
+        code = f"from transformers import pipeline; print({opened}('Return the current event loop.'))"
         used = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
         assert used.returncode == 0, used.stderr[-2000:]
         assert "'score'" in used.stdout
