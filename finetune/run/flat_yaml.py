@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from typing import Any
 
@@ -9,7 +10,7 @@ import yaml
 
 from finetune.errors import RequestError
 from finetune.safe_read import SAFE_LOADER, is_plain_file, read_bounded, read_yaml
-from finetune.shipped import DS_CONFIGS, config
+from finetune.shipped import DS_CONFIGS, config, files
 
 OF_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}  # keys that no recipe has
 FLAGS = "flat `flag: value` lines"
@@ -63,7 +64,9 @@ def read_flat_yaml(
         raise RequestError(f"{said}, but that is a DeepSpeed config. Say --deepspeed {name}.")
     if not is_plain_file(path):
         what = "is no plain file" if os.path.exists(path) else "there is no such file"
-        raise RequestError(f"{said}: cannot be read ({what}). Give the path of a YAML file.")
+        near = difflib.get_close_matches(path.stem, files("configs/*.yaml"), 1) if holds == FLAGS else []
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise RequestError(f"{said}: cannot be read ({what}). {hint}Give the path of a YAML file.")
     content = read_yaml(path, name, loader)
     if holds == FLAGS and isinstance(content, dict) and isinstance(content.get("grid"), list):
         raise RequestError(f"{name}: is a grid, which `finetune bench {name}` runs, and no recipe's YAML.")

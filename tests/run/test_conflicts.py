@@ -267,6 +267,12 @@ def test_a_package_that_a_flag_needs_is_named(monkeypatch: pytest.MonkeyPatch) -
         resolve_here(CAUSAL_LM, ["--use_liger_kernel", "True"], Launch())
 
 
+@pytest.mark.parametrize("name", ["lora_24bg", "lora_24bg.yaml", "recipes/configs/lora24gb.yaml"])
+def test_a_mistyped_name_of_a_shipped_config_gets_the_nearest(name: str) -> None:
+    with pytest.raises(RequestError, match=r"no such file\). Did you mean lora_24gb\? Give the path"):
+        resolve(CAUSAL_LM, ["--config", name], Launch())
+
+
 @pytest.mark.parametrize("name", ["lora_24gb", "lora_24gb.yaml", "recipes/configs/lora_24gb.yaml"])
 def test_a_shipped_yaml_is_taken_by_its_name_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
