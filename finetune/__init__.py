@@ -5,7 +5,7 @@
 These four are imported when they are asked for (PEP 562), torch by `train` and by a run's model alone; `plan` is the
 sub-package, which can be called."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 import importlib
 import logging

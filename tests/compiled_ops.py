@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -20,10 +21,15 @@ PATIENCE_SECONDS = 1500
 
 
 def folder_of_this_stack() -> Path:
-    """Outside the checkout. ninja builds over where the sources lie elsewhere, so the environment is in the key."""
+    """Outside the checkout. ninja builds over where the sources lie elsewhere or are newer, so that the environment and
+    the time at which DeepSpeed was installed into it are in the key."""
     compiler = shutil.which("g++") and subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout
     flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    key = (version("torch"), version("deepspeed"), platform.python_version(), sys.prefix, compiler, flags)
+    sources = find_spec("deepspeed")
+    assert sources is not None
+    assert sources.origin is not None
+    installed = Path(sources.origin).stat().st_mtime_ns
+    key = (version("torch"), version("deepspeed"), platform.python_version(), sys.prefix, installed, compiler, flags)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "finetune-tests" / f"ops-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
 

@@ -74,18 +74,30 @@ def build(names: Sequence[str]) -> str | None:
     command = [sys.executable, "-m", "finetune.doctor.ops", *names]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     last = (done.stderr.strip().splitlines() or ["without a word"])[-1]
-    return f"an op cannot be built: {last[:200]}" if done.returncode else None
+    return f"an op cannot be built: {last[:400]}" if done.returncode else None
 
 
 def compile_ops(names: Sequence[str]) -> None:
-    """In this process, which says much on stdout."""
+    """In this process, which says much on stdout. Raises RequestError for an op whose build was cut off."""
     from deepspeed.accelerator import get_accelerator
+
+    from finetune.training.builds import refuse_stale_builds
 
     for name in ("ShareMemCommBuilder", *names):
         op = get_accelerator().create_op_builder(name)
         if op is not None and op.is_compatible(False):
+            refuse_stale_builds({op.name})
             op.load(False)
 
 
+def main(names: Sequence[str]) -> None:
+    from finetune.errors import RequestError
+
+    try:
+        compile_ops(names)
+    except RequestError as error:
+        sys.exit(str(error))
+
+
 if __name__ == "__main__":
-    compile_ops(sys.argv[1:])
+    main(sys.argv[1:])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, TrainerState
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from safetensors import safe_open
+from transformers import TrainerState
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
@@ -46,7 +49,8 @@ class SavingMixin(AnyTrainer):
             records = save_final(run_folder, self._write_model)
             open_final(run_folder, records, trained_shapes(self.accelerator.unwrap_model(self.model)))
             return
-        self._write_model(Path(output_dir))
+        with own_names(self.accelerator.unwrap_model(self.model)):
+            self._write_model(Path(output_dir))
         if self.comm_hook and _internal_call and not self.args.save_only_model:
             self.comm_hook.save(Path(output_dir))  # a checkpoint
 
@@ -63,6 +67,13 @@ class SavingMixin(AnyTrainer):
         write = super()._save_checkpoint
         self.running_loss.note(self.accelerator.gather)
         self.saves.save(lambda: write(model, trial))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As the Trainer's, which takes weights by their names and says no more than a warning of those that it does
+        not find. Raises RequestError for them."""
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            refuse_other_names(Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Where the Trainer may write and delete checkpoints: beside the one that is being written it finds none, so
@@ -97,26 +108,57 @@ class SavingMixin(AnyTrainer):
         return (epochs, *others, self.max_steps)
 
 
+@contextmanager
+def own_names(model: Any) -> Iterator[None]:
+    """In this block a model is saved under the names that it trains. transformers saves it under those of the files
+    that it knows (LayerNorm.gamma of an old BERT, encoder.layer of a ViT, each expert of a Mixtral), and its Trainer
+    does not undo that when it goes on from a checkpoint (5.23, core_model_loading.py, revert_weight_conversion, and
+    trainer.py, _load_from_checkpoint); `from_pretrained` takes both."""
+    known = vars(model).get("_weight_conversions")
+    model._weight_conversions = []
+    try:
+        yield
+    finally:
+        model._weight_conversions = known
+
+
+def refuse_other_names(checkpoint: Path, model: Any) -> None:
+    """Raises RequestError where weights of the model are not in the checkpoint under their names: it would go on with
+    others."""
+    files = sorted(checkpoint.glob("model*.safetensors"))
+    if hasattr(model, "peft_config") or not files:
+        return
+    there: set[str] = set()
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            there.update(file.keys())
+    with own_names(model):
+        missing = [name for name in trained_shapes(model) if name not in there]
+    if missing:
+        raise RequestError(
+            f"{checkpoint}: holds no {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}: it was "
+            "saved under other names than the model trains, by an earlier build. Start a new run from it, by "
+            "--model_name_or_path."
+        )
+
+
 def trained_shapes(model: Any) -> dict[str, list[int]]:
     """The weights that a saved model must have, under the names of its file: of an adapter its own alone. Nothing is
-    known of a kind that transformers saves under other names than it trains (its conversion_mapping.py), nor under
-    FSDP's version 1, which flattens weights."""
-    kinds = {part.config.model_type for part in model.modules() if isinstance(part, PreTrainedModel)}
-    if any(get_checkpoint_conversion_mapping(kind) is not None for kind in kinds):
-        return {}
+    known under FSDP's version 1, which flattens weights."""
     named = dict(model.named_parameters(remove_duplicate=False))
     if any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in named):
         return {}
-    shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in named.items()}
+    names = Counter(map(id, named.values()))  # of tied weights the file has one name, whichever it is
+    whole = {name: torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for name, p in named.items()}
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict
 
-        whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         saved = get_peft_model_state_dict(model, whole, save_embedding_layers=False)
-        return {name: list(weight.shape) for name, weight in saved.items()}
-    names = Counter(map(id, named.values()))  # of tied weights the file has one name, whichever it is
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    return {name: shape for name, shape in shapes.items() if names[id(named[name])] == 1 and name not in ignored}
+    else:
+        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+        alone = {name: w for name, w in whole.items() if names[id(named[name])] == 1 and name not in ignored}
+        saved = revert_weight_conversion(model, alone)
+    return {name: list(weight.shape) for name, weight in saved.items()}
 
 
 def check_push(args: Any) -> None:

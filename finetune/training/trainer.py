@@ -30,12 +30,12 @@ from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
 from finetune.errors import InterruptedRunError, RequestError
 from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
-from finetune.run.launch import accelerate_uses_fsdp
 from finetune.training.checkpoints.choice import newest_verified
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.trainer_adapter import TrainerSaves
 from finetune.training.compression import Compression, OneBitAdam
 from finetune.training.evaluation import EvaluatingMixin
+from finetune.training.fsdp import settle_fsdp
 from finetune.training.guards.nan_guard import NanGuard, poisoned
 from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers, deaf_to_sigterm
@@ -72,8 +72,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0)
         self.data_files, self.began = UnchangedFiles(()), 0.0
         self.progress: Callable[[], None] = lambda: None  # to be called when a batch is done
-        wants_fsdp = self.args.fsdp or accelerate_uses_fsdp()
-        assert self.is_fsdp_enabled or not wants_fsdp, "FSDP was asked for, and Accelerate would run DDP"
+        settle_fsdp(self)
         check_push(self.args)
         if super().compute_loss.__func__ is Trainer.compute_loss:  # TRL's have losses of their own
             settle_trainer(self)

@@ -32,6 +32,15 @@ MODELS = (
         "it keeps those alone that were used, as core_model_loading.py does",
         called_from=("transformers.core_model_loading:revert_weight_conversion",),
     ),
+    Row(
+        "training/saving.py",
+        "transformers.core_model_loading:convert_and_load_state_dict_in_model._weight_conversions",
+        "write",
+        "a checkpoint has the names that the model trains, by which it is loaded again",
+        "trainer.py, _load_from_checkpoint: takes weights by their names, and warns of those that it does not find",
+        "the Trainer loads a checkpoint as from_pretrained does",
+        called_from=("transformers.core_model_loading:revert_weight_conversion",),
+    ),
     *(
         Row(
             where,
@@ -82,6 +91,14 @@ MODELS = (
         "modeling_utils.py, save_pretrained",
         "a public name",
         called_from=(MODEL + "save_pretrained",),
+    ),
+    Row(
+        "training/fsdp.py",
+        MODEL + "_no_split_modules",
+        "read",
+        "which modules FSDP shards as groups",
+        "accelerate 1.15, utils/dataclasses.py, set_auto_wrap_policy, reads it too",
+        "accelerate passes by embeddings that a group has already",
     ),
     Row(
         "models/batch_norm.py",

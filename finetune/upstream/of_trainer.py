@@ -48,6 +48,16 @@ PRIVATE = (
     ),
     Row(
         SAVING,
+        f"{TRAINER}_load_from_checkpoint",
+        "override",
+        "weights that a checkpoint does not have are refused",
+        "trainer.py: warns of them, and goes on with the model's own",
+        "an error for them, or an argument that asks for one",
+        "self, resume_from_checkpoint, model=",
+        (f"{TRAINER}train",),
+    ),
+    Row(
+        SAVING,
         f"{TRAINER}_load_callback_state",
         "override",
         "callbacks keep this run's arguments, and the losses come back also where the others are not asked for",

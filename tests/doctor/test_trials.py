@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import REPO
 
-from finetune.doctor import trials
+from finetune.doctor import ops, trials
+from finetune.doctor.ops import build
+from finetune.dsconfig.toolchain import compiler
 from finetune.host.result import ABSENT, FAILED
 from finetune.measure import start
+from finetune.training.builds import STALE_BUILD_SECONDS
 
 
 @pytest.mark.nightly
@@ -26,6 +32,20 @@ def test_this_machine_can_do_what_the_defaults_need() -> None:
     assert expected <= set(results)
     failed = [name for name in expected if results[name]["status"] == "failed"]
     assert failed == [], [results[name] for name in failed]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not compiler(), reason="there is no C++ compiler")
+def test_a_build_that_was_cut_off_is_told_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (time.time() - STALE_BUILD_SECONDS - 60,) * 2)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    told = build(ops.ON_CPU)
+    assert told is not None
+    assert f"an op cannot be built: {lock}: a build of DeepSpeed's deepspeed_shm_comm was cut off" in told
 
 
 @pytest.mark.parametrize("trial", trials.TRIALS, ids=lambda trial: trial.name)

@@ -298,6 +298,15 @@ def test_wandb_offline_holds_the_run(tmp_path: Path) -> None:
     assert {"train/real_tokens_per_second", "train/padding_share", "train/step_seconds_p95"} <= set(seen)
 
 
+@pytest.mark.nightly
+def test_fsdp_shards_a_bert_with_the_loss_of_ddp(minilm: Path, tmp_path: Path) -> None:
+    values = {**TINY, "model_name_or_path": minilm, "max_steps": 3, "per_device_train_batch_size": 4}
+    ddp = launch("torchrun", tmp_path / "ddp", values, ranks=2)
+    fsdp = launch("torchrun", tmp_path / "fsdp", {**values, "fsdp": True}, ranks=2)
+    for name in ("loss", "grad_norm"):
+        assert fsdp.column(name) == pytest.approx(ddp.column(name), rel=1e-3)
+
+
 @pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
 def test_other_trackers_work(tracker: str, tmp_path: Path) -> None:
     pytest.importorskip(tracker, reason=f"{tracker} (an extra) is not installed")
