@@ -226,7 +226,7 @@ def render(rows: list[dict]) -> str:
         "|---|---|---|",
         *(f"| {code} | {many} | {SILENT[code]} |" for code, many in sorted(silent.items())),
         "",
-        "The configs are ours, by a seed, and the rules were mended with them in view: the figures say what is left of "
+        "The configs are ours, by a seed, and the rules were fixed with them in view: the figures say what is left of "
         "these, not how many faults the world's configs hold.",
     ]
     return "\n".join(lines) + "\n"

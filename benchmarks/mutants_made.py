@@ -29,7 +29,7 @@ class Room:
 
 ROOMS = {
     "data": Room(("finetune/data/*.py",), ("tests/data",)),
-    "sampling": Room(("finetune/data/sampling.py",), ("tests/data/test_sampling.py",)),
+    "sampling": Room(("finetune/data/sampling.py",), ("tests/data/test_sampling.py", "tests/data/test_mixtures.py")),
     "loss": Room(("finetune/training/loss.py",), (f"{UNIT}/test_loss.py",)),
     "checkpoints": Room(
         ("finetune/training/checkpoints/*.py",),

@@ -20,7 +20,7 @@ from typing import Any
 from releases import in_words, versions
 
 from finetune.dsconfig.config import Config
-from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
+from finetune.plan.job import DEEPSPEED, FSDP, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.memory import plan_memory
 from finetune.plan.model import model_of
@@ -115,6 +115,7 @@ def small_buckets(base: str, **zero: Any) -> dict[str, Any]:
     return {"name": name.replace(" ", ""), "config": config}
 
 
+ALONE = {"none": TRAINER, "fsdp": FSDP}  # without DeepSpeed
 BUCKETS = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
 ZERO1, ZERO2 = small_buckets("zero1", **BUCKETS), small_buckets("zero2", **BUCKETS)
 # Among these, for each model, the plan is to choose the fastest.
@@ -162,6 +163,11 @@ CASES = [
     Case("lite_tied", "pipeline", {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2, "bf16": True,
                                    "partition_method": "uniform"}, micro_batch=4),
     *(Case("lite", "none", {"optim": name}) for name in ("sgd", "adafactor")),
+    *(Case(model, "fsdp") for model in ("lite", "lite_tied", "lite_vocabulary", "gpt2", "llama")),
+    *(Case(model, "fsdp") for model in ("bert", "distilbert", "mixtral")),
+    *(Case(model, "fsdp", {"bf16": True}) for model in ("lite", "gpt2")),
+    Case("lite", "fsdp", {"gradient_accumulation_steps": 2}),
+    Case("lite_deep", "fsdp", {"activation_checkpoint_interval": 1}),
 ]  # fmt: skip
 
 
@@ -179,7 +185,8 @@ def measure(case: Case, folder: Path) -> None:
     argv = ["-m", "finetune.measure", "--model_config", str(place / "model.json"), "--result_dir", str(place)]
     argv += ["--timed_steps", "8", "--head", HEADS.get(case.model, "causal_lm"), "--sequence_tokens", str(case.tokens)]
     argv += ["--per_device_train_batch_size", str(case.micro_batch), "--output_dir", str(place / "run")]
-    argv += ["--deepspeed", deepspeed, *(["--nvme_path", str(place / "nvme")] if "nvme" in deepspeed else [])]
+    engine = ["none", "--fsdp", "True"] if deepspeed == "fsdp" else [deepspeed]
+    argv += ["--deepspeed", *engine, *(["--nvme_path", str(place / "nvme")] if "nvme" in deepspeed else [])]
     argv += [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     if case.ranks > 1:
         starter = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.ranks)]
@@ -198,15 +205,15 @@ def job_of(case: Case) -> Job:
     named = case.deepspeed if isinstance(case.deepspeed, str) else case.deepspeed["config"]
     config = (
         json.loads((REPO / "ds_configs" / f"{named}.json").read_text())
-        if isinstance(named, str) and named != "none"
+        if isinstance(named, str) and named not in ALONE
         else named
     )
     flags = case.flags
     stages = flags.get("pipeline_parallel_size", 1)
-    engine = TRAINER if named == "none" else PIPELINE if stages > 1 else DEEPSPEED
+    engine = ALONE[named] if isinstance(named, str) and named in ALONE else PIPELINE if stages > 1 else DEEPSPEED
     zero = (
         Zero()
-        if engine == TRAINER
+        if engine in ALONE.values()
         else read_zero(Config(config), model.hidden_size, 1.0, "bf16" if case.flags.get("bf16") else "fp32")
     )
     if zero.hpz_ranks == 1 and case.deepspeed != "none" and "zeropp" in case.name:
@@ -395,6 +402,8 @@ def main() -> None:
             fresh = [replace(row, seconds=tuple(old[row.name]["seconds"])) for row in fresh]
             again = f"bytes of {len(fresh)} rows again on {time.strftime('%Y-%m-%d')}"
             found["date"] = f"{found['date'].split(', ')[0]}, {again}"
+        elif asked.only:
+            found["date"] += f", {len(fresh)} rows of {asked.only} on {time.strftime('%Y-%m-%d')}"
         else:
             found |= {"machine": machine.name, "versions": in_words(versions()), "date": time.strftime("%Y-%m-%d")}
         found["rows"] = list((old | {row.name: asdict(row) for row in fresh}).values())

@@ -186,7 +186,7 @@ def page(rows: list[dict[str, Any]]) -> str:
             lines.append(f"| {row['run']} | `--{row['flag']} {row['value']}` | {row['verdict']} | {words} |")
     lines += [
         "",
-        "A case that had failed was mended and run again.",
+        "A case that had failed was fixed and run again.",
         "",
         "What it does not show: two flags changed at once, GPUs, a hub, and flags that name what this machine lacks:",
         f"{', '.join(f'`{name}` ({why})' for name, why in LEFT_OUT.items())}.",

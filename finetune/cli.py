@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     _check_options(
         commands.add_parser("check", help="find what is wrong with DeepSpeed configs, as a recipe does on start")
     )
-    _doctor_options(commands.add_parser("doctor", help="say what this machine can do, and how to mend what it cannot"))
+    _doctor_options(commands.add_parser("doctor", help="say what this machine can do, and how to fix what it cannot"))
     plans = "what a run takes and how fast it goes, before anything is loaded"
     _plan_options(commands.add_parser("plan", allow_abbrev=False, help=plans))
     _bench_options(commands.add_parser("bench", help="run a grid of models and layouts, each for real, and compare"))
@@ -94,7 +94,7 @@ def _check_options(command: argparse.ArgumentParser) -> None:
         "script's Trainer, a loop of its own with accelerate, or deepspeed.initialize alone")  # fmt: skip
     add("--versions", default="", metavar="NAME==VERSION,...", help="for other versions than those installed")
     add("--disable", default="", metavar="CODE,...", help="codes that are not looked for, such as DS902,DS404")
-    add("--fix", action="store_true", help="mend what has one mend, and show what was changed")
+    add("--fix", action="store_true", help="fix what has one fix, and show what was changed")
     add("--format", choices=("text", "json", "sarif", "github"), default="text", help="default: text")
 
 

@@ -46,10 +46,9 @@ def parameters_of(model: BenchModel) -> int | None:
 
 
 def plan_of_cell(cell: Cell, model: BenchModel, machine: Machine | None) -> dict[str, Any] | None:
-    """`peak_bytes` of the fullest rank in a step and `step_seconds`; None of what is not planned: AlexNet, FSDP,
+    """`peak_bytes` of the fullest rank in a step and `step_seconds`; None of what is not planned: AlexNet,
     and what would be refused."""
-    layout = LAYOUTS[cell.layout]
-    if machine is None or model.config["model_type"] not in FAMILIES or layout.flags:
+    if machine is None or model.config["model_type"] not in FAMILIES:
         return None
     flags = words(flags_of(cell) | {"deepspeed": cell.ds_config or "none"})
     launch = Launch(world_size=cell.world_size, local_world_size=min(cell.world_size, PER_NODE), launcher="torchrun")

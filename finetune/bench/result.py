@@ -168,4 +168,4 @@ def _record(folder: Path) -> dict[str, Any]:
         content = read_json_object(path, inside=folder)
         return {"scale": content["scale"], "repeats": int(content.get("repeats", 1)), "cells": list(content["cells"])}
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise RequestError(f"{path}: is no record of a bench ({error}). Delete the folder, or mend it.") from error
+        raise RequestError(f"{path}: is no record of a bench ({error}). Delete the folder, or fix it.") from error

@@ -33,7 +33,7 @@ def run(asked: argparse.Namespace) -> int:
         if text != before:
             if DS_CONFIGS in path.resolve().parents:
                 raise RequestError(
-                    f"{path} is shipped, and --fix would change it for every run. Copy it, and mend the copy."
+                    f"{path} is shipped, and --fix would change it for every run. Copy it, and fix the copy."
                 )
             shown = difference(before, text, str(path))
             print(shown, end="", file=sys.stdout if asked.format == "text" else sys.stderr)
@@ -48,7 +48,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def wanted(asked: argparse.Namespace) -> tuple[dict[Path, str], Context, list[str]]:
-    """The texts to check, all of them before any is mended, for which run, and the codes that are not looked for.
+    """The texts to check, all of them before any is fixed, for which run, and the codes that are not looked for.
     Raises RequestError."""
     yamls = [name for name in asked.files if is_recipes_yaml(name)]
     if yamls and (asked.config or len(asked.files) > 1):
@@ -70,7 +70,7 @@ def wanted(asked: argparse.Namespace) -> tuple[dict[Path, str], Context, list[st
 def summary(files: int, errors: int, found: list[Placed], run: Context) -> str:
     fixable = sum(placed.mendable for placed in found)
     ranks = "" if run.world_size is None else f" for {_many(run.world_size, 'rank')}"
-    hint = f"; --fix mends {fixable}" if fixable else ""
+    hint = f"; --fix repairs {fixable}" if fixable else ""
     counts = f"{_many(errors, 'error')}, {_many(len(found) - errors, 'warning')}"
     return f"{counts} in {_many(files, 'file')}{ranks}{hint}"
 

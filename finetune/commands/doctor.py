@@ -1,4 +1,4 @@
-"""`finetune doctor`: what this machine can do, and how to mend what it cannot."""
+"""`finetune doctor`: what this machine can do, and how to fix what it cannot."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def names_of_ids(ids: Sequence[int | None] | None, names: Sequence[str], where: 
         return None
     if wrong := [i for i in ids if i is not None and not 0 <= i < len(names)]:
         raise RequestError(
-            f"{where}: has the id {wrong[0]}, but the {len(names)} names have ids from 0 to {len(names) - 1}. Mend it."
+            f"{where}: has the id {wrong[0]}, but the {len(names)} names have ids from 0 to {len(names) - 1}. Fix it."
         )
     return ["" if i is None else names[i] for i in ids]
 

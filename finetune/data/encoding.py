@@ -179,5 +179,5 @@ def refuse_unknown_characters(letters: frozenset[str] | None, text: str, where: 
     near = text[max(0, place - 20) : place + 20]
     raise UnknownCharacterError(
         f"{where} has {text[place]!r} (U+{ord(text[place]):04X}) in {near!r}, for which the character tokenizer has no "
-        "token: the text that it was made from lacks it. Mend the text, or from scratch use --tokenizer byte or bpe."
+        "token: the text that it was made from lacks it. Fix the text, or from scratch use --tokenizer byte or bpe."
     )

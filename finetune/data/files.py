@@ -1,4 +1,4 @@
-"""Open local tables and hub data sets as `datasets.Dataset`, with errors that say where and how to mend."""
+"""Open local tables and hub data sets as `datasets.Dataset`, with errors that say where and how to fix."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def readable(rows: Iterable[T], fault: type[FinetuneError]) -> Iterator[T]:
             f"the stream is not UTF-8 to its end ({error.reason}), as its beginning is. Say what it is by --encoding."
         ) from error
     except ValueError as error:  # which Arrow's and pandas' are
-        why = _explained(str(error)) or f"{first_line(error)}. Mend its file."
+        why = _explained(str(error)) or f"{first_line(error)}. Fix its file."
         raise fault(f"the stream cannot be read to its end: {why}") from error
 
 

@@ -44,7 +44,7 @@ def refuse_bad(bad: Mapping[str, Sequence[str]], of: Mapping[str, int], skip: bo
             for split, names in wrong.items()
             if names
         )
-        raise RequestError(f"{found}. Mend them, or leave them out by --skip_bad_rows True.")
+        raise RequestError(f"{found}. Fix them, or leave them out by --skip_bad_rows True.")
     for split, names in bad.items():
         if len(names) == of[split]:
             raise RequestError(f"the {split} data has no picture that can be read, {names[0]} for instance.")

@@ -85,7 +85,7 @@ def open_picture(source: Any) -> Image.Image:
     if not found.get("bytes") and not found.get("path"):
         raise BadImageError("is empty")
     if not found.get("bytes") and not is_plain_file(Path(found["path"])):
-        raise BadImageError("is no plain file")  # a pipe would wait for its writer
+        raise BadImageError("is not a regular file")  # a pipe would wait for its writer
     try:
         with Image.open(
             io.BytesIO(found["bytes"]) if found.get("bytes") else found["path"], formats=FORMATS

@@ -241,7 +241,7 @@ class _Job:
         if bad and not self.preparation.skip_bad_rows:
             number, why = next(iter(bad.items()))
             raise RequestError(
-                f"{place.of(number)}: {why} There are {len(bad):,} such rows of {len(table):,}. Mend them, or leave "
+                f"{place.of(number)}: {why} There are {len(bad):,} such rows of {len(table):,}. Fix them, or leave "
                 "them out by --skip_bad_rows True."
             )
         if not found:

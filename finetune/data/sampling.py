@@ -72,16 +72,14 @@ class MixtureSampler(GlobalBatchSampler):
     def __init__(self, sizes: Sequence[int], weights: Sequence[Fraction], global_batch_size: int, seed: int) -> None:
         super().__init__(sum(sizes), global_batch_size, seed)
         self.sizes, self.weights = sizes, weights
-        # Of each epoch that is known: samples before it, and those of each source.
-        self.begins = [(0, [0] * len(sizes))]
+        self.taken = [[0] * len(sizes)]  # of each source before each epoch that is known
 
     def __iter__(self) -> Iterator[int]:
-        while len(self.begins) <= self.epoch + 1:
-            before, counts = self.begins[-1]
-            sources = interleaved(self.weights, counts, len(self))
-            taken = np.bincount(sources, minlength=len(counts)).tolist()
-            self.begins.append((before + len(self), [a + b for a, b in zip(counts, taken, strict=True)]))
-        counts = self.begins[self.epoch][1]
+        while len(self.taken) <= self.epoch:
+            before = self.taken[-1]
+            more = np.bincount(interleaved(self.weights, before, len(self)), minlength=len(before))
+            self.taken.append((before + more).tolist())
+        counts = self.taken[self.epoch]
         sources = interleaved(self.weights, counts, len(self))
         order: npt.NDArray[np.int64] = np.zeros(len(self), dtype=np.int64)
         for source, size in enumerate(self.sizes):

@@ -184,7 +184,7 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
         rows = ", ".join(str(i + 1) for i in np.flatnonzero(bad)[:5])
         raise RequestError(
             f"the {split} data has {count:,} of {len(table):,} pairs with an empty side (counted from 1, without a "
-            f"header: {rows}{', ...' if count > 5 else ''}). Mend them, or leave them out by --skip_bad_rows True."
+            f"header: {rows}{', ...' if count > 5 else ''}). Fix them, or leave them out by --skip_bad_rows True."
         )
     if count == len(table):
         raise RequestError(f"the {split} data has no pair with text on both sides. Check the column names.")

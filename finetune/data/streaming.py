@@ -97,7 +97,7 @@ def survey(
             bad += 1
             if not preparation.skip_bad_rows:
                 raise RequestError(
-                    f"data row {number + 1} of the stream has empty text or label. Mend it, or leave such rows out by "
+                    f"data row {number + 1} of the stream has empty text or label. Fix it, or leave such rows out by "
                     "--skip_bad_rows True."
                 )
             continue
@@ -195,7 +195,7 @@ class TextStream(TorchIterableDataset):
         if read < self.found.rows and (worker is None or worker.num_workers == 1):  # else they share the rows
             raise RunError(
                 f"the stream has ended after {read:,} rows, and {self.found.rows:,} were counted before training. Is "
-                "its end cut off? Mend it, then --resume auto."
+                "its end cut off? Fix it, then --resume auto."
             )
 
 

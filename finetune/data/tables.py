@@ -206,7 +206,7 @@ def _without_bad_rows(
         rows = ", ".join(str(i + 1) for i in np.flatnonzero(bad)[:5])
         raise RequestError(
             f"the {split} data has {count:,} of {len(table):,} rows with empty text or label (counted from 1, "
-            f"without a header: {rows}{', ...' if count > 5 else ''}). Mend them, or leave them out by "
+            f"without a header: {rows}{', ...' if count > 5 else ''}). Fix them, or leave them out by "
             f"--skip_bad_rows True.{said_missing(missing)}"
         )
     if count == len(table):

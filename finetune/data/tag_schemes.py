@@ -49,7 +49,7 @@ def read_conll(path: Path, said: str = "") -> Iterator[tuple[list[str], list[str
             if len(cells) != width:
                 raise RequestError(
                     f"{said or path}: line {number} has {len(cells)} columns, and the lines before it have {width}: a "
-                    "word, its tag, and the same columns between them on every line. Mend it."
+                    "word, its tag, and the same columns between them on every line. Fix it."
                 )
             words.append(cells[0])
             tags.append(cells[-1].strip())

@@ -151,7 +151,7 @@ def _without_bad_rows(
         rows = sorted(set(range(len(words))) - set(good))[:SHOWN]
         raise RequestError(
             f"{said}: has {bad:,} of {len(words):,} sentences without words, with an empty word or tag, or with "
-            f"another number of tags than words ({_places(table, rows, arguments, split)}). Mend them, or leave them "
+            f"another number of tags than words ({_places(table, rows, arguments, split)}). Fix them, or leave them "
             "out by --skip_bad_rows True."
         )
     if not good:

@@ -101,7 +101,7 @@ def check(text: str, run: Context, disabled: Collection[str] = ()) -> CheckedTex
 
 
 def mended(text: str, run: Context, disabled: Collection[str] = ()) -> str:
-    """The text with everything mended that has one mend, one finding after another; nothing else is touched."""
+    """The text with everything mended that has one fix, one finding after another; nothing else is touched."""
     return list(mendings(text, run, disabled))[-1]
 
 
@@ -129,7 +129,7 @@ def difference(before: str, after: str, name: str) -> str:
     import difflib
 
     lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), f"{name} (as it is)", f"{name} (mended)"
+        before.splitlines(keepends=True), after.splitlines(keepends=True), f"{name} (as it is)", f"{name} (fixed)"
     )
     return hidden("".join(line if line.endswith("\n") else f"{line}\n" for line in lines))
 

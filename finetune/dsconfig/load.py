@@ -58,7 +58,7 @@ def load(name_or_path: str, run: Context, disabled: Collection[str] = ()) -> Loa
     error that was found, at once."""
     path = find_config(name_or_path)
     if form := [code for code in disabled if code.startswith(("DS0", "DS1"))]:
-        raise RequestError(f"--disable_check {form[0]}: a config whose form is wrong cannot be used. Mend it instead.")
+        raise RequestError(f"--disable_check {form[0]}: a config whose form is wrong cannot be used. Fix it instead.")
     report = check(read(path), run, disabled)
     if report.errors:
         raise RequestError("\n".join(line(path.name, placed) for placed in report.errors))

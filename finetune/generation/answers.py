@@ -29,7 +29,7 @@ class Answers:
         if not self.path.parent.is_dir():
             raise RequestError(f"--output {output}: there is no folder {self.path.parent}. Make it, or name another.")
         if self.path.exists() and not self.path.is_file():
-            what = "is a folder. Name a file in it" if self.path.is_dir() else "is no plain file. Name another"
+            what = "is a folder. Name a file in it" if self.path.is_dir() else "is not a regular file. Name another"
             raise RequestError(f"--output {output}: {what}.")
         is_there = self.path.is_file() and self.path.stat().st_size > 0
         # With an answer, or over a file that was to be overwritten: that one stays until all answers are there.

@@ -87,7 +87,7 @@ def _rendered(tokenizer: Any, prompts: Sequence[Prompt]) -> list[str]:
             return rendered(tokenizer, turns, prompt.tools, prompt=True)
         except (TemplateError, TypeError) as error:
             raise RequestError(
-                f"{prompt.place}: the chat template takes no such conversation ({plain(first_line(error))}). Mend it, "
+                f"{prompt.place}: the chat template takes no such conversation ({plain(first_line(error))}). Fix it, "
                 "or give another template by --chat_template."
             ) from error
 

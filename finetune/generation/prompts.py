@@ -57,7 +57,7 @@ def _rows(name: str, text: str, suffix: str) -> Iterator[tuple[str, Any]]:
             for row in reader:
                 place = f"{name}:{reader.reader.line_num}"
                 if None in row or None in row.values():
-                    raise RequestError(f"{place}: has more or fewer cells than the header has. Mend the line.")
+                    raise RequestError(f"{place}: has more or fewer cells than the header has. Fix the line.")
                 yield place, row
         except csv.Error as error:
             raise RequestError(

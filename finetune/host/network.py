@@ -116,7 +116,7 @@ def hosts(asked: Asked) -> Iterator[Result]:
     try:
         named = read_hostfile(asked.hostfile)
     except RequestError as error:
-        yield Result("hostfile", FAILED, str(error), "Mend the file.", needed=True)
+        yield Result("hostfile", FAILED, str(error), "Fix the file.", needed=True)
         return
     for host in named:
         if (address := _address(host)) is None:

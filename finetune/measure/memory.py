@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 # Of the custom operators of torch 2.13's nn/modules/linear_cross_entropy.py. What a custom operator runs passes a mode
@@ -46,6 +46,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
         self.at_peak: list[tuple[int, str]] = []  # bytes and maker of what lived when `catch` was reached
         self.catch: int | None = None
         self._known: dict[int, tuple[_Storage, Any]] = {}
+        self._empty: set[int] = set()  # of these, made by `torch.empty`
 
     @property
     def peak(self) -> int:
@@ -66,7 +67,10 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
         return sorted(((storage.bytes, storage.made_by) for storage, _ in self._known.values()), reverse=True)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor of FSDP: its operators on what it wraps come here one by one
         made = self._run(function, args, kwargs or {})
+        self._resize()
         for value in tree_iter(made):
             if isinstance(value, torch.Tensor) and value.device.type == self.device:
                 self._add(value, str(function))
@@ -79,7 +83,17 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
         with self:
             return function.redispatch(torch._C.DispatchKeySet(self._kernel), *args, **kwargs)
 
+    def _resize(self) -> None:
+        """FSDP takes and gives the memory of gathered weights by the size of their storage, which no operator shows
+        (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, alloc_storage and free_storage)."""
+        for entry, storage in [self._known[key] for key in self._empty]:
+            size = storage().nbytes()
+            self.live += size - entry.bytes
+            entry.bytes = size
+
     def _add(self, tensor: torch.Tensor, made_by: str) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # it has a storage in name alone
+            return
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # tensors without one, such as sparse ones
@@ -93,6 +107,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
             entry = _Storage(size, f"{self.phase}: {made_by}")
             self._known[key] = (entry, weakref.ref(storage, partial(self._freed, key)))
             self.live += size
+            if made_by.startswith("aten.empty"):
+                self._empty.add(key)
         if self.live > self.peaks.get(self.phase, 0):
             self.peaks[self.phase] = self.live
         if self.catch is not None and self.live >= self.catch:
@@ -100,4 +116,5 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
 
     def _freed(self, key: int, _: Any) -> None:
         entry, _ = self._known.pop(key)
+        self._empty.discard(key)
         self.live -= entry.bytes

@@ -1,4 +1,4 @@
-"""Open what a model folder or hub id holds, with errors that say where and how to mend."""
+"""Open what a model folder or hub id holds, with errors that say where and how to fix."""
 
 from __future__ import annotations
 

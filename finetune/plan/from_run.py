@@ -10,9 +10,9 @@ from typing import Any
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
 from finetune.plan.families.no_text import NO_TEXT
-from finetune.plan.families.parts import CAUSAL, MOST
+from finetune.plan.families.parts import CAUSAL, MOST, SEQ2SEQ
 from finetune.plan.forward.listed import LISTED
-from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
+from finetune.plan.job import DEEPSPEED, FSDP, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, in_4bit, read_config, with_lora
 from finetune.plan.optimizers import optimizer_of
@@ -81,7 +81,7 @@ def job_of(
         raise RequestError(f"{said}, but {machine.name} has no {precision}. Give another precision.")
     job = Job(
         model=with_lora(in_4bit(model) if run.value("load_in_4bit") else model, lora) if lora else model,
-        engine=TRAINER,
+        engine=FSDP if run.value("fsdp") else TRAINER,
         world_size=run.launch.world_size,
         ranks_per_node=run.launch.local_world_size,
         stages=run.stages or 1,
@@ -120,14 +120,30 @@ def _check_numbers(run: Run, params_per_layer: int | None) -> None:
 def _check_engine(run: Run, model: Model) -> None:
     """Raises RequestError for what is not planned."""
     if run.value("fsdp") or fsdp_by_accelerate(run):
-        raise RequestError(
-            f"{run.said('fsdp')}: what it shards is not known. --deepspeed zero3 shards the same, and is."
-        )
+        _check_fsdp(run, model)
     if run.stages is not None and model.family not in LISTED:
         raise RequestError(
             f"{run.said('pipeline_parallel_size')}: pipelines of {' and '.join(LISTED)} are planned, and this is a "
             f"{model.family}. Drop it; ZeRO-3 shards any model."
         )
+
+
+def _check_fsdp(run: Run, model: Model) -> None:
+    """Planned is what recipes run by --fsdp True: FSDP2, each layer a group."""
+    is_plain = str(run.value("fsdp")) in ("True", "full_shard", "full_shard auto_wrap") and not run.value("fsdp_config")
+    why = (
+        "an encoder with a decoder is not sharded by it"
+        if model.head == SEQ2SEQ
+        else f"a {model.family} is not sharded by it"
+        if model.family in NO_TEXT
+        else "adapters are not planned under it"
+        if run.value("use_peft")
+        else None
+        if is_plain
+        else "of its forms --fsdp True is planned, without --fsdp_config"
+    )
+    if why:
+        raise RequestError(f"{run.said('fsdp')}: {why}. --deepspeed zero3 shards the same, and is planned.")
 
 
 def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: list[str]) -> Subject:

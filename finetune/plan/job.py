@@ -14,7 +14,7 @@ from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, HALF_BYTES, Numbers
 from finetune.plan.zero import Zero
 
-TRAINER, DEEPSPEED, PIPELINE = "trainer", "deepspeed", "pipeline"
+TRAINER, FSDP, DEEPSPEED, PIPELINE = "trainer", "fsdp", "deepspeed", "pipeline"
 NO_ZERO, ADAM = Zero(), Optimizer("adam")
 
 
@@ -66,12 +66,12 @@ class Job:
 
     @property
     def uses_autocast(self) -> bool:
-        """Half precision without DeepSpeed: weights stay in fp32."""
-        return self.engine == TRAINER and self.precision != "fp32"
+        """Half precision without DeepSpeed: weights stay in fp32; FSDP gathers them in half precision."""
+        return self.engine in (TRAINER, FSDP) and self.precision != "fp32"
 
     @property
     def weight_bytes(self) -> int:
-        return FP32_BYTES if self.precision == "fp32" or self.uses_autocast else HALF_BYTES
+        return FP32_BYTES if self.precision == "fp32" or self.engine == TRAINER else HALF_BYTES
 
     @property
     def frozen_bytes(self) -> int:
@@ -80,7 +80,8 @@ class Job:
 
     @property
     def numbers(self) -> Numbers:
-        return Numbers(self.frozen_bytes, self.device, self.attention, self.uses_autocast, self.precision == "fp16")
+        is_fp16, is_gathered = self.precision == "fp16", self.engine == FSDP
+        return Numbers(self.frozen_bytes, self.device, self.attention, self.uses_autocast, is_fp16, is_gathered)
 
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:

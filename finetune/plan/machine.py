@@ -206,10 +206,10 @@ def write_machine(machine: Machine, path: Path) -> None:
 def _check(path: Path, key: str, found: Any, shape: dict[str, Any] | Rule) -> None:
     if isinstance(shape, Rule):
         if not shape.holds(found):
-            raise RequestError(f"{path}: {key} is {found!r}, but it must be {shape.words}. Mend it, or calibrate anew.")
+            raise RequestError(f"{path}: {key} is {found!r}, but it must be {shape.words}. Fix it, or calibrate anew.")
         return
     if not isinstance(found, dict):
-        raise RequestError(f"{path}: {key} is {found!r}, but it must be an object, like {{...}}. Mend it.")
+        raise RequestError(f"{path}: {key} is {found!r}, but it must be an object, like {{...}}. Fix it.")
     if missing := [name for name in shape if name not in found and name not in OPTIONAL and key not in PARTIAL]:
         raise RequestError(f"{path}: {key} lacks {', '.join(missing)}. Add it, or calibrate anew.")
     for name, value in found.items():

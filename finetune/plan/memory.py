@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from finetune.plan.engines.fsdp import Fsdp
 from finetune.plan.engines.resident import GATHERED, PIPE, Plain, Resident, Weights
 from finetune.plan.engines.zero3 import Zero3
 from finetune.plan.engines.zero12 import Bf16Stage, Stage, Zero12
 from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.parts import CLASSES, Sizes
 from finetune.plan.forward.parts import Part
-from finetune.plan.job import PIPELINE, TRAINER, Job, tape_of
+from finetune.plan.job import FSDP, PIPELINE, TRAINER, Job, tape_of
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, Tensor
 from finetune.plan.schedule import FORWARD, order_of
@@ -69,7 +70,7 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
     else:
         tape = tape_of(job)
         layout = _layout(job, job.model.tensors, rank, host)
-    if isinstance(layout, Zero3):
+    if isinstance(layout, (Zero3, Fsdp)):
         layout.trace(tape)
     layout.hold(device)
     device.take(BATCH, batch_bytes(job))
@@ -116,10 +117,11 @@ def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:
     size = batch_bytes(replace(job, micro_batch=job.eval_batch, accumulation=1))
     device.phase = "evaluation"
     device.take(BATCH, size, "batch")
-    if isinstance(layout, Zero3):
+    if isinstance(layout, (Zero3, Fsdp)):
         layout.trace(tape)
         layout.begin(device, True, True)
     Pass(tape, device, layout, layout.gradient_bytes).evaluate()
+    layout.after_forward(device)
     device.give(BATCH, size)
 
 
@@ -141,6 +143,7 @@ def _step(job: Job, tape: Tape, layout: Resident, device: Ledger) -> None:
         layout.begin(device, micro == 0, micro == many - 1)
         passed = Pass(tape, device, layout, layout.gradient_bytes)
         passed.forward()
+        layout.after_forward(device)
         passed.backward()
         layout.end(device)
 
@@ -175,6 +178,8 @@ def _layout(job: Job, tensors: tuple[Tensor, ...], rank: int, host: Ledger) -> R
     zero = job.zero
     weights = Weights(tensors, job.weight_bytes, job.frozen_bytes)
     given = (weights, zero, job.optimizer, job.data_parallel_size, rank, host)
+    if job.engine == FSDP:
+        return Fsdp(*given)
     if job.engine == TRAINER:
         return Plain(*given, buckets=job.world_size > 1, is_engine=False)
     if zero.stage == 0 and job.engine != PIPELINE:

@@ -91,6 +91,9 @@ class Engine:
     def after_module(self, ledger: Ledger, module: str) -> None:
         """They have been."""
 
+    def after_forward(self, ledger: Ledger) -> None:
+        """The forward pass is over."""
+
     def gradient(self, ledger: Ledger, name: str) -> None:
         """A parameter's gradient of this micro-batch is there, in `ledger` as "temporary": what becomes of it."""
 

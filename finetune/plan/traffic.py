@@ -1,4 +1,5 @@
-"""What ranks send one another in a step, and what is copied for it: DDP, DeepSpeed's ZeRO-0 to -3, a pipeline's stages.
+"""What ranks send one another in a step, and what is copied for it: DDP, FSDP, DeepSpeed's ZeRO-0 to -3, a pipeline's
+stages.
 
 Followed step by step: deepspeed 0.19.8, runtime/engine.py and runtime/zero/ (functions are named at each place), and
 torch/csrc/distributed/c10d/reducer.cpp for DDP. Gathers of ZeRO-3 are played by `finetune.plan.engines.zero3`.
@@ -11,10 +12,12 @@ from dataclasses import dataclass, replace
 
 from finetune.plan import collectives
 from finetune.plan.collectives import Group
+from finetune.plan.engines.fsdp import Fsdp
+from finetune.plan.engines.fsdp import Group as Sharded
 from finetune.plan.engines.resident import Weights
 from finetune.plan.engines.zero3 import gathers
 from finetune.plan.engines.zero12 import Zero12
-from finetune.plan.job import TRAINER, Job
+from finetune.plan.job import FSDP, TRAINER, Job
 from finetune.plan.kernels import NOTHING, Kernels, Work
 from finetune.plan.machine import Machine
 from finetune.plan.step import Ledger
@@ -88,6 +91,8 @@ class Network:
 def traffic_of(job: Job, machine: Machine, kernels: Kernels, tape: Tape, weights: Weights) -> Traffic:
     """Of one rank. Gradients of a frozen parameter go nowhere."""
     network = Network(job, machine)
+    if job.engine == FSDP:
+        return _fsdp(job, kernels, network, tape, weights)
     if job.engine == TRAINER or job.zero.stage == 0:
         whole = Traffic(backward=_adding(kernels, weights))
         if network.group.ranks < 2:
@@ -113,6 +118,32 @@ def _ddp(job: Job, kernels: Kernels, network: Network, weights: Weights, whole: 
     host = Work(0.0, DDP_PARAMETER * len(weights.trained))
     boundary = Flow(sum(sums), sums[-1], copied + host)
     return replace(whole, boundary=boundary, overlaps=is_overlapping(job, True))
+
+
+def _fsdp(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: Weights) -> Traffic:
+    """Each group's weights are gathered in the forward pass, and in the backward pass again but for those that stay
+    (engines/fsdp.py); its gradients are summed in a step's last micro-batch alone (accelerate 1.15, `no_sync`)."""
+    size, ranks = weights.bytes_each, network.group.ranks
+    engine = Fsdp(weights, job.zero, job.optimizer, ranks, 0, Ledger())
+    engine.trace(tape)
+    groups = [engine.groups[key] for key in engine.order]
+    forward = _gathers(kernels, network, groups, size)
+    again = _gathers(kernels, network, [group for group in reversed(groups) if not group.stays], size)
+    sums = [network.reduce_scatter(group.trained * size, False) for group in reversed(groups)]
+    moved = sum(kernels.moved("copy", (2 + 2 / ranks) * group.trained * size, size) for group in groups)
+    work = again.work + Work(moved, ZERO3_PARAMETER * len(weights.trained))
+    boundary = replace(again, communication=again.communication + sum(sums), tail=sums[-1], work=work)
+    backward = replace(again, work=again.work + _adding(kernels, weights).work)
+    return Traffic(forward, backward, boundary, overlaps=is_overlapping(job, True))
+
+
+def _gathers(kernels: Kernels, network: Network, groups: Sequence[Sharded], size: int) -> Flow:
+    """Pieces into a flat tensor, and out of it into each parameter. Nothing runs beside the first."""
+    seconds = [network.all_gather(group.elements * size) for group in groups]
+    share = 2 + 2 / network.group.ranks
+    moved = sum(kernels.moved("copy", share * group.elements * size, size) for group in groups)
+    host = ZERO3_GATHER * len(groups) + ZERO3_GATHERED_PARAMETER * sum(len(group.names) for group in groups)
+    return Flow(sum(seconds), seconds[0] if seconds else 0.0, Work(moved, host))
 
 
 def _zero0(job: Job, kernels: Kernels, network: Network, weights: Weights, whole: Traffic) -> Traffic:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from finetune.plan.engines.fsdp import piece
 from finetune.plan.engines.resident import Weights
-from finetune.plan.job import TRAINER, Job
+from finetune.plan.job import FSDP, TRAINER, Job
 from finetune.plan.kernels import NOTHING, Kernels, Work
 from finetune.plan.machine import Machine
 from finetune.plan.optimizers import KINDS
@@ -28,7 +30,9 @@ class Update:
 def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) -> Update:
     """Of one rank. The Trainer clips by default (max_grad_norm 1.0)."""
     tensors = [tensor.elements for tensor in weights.trained]
-    if job.engine == TRAINER or job.zero.stage == 0:
+    if job.engine == FSDP:
+        tensors = [math.prod(piece(tensor.shape, job.data_parallel_size)) for tensor in weights.trained]
+    if job.engine == FSDP or job.engine == TRAINER or job.zero.stage == 0:
         return Update(_whole(job, kernels, weights, tensors))
     parts, pieces = _share(job, weights)
     size, offloads = weights.bytes_each, job.zero.offload_optimizer != "none"
@@ -46,13 +50,13 @@ def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) ->
 
 
 def _whole(job: Job, kernels: Kernels, weights: Weights, tensors: list[int]) -> Work:
-    """Every rank does the same with every tensor."""
+    """Every rank does the same with every tensor, or with its pieces."""
     work = _stepped(job, kernels, tensors)
     each = 1.0 if job.device == "cpu" else HORIZONTAL
-    if job.engine == TRAINER or job.zero.gradient_clipping:
+    if job.engine in (TRAINER, FSDP) or job.zero.gradient_clipping:
         seconds = sum(kernels.moved("norm", FP32_BYTES * n) + kernels.moved("scale", 8 * n) for n in tensors)
         work += Work(seconds, 2 * each * len(tensors))
-    if weights.bytes_each < FP32_BYTES:  # gradients to fp32, and new weights from it
+    if weights.bytes_each < FP32_BYTES and job.engine != FSDP:  # gradients to fp32, and new weights from it
         seconds = sum(2 * kernels.moved("cast", n * (weights.bytes_each + FP32_BYTES)) for n in tensors)
         work += Work(seconds, 2 * len(tensors))
     return work

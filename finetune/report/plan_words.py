@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from finetune.errors import plain
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, PIPE, STATES
 from finetune.plan.families.no_text import NO_TEXT
-from finetune.plan.job import PIPELINE, TRAINER
+from finetune.plan.job import FSDP, PIPELINE, TRAINER
 from finetune.plan.memory import BATCH, BUFFERS, SAVED, WORKSPACE
 from finetune.plan.program import ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY
 from finetune.report.text import count_words, gib, number, seconds_words
@@ -85,6 +85,8 @@ def engine_words(plan: Plan) -> str:
     job = plan.job
     if job.engine == PIPELINE:
         return f"a pipeline with ZeRO-{job.zero.stage}"
+    if job.engine == FSDP:
+        return "FSDP"
     if job.engine == TRAINER:
         return "the Trainer" if job.world_size == 1 else "DDP"
     kinds = {job.zero.offload_optimizer, job.zero.offload_param} - {"none"}

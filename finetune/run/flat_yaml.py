@@ -63,7 +63,7 @@ def read_flat_yaml(
     if holds == FLAGS and "/" not in name and not path.exists() and shipped.is_file():
         raise RequestError(f"{said}, but that is a DeepSpeed config. Say --deepspeed {name}.")
     if not is_plain_file(path):
-        what = "is no plain file" if os.path.exists(path) else "there is no such file"
+        what = "is not a regular file" if os.path.exists(path) else "there is no such file"
         near = difflib.get_close_matches(path.stem, files("configs/*.yaml"), 1) if holds == FLAGS else []
         hint = f"Did you mean {near[0]}? " if near else ""
         raise RequestError(f"{said}: cannot be read ({what}). {hint}Give the path of a YAML file.")

@@ -81,7 +81,7 @@ def _is_no_python(path: Path) -> str | None:
         ast.parse(read_bytes(path), path.name)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return f"it is no Python{line}: {first_line(error)}. Mend the file."
+        return f"it is no Python{line}: {first_line(error)}. Fix the file."
     except RequestError as error:
         return str(error)
     return None

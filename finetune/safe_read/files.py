@@ -19,7 +19,7 @@ HUB_LINKS = ("snapshots", "blobs")  # the hub's cache: models--a--b/snapshots/RE
 
 def open_plain(path: Path, inside: Path | None = None, name: str | None = None) -> BinaryIO:
     """A file to read. Links are followed, but with `inside` not out of that folder. Raises RequestError, which begins
-    with `name` or the path, for what is no plain file: a pipe would wait for its writer, and a device never ends."""
+    with `name` or the path, for what is not a regular file: a pipe waits for its writer, and a device never ends."""
     said = name or path
     if inside is not None:
         refuse_outside(path, inside)
@@ -33,7 +33,7 @@ def open_plain(path: Path, inside: Path | None = None, name: str | None = None) 
     if (is_plain := stat.S_ISREG(os.fstat(handle).st_mode)) and not is_hollow(handle):
         return file
     file.close()
-    raise RequestError(f"{said}: {'is nearly all a hole' if is_plain else 'is no plain file'}, and is not read.")
+    raise RequestError(f"{said}: {'is nearly all a hole' if is_plain else 'is not a regular file'}, and is not read.")
 
 
 def is_hollow(handle: int) -> bool:

@@ -59,7 +59,7 @@ def explained_hub_errors(flag: str) -> Iterator[None]:
         yield
     except Exception as error:  # of the hub's client alone, whose HTTP library changes from release to release
         raise RequestError(
-            f"{flag}: {first_line(error)}. Nothing was trained. Mend it (`finetune doctor` says whether the hub can be "
+            f"{flag}: {first_line(error)}. Nothing was trained. Fix it (`finetune doctor` says whether the hub can be "
             f"reached), or leave --push_to_hub out and push later: {by_hand()}."
         ) from error
 

@@ -60,7 +60,7 @@ def load_metrics(
             if fit:
                 raise RequestError(f"{said}: is not for a {task}. Of ours {', '.join(fit)} are: give some.") from error
             raise RequestError(
-                f"{said}: fails on rows of a {task}: {_told(error, name)} Leave it out, or mend it."
+                f"{said}: fails on rows of a {task}: {_told(error, name)} Leave it out, or fix it."
             ) from error
         for figure, value in figures.items():
             if not isinstance(value, numbers.Real):
@@ -130,7 +130,7 @@ def _open(name: str, config: str | None, said: str) -> Any:
         if len(kinds) == 1:
             return kinds[0](config_name=config, keep_in_memory=True, cache_dir=str(cache_home() / "metrics"))
     except Exception as error:  # whatever a stranger's file raises
-        raise RequestError(f"{said}: cannot be loaded: {_told(error, name)} Mend the file.") from error
+        raise RequestError(f"{said}: cannot be loaded: {_told(error, name)} Fix the file.") from error
     raise RequestError(f"{said}: holds {len(kinds)} subclasses of evaluate.Metric, but must hold one.")
 
 

@@ -189,7 +189,7 @@ def explained_disk_errors(folder: Path, launch: Launch | None = None) -> Iterato
             raise out_of_memory(error, folder, launch) from None  # the error itself holds what filled the memory
         if _is_of(folder, error):
             raise RunError(
-                f"{folder} cannot be written: {first_line(error)}. Earlier checkpoints are whole. Mend that, then "
+                f"{folder} cannot be written: {first_line(error)}. Earlier checkpoints are whole. Fix that, then "
                 "--resume auto."
             ) from error
         if not disk_is_full(error) and not _torch_met_a_full_disk(error, folder):

@@ -94,7 +94,7 @@ def test_shipped_names_and_paths_are_checked_together(tmp_path: Path, capsys: py
         [f"{mine}:2:3", "error DS101"],
         [f"{mine}:2:26", "error DS003"],
     ]
-    assert lines[-1] == "2 errors, 1 warning in 2 files; --fix mends 3"
+    assert lines[-1] == "2 errors, 1 warning in 2 files; --fix repairs 3"
 
 
 def test_without_flags_what_depends_on_the_run_is_left_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +235,7 @@ WRONG = [
     pytest.param(["zero2", "--versions", "deepspeed==abc"], "NAME==VERSION", id="no version"),
     pytest.param(["zero2", "--disable", "FOO"], "is no code, like DS902", id="no code"),
     pytest.param(["zero2", "--ranks_per_node", "2"], "needs --world_size", id="a node of nothing"),
-    pytest.param(["zero3", "--fix", "--engine", "deepspeed"], "Copy it, and mend the copy", id="a shipped file"),
+    pytest.param(["zero3", "--fix", "--engine", "deepspeed"], "Copy it, and fix the copy", id="a shipped file"),
 ]
 
 

@@ -161,7 +161,10 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--recipe", "seq_cls", "--block_size", "64"], "recipes/seq_cls.py has no such flag. Did you mean"),
         ([POST, "--recipe", "seq_cls"], "is for recipes/causal_lm.py, not for recipes/seq_cls.py"),
         (["gpt2", "--lr", "1e-4"], "unknown flag --lr for `finetune plan`. Did you mean --learning_rate?"),
-        (["gpt2", "--fsdp", "True", "--nodes", "2"], r"--fsdp is True \(command line\): what it shards is not known"),
+        (
+            ["gpt2", "--fsdp", "offload", "--nodes", "2"],
+            r"--fsdp is 'offload' \(command line\): of its forms --fsdp True",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,7 +293,7 @@ def test_gpt2_for_tags_has_their_head_and_no_other(capsys: pytest.CaptureFixture
         "--per_device_train_batch_size 1000000000",
         "--block_size 5000",
         "--config_overrides foo=1",
-        "--fsdp True --nodes 2",
+        "--fsdp offload --nodes 2",
         "--max_steps abc",
         "--model_type alexnet",
     ],

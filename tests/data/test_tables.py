@@ -64,8 +64,8 @@ def test_numbers_are_held_out_without_regard_to_what_they_are() -> None:
 
 
 def test_rows_of_which_none_can_be_spared_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"6 rows with 6 labels: too few .* Mend it"):
-        hold_out(np.arange(6), 6, 0.1, 1, "Mend it")
+    with pytest.raises(RequestError, match=r"6 rows with 6 labels: too few .* Fix it"):
+        hold_out(np.arange(6), 6, 0.1, 1, "Fix it")
 
 
 def test_what_a_run_reads_otherwise_than_somebody_may_think_is_noted() -> None:

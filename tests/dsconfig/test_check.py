@@ -352,7 +352,7 @@ def test_the_difference_names_the_file_and_both_lines() -> None:
     text = difference('{"a": 1}', '{"a": 2}', "ds.json")
     assert text.splitlines() == [
         "--- ds.json (as it is)",
-        "+++ ds.json (mended)",
+        "+++ ds.json (fixed)",
         "@@ -1 +1 @@",
         '-{"a": 1}',
         '+{"a": 2}',

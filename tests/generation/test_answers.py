@@ -152,5 +152,5 @@ def test_a_link_is_written_through_and_what_is_no_file_is_refused(tmp_path: Path
     answers.finish()
     assert (tmp_path / "link").is_symlink()
     assert written(tmp_path / "real") == rows(0, 1, 2, 3, 4)
-    with pytest.raises(RequestError, match="is no plain file"):
+    with pytest.raises(RequestError, match="is not a regular file"):
         opened(Path("/dev/null"))  # which a rename would replace for everybody

@@ -288,3 +288,21 @@ def test_the_trainer_alone_ignores_what_a_config_says_of_zero() -> None:
 def test_planning_seconds_imports_no_torch() -> None:
     code = "import sys, finetune.plan.seconds; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
+
+
+def test_attention_that_was_measured_takes_its_products_by_its_rate() -> None:
+    machine = replace(
+        find_machine("cpu"), kernel_table=(("attention", "fp32", 64, 2e9), ("attention", "fp32", 256, 2e9))
+    )
+    made = Kernels(machine, "fp32")
+    products = (Gemm(128, 128, 64, many=8), Gemm(128, 64, 128, many=8))
+    assert made._attention("attention", products, 1.0) == pytest.approx(sum(one.flops for one in products) / 2e9)
+
+
+def test_a_pipeline_waits_for_the_launches_of_its_optimizer_too() -> None:
+    job = Job(model_of(LITE, "test"), PIPELINE, Zero(stage=1), world_size=2, stages=2, accumulation=2, device="cuda")
+    slow = replace(find_machine("A100-80GB"), launch_seconds=1e-2)
+    few, many = (
+        plan_seconds(replace(job, optimizer=Optimizer(kind)), slow).parts["launch"] for kind in ("sgd", "adam_foreach")
+    )
+    assert many > few

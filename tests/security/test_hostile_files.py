@@ -280,10 +280,10 @@ def test_a_model_card_escapes_names_from_data() -> None:
 def test_links_in_a_checkpoint_are_no_files_of_it(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").symlink_to("/dev/zero")
     assert problems(tmp_path, hashes=True)
-    with pytest.raises(RequestError, match="no plain file"):
+    with pytest.raises(RequestError, match="not a regular file"):
         read_json_object(tmp_path / "manifest.json")
     os.mkfifo(tmp_path / "pipe.json")
-    with pytest.raises(RequestError, match="no plain file"):
+    with pytest.raises(RequestError, match="not a regular file"):
         read_json_object(tmp_path / "pipe.json")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from finetune.errors import BusyError, RequestError
 from finetune.training.checkpoints import lock
-from finetune.training.checkpoints.lock import LOCK, lock_run_folder
+from finetune.training.checkpoints.lock import LOCK, give_up_locks, lock_run_folder
 
 HOLD = """
 import os, sys
@@ -146,3 +146,11 @@ def test_an_owner_that_has_not_written_its_name_is_said_so(tmp_path: Path) -> No
             lock_run_folder(tmp_path, "another")
     finally:
         end(owner)
+
+
+def test_what_was_given_up_is_not_closed_again(tmp_path: Path) -> None:
+    assert lock_run_folder(tmp_path, "one") is None
+    give_up_locks()
+    with (tmp_path / "other").open("w") as other:  # of the handle's number
+        give_up_locks()
+        assert os.fstat(other.fileno()).st_size == 0

@@ -111,25 +111,25 @@ def test_every_flipped_bit_of_the_manifest_itself_is_found(checkpoint: Path) -> 
         ),
         pytest.param(
             lambda f: ((f / "latest").unlink(), (f / "latest").symlink_to("optimizer.pt")),
-            ["checkpoint-4/latest is a link or no plain file, and is not opened."],
+            ["checkpoint-4/latest is a link or not a regular file, and is not opened."],
             id="a link",
         ),
         pytest.param(
             lambda f: ((f / "global_step4").rename(f.parent / "away"), (f / "global_step4").symlink_to("../away")),
             [
-                "checkpoint-4/global_step4 is a link or no plain file, and is not opened.",
+                "checkpoint-4/global_step4 is a link or not a regular file, and is not opened.",
                 "checkpoint-4/global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt is missing.",
             ],
             id="a folder that is a link",
         ),
         pytest.param(
             lambda f: ((f / "latest").unlink(), os.mkfifo(f / "latest")),
-            ["checkpoint-4/latest is a link or no plain file, and is not opened."],
+            ["checkpoint-4/latest is a link or not a regular file, and is not opened."],
             id="a pipe",
         ),
         pytest.param(
             lambda f: (f / "/".join("d" * 60)).mkdir(parents=True),
-            [f"checkpoint-4/{'/'.join('d' * 51)} is a link or no plain file, and is not opened."],
+            [f"checkpoint-4/{'/'.join('d' * 51)} is a link or not a regular file, and is not opened."],
             id="folders in each other, as Python 3.11 cannot walk",
         ),
         pytest.param(
@@ -224,7 +224,7 @@ def test_a_manifest_that_is_a_pipe_or_a_link_is_not_waited_for(checkpoint: Path)
     assert "leads out of" in problems(checkpoint, hashes=False)[0]
     (checkpoint / MANIFEST).unlink()
     os.mkfifo(checkpoint / MANIFEST)
-    assert problems(checkpoint, hashes=False) == ["checkpoint-4/manifest.json: is no plain file, and is not read."]
+    assert problems(checkpoint, hashes=False) == ["checkpoint-4/manifest.json: is not a regular file, and is not read."]
 
 
 def test_checkpoints_are_ordered_by_step_whatever_their_age(tmp_path: Path) -> None:

@@ -261,12 +261,24 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
     place = checkpoint(tmp_path, 2, 1)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 10, "free": 5})())
     mover = Mover(place, tmp_path, Sharding("deepspeed", 1, 3), 0)
-    with pytest.raises(RunError, match="moving checkpoint-7 to another layout needs"):
+    with pytest.raises(RunError, match=r"moving checkpoint-7 to another layout needs .* and 0\.0 GiB are free"):
         mover.move(sharding_of(place), NAMES)
     assert not mover.folder.exists()
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 0, "free": 0})())
     mover.move(sharding_of(place), NAMES)  # a disk that does not say how much room it has
     assert mover.folder.is_dir()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_without_zero_the_optimizer_keeps_weights_of_its_own_in_half_precision_alone(
+    precision: str, tmp_path: Path
+) -> None:
+    place = checkpoint(tmp_path, 2, 1)
+    mover = Mover(place, tmp_path, Sharding("deepspeed", 1, 0, precision=precision), 0)
+    mover.move(sharding_of(place), NAMES)
+    (record,) = mover.folder.glob("*/mp_rank_00_model_states.pt")
+    saved = torch.load(record, weights_only=False)["optimizer"]
+    assert ("fp32_groups" in saved) is (precision == "bf16")
 
 
 def test_each_group_gets_its_own_settings_and_each_state_its_own_step() -> None:

@@ -51,7 +51,7 @@ def conversation(tokenizer: Any, messages: Any, tools: Any = None, learning: Lea
         return _encoded(tokenizer, _takeable(tokenizer, turns, schemas), schemas, learning)
     except (TemplateError, TypeError) as error:
         raise RequestError(
-            f"the tokenizer's chat template takes no such conversation ({error}): {quoted(messages)}. Mend the row, or "
+            f"the tokenizer's chat template takes no such conversation ({error}): {quoted(messages)}. Fix the row, or "
             "give another template by --chat_template."
         ) from error
 

@@ -80,7 +80,7 @@ def _decoder(kind: str, sizes: Sizes) -> Iterator[str]:
             yield f"num_experts_per_tok is {chosen}, but there are {many} experts. Give at most those."
     types, layers = sizes.config.get("layer_types"), sizes("num_hidden_layers")
     if types is not None and (not isinstance(types, list) or len(types) != layers):
-        yield f"layer_types must be a list of num_hidden_layers {layers} entries. Mend it, or take it out."
+        yield f"layer_types must be a list of num_hidden_layers {layers} entries. Fix it, or take it out."
     elif strange := [one for one in types or () if one not in LAYER_TYPES]:
         yield f"layer_types has {strange[0]!r}, but those known are {' and '.join(LAYER_TYPES)}."
     yield from _rope(kind, sizes)

@@ -95,7 +95,7 @@ def in_short(found: list[str]) -> str:
 
 
 def misfits(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that are missing, too many, of another size, or no plain files."""
+    """Files that are missing, too many, of another size, or not regular files."""
     named = CHECKPOINT.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
         return [f"{folder.name}: {MANIFEST} is of step {manifest.step}."]
@@ -105,7 +105,7 @@ def misfits(folder: Path, manifest: Manifest) -> list[str]:
         return [f"{folder.name} cannot be read: {error.strerror}."]
     there.pop(MANIFEST, None)
     at, known = f"{folder.name}/", {*there, *strange}
-    found = [f"{at}{_shown(name)} is a link or no plain file, and is not opened." for name in strange]
+    found = [f"{at}{_shown(name)} is a link or not a regular file, and is not opened." for name in strange]
     found += [f"{at}{_shown(name)} is missing." for name in manifest.files if name not in known]
     found += [f"{at}{_shown(name)} is not in {MANIFEST}." for name in there if name not in manifest.files]
     for name, record in manifest.files.items():

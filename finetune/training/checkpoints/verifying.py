@@ -41,7 +41,7 @@ def _names_and_sizes(folder: Path) -> tuple[dict[str, int], list[str]]:
     sizes, strange = files_of(folder)
     if strange:
         raise RequestError(
-            f"{folder / strange[0]}: is a link or no plain file, and a checkpoint is opened only where all its files "
-            f"are plain. Of one that consists of links, as in the hub's cache, make a copy: cp -rL {folder} COPY."
+            f"{folder / strange[0]}: is a link or not a regular file, and a checkpoint is opened only where all its "
+            f"files are. Of one that consists of links, as in the hub's cache, make a copy: cp -rL {folder} COPY."
         )
     return sizes, []

@@ -104,7 +104,7 @@ class AtomicFolder:
             ):
                 raise
             raise RunError(
-                f"{self.place} could not be saved: {first_line(error)}. Earlier checkpoints are whole. Mend that, then "
+                f"{self.place} could not be saved: {first_line(error)}. Earlier checkpoints are whole. Fix that, then "
                 "--resume auto."
             ) from error
 
@@ -128,7 +128,7 @@ class AtomicFolder:
         if record.bytes != size:
             raise RunError(
                 f"{self.folder / name}: rank 0 sees {size:,} bytes and rank {rank()} reads {record.bytes:,}. Something "
-                "else writes there, or the hosts do not see the same disk. Earlier checkpoints are whole; mend that, "
+                "else writes there, or the hosts do not see the same disk. Earlier checkpoints are whole; fix that, "
                 "then --resume auto."
             )
         return record

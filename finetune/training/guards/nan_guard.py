@@ -208,7 +208,7 @@ class NanGuard(TrainerCallback):
         if count > limit:
             raise RunError(
                 f"{said} {kept} It is one more than --nan_limit {limit} in {LIMIT_STEPS:,} steps: --on_nan {policy} is "
-                "no mend here. Where every batch fails, it is the weights: lower --learning_rate, and go on from an "
+                "no fix here. Where every batch fails, it is the weights: lower --learning_rate, and go on from an "
                 "older checkpoint by --resume PATH."
             )
         what, checkpoint = "the step is left out", None

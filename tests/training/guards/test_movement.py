@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.training.guards.movement import OTHER_BYTES, Movement, _waits_for_a_disk
+from finetune.training.guards import movement as module
+from finetune.training.guards.movement import OTHER_BYTES, Movement, Seen, _waits_for_a_disk
 from finetune.training.guards.verdict import position_of
 
 LOOKS, LAP = 4, 0.3
@@ -123,3 +124,15 @@ def test_others_wait_patiently_for_who_saves_or_reads_over_a_network(does: Calla
         released.set()
         thread.join()
     assert found.patient == said
+
+
+@pytest.mark.parametrize(("share", "moves"), [(0.02, False), (0.2, True)])
+def test_a_process_that_takes_little_of_a_core_waits(
+    share: float, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter(Seen(at, {0: share * at}, 0, {}, False) for at in (0.0, 10.0))
+    movement = Movement()
+    monkeypatch.setattr(movement, "_look", lambda: next(times))
+    monkeypatch.setattr(module, "_bytes_of", lambda place: 0)
+    movement.since_last()
+    assert movement.since_last() is moves

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,3 +117,12 @@ def test_a_run_ends_though_its_verdict_cannot_be_told(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
     Pulse(BadStore(), 60.0, {}, str)._end(Verdict((), "rank 1 hangs"))
     assert ended == [1]
+
+
+@pytest.mark.parametrize(("rank", "others"), [(0, [1, 2]), (1, [0]), (2, [0])])
+def test_the_first_rank_watches_all_others_and_they_watch_it(
+    rank: int, others: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 3)
+    assert list(Pulse(SimpleNamespace(port=1), 60.0, {}, str).others) == others

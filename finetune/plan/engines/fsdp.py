@@ -1,0 +1,220 @@
+"""FSDP2 as accelerate sets it up: weights, gradients and optimizer states in pieces; groups of layers gather theirs.
+
+Followed step by step: accelerate 1.15, utils/fsdp_utils.py (fsdp2_prepare_model: which modules make a group), and
+torch 2.13, distributed/fsdp/_fully_shard/ (_fsdp_param_group.py: unshard, wait_for_unshard, post_backward;
+_fsdp_state.py: the order of hooks; _fsdp_collectives.py: buffers).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, PARAMETERS, Resident
+from finetune.plan.families.parts import Shape
+from finetune.plan.program import TEMPORARY, Kind, program_of
+from finetune.plan.step import Ledger
+from finetune.plan.tape import Tape
+from finetune.plan.values import FP32_BYTES, Op
+
+LAYER = re.compile(r"(.*?\.\d+)\.")
+EMBEDDINGS, TAIL, ROOT = "embeddings", "tail", "root"
+
+
+@dataclass
+class Group:
+    """Parameters that are gathered together; `elements` of all pieces, with their padding. `stays` gathered from the
+    forward pass to the backward pass. `waits`: its inputs have no gradient, so its own are summed at the end."""
+
+    names: list[str]
+    elements: int
+    trained: int
+    stays: bool = False
+    waits: bool = False
+    is_here: bool = False
+    is_coming: bool = False
+    is_reduced: bool = False
+
+
+def piece(shape: Shape, ranks: int) -> Shape:
+    """The first rank's, which is the largest: the first dimension is cut (torch.chunk), and all are padded to this."""
+    first, *rest = shape or (1,)
+    return math.ceil(first / ranks), *rest
+
+
+class Fsdp(Resident):
+    def trace(self, tape: Tape) -> None:
+        """Which parameters make a group, and the order in which a micro-batch uses the groups."""
+        program = program_of(tape)
+        passes = zip(tape.segments, program.forward, strict=True)
+        used = [seg.ops[event[1]] for seg, events in passes for event in events if event[0] is Kind.BEFORE]
+        self.modules = {op.module: op.weights for op in used}
+        names = list(dict.fromkeys(name for op in used for name in op.weights))
+        self.group_of = {name: self._group_of(name, used) for name in names}
+        padded = {
+            tensor.name: math.prod(piece(tensor.shape, self.ranks)) * self.ranks for tensor in self.weights.tensors
+        }
+        self.pieces = {name: size // self.ranks for name, size in padded.items()}
+        self.groups: dict[str, Group] = {}
+        for name, key in self.group_of.items():
+            group = self.groups.setdefault(key, Group([], 0, 0, stays=key in (TAIL, ROOT)))
+            group.names.append(name)
+            group.elements += padded[name]
+            group.trained += padded[name] * (name in self.trains)
+        is_tied = program.uses[names[0]] > 1
+        for key, group in self.groups.items():
+            group.waits = key in (EMBEDDINGS, ROOT) or (key == TAIL and is_tied)
+        ends = {self.group_of[op.weights[0]]: index for index, op in enumerate(used)}
+        self.order = sorted(self.groups, key=lambda key: (key == ROOT, ends[key]))  # the root module ends last
+        self.now = ""  # the group whose module runs
+        self.late = self.sent = (
+            0  # bytes of the gather before, and of the last sum of gradients, which are kept a while
+        )
+
+    def _group_of(self, name: str, used: list[Op]) -> str:
+        """Each layer, which is what a model names in `_no_split_modules`; the embeddings, with the head where that has
+        the same weight; the closing norm and head; and with the model itself the rest."""
+        if found := LAYER.match(name):
+            return found[1]
+        first, last = used[0].weights[0], used[-1].weights
+        is_tied = sum(first in op.weights for op in used) > 1
+        if name == first:
+            return TAIL if is_tied else EMBEDDINGS
+        parts = name.split(".")
+        if name in last and parts[-2] == "lm_head":
+            return TAIL
+        is_norm = len(parts) == 3 and ("norm" in parts[1] or parts[1] == "ln_f")
+        return TAIL if is_norm else ROOT
+
+    def hold(self, ledger: Ledger) -> None:
+        shapes = {tensor.name: piece(tensor.shape, self.ranks) for tensor in self.weights.tensors}
+        frozen = self.weights.frozen_each or FP32_BYTES
+        each = {name: FP32_BYTES if name in self.trains else frozen for name in shapes}
+        ledger.take(PARAMETERS, sum(math.prod(shape) * each[name] for name, shape in shapes.items()))
+        self.hold_states(ledger, [shapes[name] for name in shapes if name in self.trains])
+
+    def before_module(self, ledger: Ledger, module: str) -> None:
+        key = self.group_of[self.modules[module][0]]
+        if ledger.phase == "backward":
+            self._enter_backward(ledger, key)
+        else:
+            self._enter_forward(ledger, key)
+
+    def gradient(self, ledger: Ledger, name: str) -> None:
+        self.keep(ledger, name)
+
+    def _enter_forward(self, ledger: Ledger, key: str) -> None:
+        """Entering a layer gathers its weights; leaving one gives them back. The model's own come before all others."""
+        if not self.now and ROOT in self.groups:
+            self._gather(ledger, ROOT)
+        if key != self.now and self.now and not self.groups[self.now].stays:
+            self._release(ledger, self.now)
+        self.now = key
+        self._gather(ledger, key)
+
+    def _gather(self, ledger: Ledger, key: str) -> None:
+        """Pieces into one flat tensor, which lives on until the next is there, and out of it into the weights."""
+        if not self.groups[key].is_here:
+            self._ask(ledger, key)
+            self._drop_late(ledger)
+            self._copy_out(ledger, key)
+            self.late = self.groups[key].elements * self.size
+
+    def _ask(self, ledger: Ledger, key: str) -> None:
+        group = self.groups[key]
+        if group.is_here or group.is_coming:
+            return
+        group.is_coming = True
+        own = group.elements // self.ranks * self.size if self.size < FP32_BYTES else 0
+        ledger.take(TEMPORARY, own)
+        ledger.take(GATHERED, group.elements * self.size, "gather")
+        ledger.give(TEMPORARY, own)
+
+    def _copy_out(self, ledger: Ledger, key: str) -> None:
+        group = self.groups[key]
+        ledger.take(GATHERED, group.elements * self.size, "gather")
+        group.is_here, group.is_coming = True, False
+
+    def _release(self, ledger: Ledger, key: str) -> None:
+        if self.groups[key].is_here:
+            ledger.give(GATHERED, self.groups[key].elements * self.size)
+            self.groups[key].is_here = False
+
+    def after_forward(self, ledger: Ledger) -> None:
+        """The forward pass is over, loss and all; the model's own hook runs first in the backward pass."""
+        if self.now and not self.groups[self.now].stays:
+            self._release(ledger, self.now)
+        self._drop_late(ledger)
+        self.now = ""
+        for group in self.groups.values():
+            group.is_reduced = False
+
+    def _enter_backward(self, ledger: Ledger, key: str) -> None:
+        if not self.now and ROOT in self.groups:
+            self._ask_before(ledger, ROOT)
+        if key == self.now or key == ROOT:
+            self.now = self.now or ROOT
+            return
+        if self.now and not self.groups[self.now].waits:
+            self._reduce(ledger, self.now)
+        self.now = key
+        if not self.groups[key].is_here:
+            self._ask(ledger, key)
+            self._copy_out(ledger, key)
+            ledger.give(GATHERED, self.groups[key].elements * self.size)
+        self._ask_before(ledger, key)
+
+    def _ask_before(self, ledger: Ledger, key: str) -> None:
+        """The group that ran before it in the forward pass is gathered ahead (_backward_prefetch)."""
+        if index := self.order.index(key):
+            self._ask(ledger, self.order[index - 1])
+
+    def _reduce(self, ledger: Ledger, key: str) -> None:
+        """post_backward: in a step's last micro-batch alone (`no_sync`) gradients are joined and summed, and each rank
+        keeps its part. What was joined lives on until the next group's."""
+        group = self.groups[key]
+        group.is_reduced = True
+        self._release(ledger, key)
+        names = [name for name in group.names if name in self.kept]
+        if not self.is_boundary or not names:
+            return
+        self._drop_sent(ledger)
+        self.sent = group.trained * self.size
+        ledger.take(BUCKETS, self.sent, "reduce-scatter")
+        for name in names:
+            self.drop(ledger, name)
+        part = group.trained // self.ranks
+        ledger.take(GRADIENTS, part * self.size, "reduce-scatter")
+        if self.size < FP32_BYTES:
+            ledger.take(GRADIENTS, part * FP32_BYTES, "reduce-scatter")
+            ledger.give(GRADIENTS, part * self.size)
+
+    def end(self, ledger: Ledger) -> None:
+        """Groups that wait come last, the model's own first (_root_post_backward_final_callback)."""
+        for key in sorted(self.groups, key=lambda key: key != ROOT):
+            if not self.groups[key].is_reduced:
+                self._reduce(ledger, key)
+        for group in self.groups.values():  # what was asked for and never used
+            if group.is_coming:
+                ledger.give(GATHERED, group.elements * self.size)
+                group.is_coming = False
+        self._drop_sent(ledger)
+        self.now = ""
+
+    def _drop_late(self, ledger: Ledger) -> None:
+        if self.late:
+            ledger.give(GATHERED, self.late)
+            self.late = 0
+
+    def _drop_sent(self, ledger: Ledger) -> None:
+        if self.sent:
+            ledger.give(BUCKETS, self.sent)
+            self.sent = 0
+
+    def step(self, ledger: Ledger) -> None:
+        ledger.phase = "optimizer"
+        sizes = [self.pieces[tensor.name] for tensor in self.weights.trained]
+        ledger.passing(TEMPORARY, self.optimizer.step_bytes(sizes), "optimizer")
+        ledger.give(GRADIENTS, ledger.live.get(GRADIENTS, 0))
+        self.kept.clear()

@@ -1,0 +1,106 @@
+"""FSDP: groups, what a rank holds, what a plan refuses. Bytes beside measured ones: tests/test_claims.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from finetune.errors import RequestError
+from finetune.plan.engines.fsdp import Fsdp, piece
+from finetune.plan.engines.resident import GATHERED, GRADIENTS, PARAMETERS, STATES, Weights
+from finetune.plan.from_run import job_of
+from finetune.plan.job import FSDP, Job, tape_of
+from finetune.plan.machine import find_machine
+from finetune.plan.memory import plan_memory
+from finetune.plan.model import model_of
+from finetune.plan.optimizers import Optimizer
+from finetune.plan.seconds import plan_seconds
+from finetune.plan.step import Ledger
+from finetune.plan.zero import Zero
+from finetune.run.launch import Launch
+from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.resolve import resolve
+
+LLAMA = {"model_type": "llama", "vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "intermediate_size": 32}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 101, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+CPU = find_machine("cpu")
+
+
+def job(config: dict[str, Any] = LLAMA, **values: Any) -> Job:
+    given = {"world_size": 2, "micro_batch": 2, "tokens": 8, "device": "cpu"} | values
+    return Job(model_of(config, "test"), FSDP, **given)
+
+
+def traced(one: Job) -> Fsdp:
+    engine = Fsdp(Weights(one.model.tensors, 4), Zero(), Optimizer("adam"), one.world_size, 0, Ledger())
+    engine.trace(tape_of(one))
+    return engine
+
+
+def test_layers_embeddings_and_the_end_of_a_model_are_groups_in_the_order_of_a_pass() -> None:
+    engine = traced(job())
+    assert engine.order == ["embeddings", "model.layers.0", "model.layers.1", "tail"]
+    assert sorted(engine.groups["tail"].names) == ["lm_head.weight", "model.norm.weight"]
+    assert [engine.groups[key].stays for key in engine.order] == [False, False, False, True]
+
+
+def test_a_head_that_is_the_embedding_is_in_one_group_with_it_and_positions_are_the_models_own() -> None:
+    engine = traced(job(GPT2))
+    assert engine.order == ["transformer.h.0", "transformer.h.1", "tail", "root"]
+    assert "transformer.wte.weight" in engine.groups["tail"].names
+    assert engine.groups["root"].names == ["transformer.wpe.weight"]
+
+
+def test_a_piece_is_of_the_first_dimension_and_padded() -> None:
+    assert [piece((101, 16), 2), piece((5,), 4), piece((), 2)] == [(51, 16), (2,), (1,)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_weights_and_states_are_shared_out_and_all_that_was_gathered_is_given_back(ranks: int) -> None:
+    rank = plan_memory(job(world_size=ranks), CPU)
+    weights = sum(tensor.elements for tensor in job().model.tensors)
+    assert rank.resident[PARAMETERS] == pytest.approx(4 * weights / ranks, rel=0.03)
+    assert rank.resident[STATES] == pytest.approx(8 * weights / ranks, rel=0.03)
+    assert rank.timeline[-1][1:] == ("step", rank.resident_bytes)
+
+
+def test_half_precision_halves_what_is_gathered_and_not_what_is_held() -> None:
+    whole, half = plan_memory(job(), CPU), plan_memory(job(precision="bf16"), CPU)
+    assert half.resident == whole.resident
+    assert (
+        2 * half.peaks["evaluation" if "evaluation" in half.peaks else "forward"].by_kind[GATHERED]
+        == (whole.peaks["forward"].by_kind[GATHERED])
+    )
+
+
+def test_micro_batches_before_the_last_keep_whole_gradients() -> None:
+    once, twice = plan_memory(job(), CPU), plan_memory(job(accumulation=2), CPU)
+    weights = sum(tensor.elements for tensor in job().model.tensors)
+    assert GRADIENTS not in once.peaks["forward"].by_kind
+    assert twice.peaks["forward"].by_kind[GRADIENTS] == 4 * weights
+
+
+def test_a_step_takes_longer_with_a_slower_network_and_sums_gradients_once() -> None:
+    near = job(world_size=16, ranks_per_node=16, device="cuda")
+    gpu = find_machine("A100-80GB")
+    spread = plan_seconds(replace(near, ranks_per_node=8), gpu)
+    assert spread.communication > plan_seconds(near, gpu).communication
+    two = plan_seconds(replace(near, accumulation=2), gpu)
+    assert two.communication < 2 * plan_seconds(near, gpu).communication
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model_name_or_path Llama-3.2-1B --fsdp shard_grad_op", "of its forms --fsdp True is planned"),
+        ("--model_name_or_path Llama-3.2-1B --fsdp True --use_peft True", "adapters are not planned under it"),
+        ("--fsdp True --model_name_or_path t5-small", "an encoder with a decoder"),
+    ],
+)
+def test_what_is_not_planned_is_refused_with_what_is(words: str, said: str) -> None:
+    run = resolve(CAUSAL_LM, words.split(), Launch(world_size=2))
+    with pytest.raises(RequestError, match=rf"--fsdp is .*{said}.*--deepspeed zero3 shards the same"):
+        job_of(run, find_machine("A100-80GB"))
