@@ -23,6 +23,7 @@ def main(run):
     from finetune.training.results import write_language_report
     from finetune.training.samples import Samples
     from finetune.training.start import start
+    from finetune.training.teachers import language_teacher
 
     # Start: the machine is settled, the ranks meet, the config is checked.
     session = start(run)
@@ -39,8 +40,9 @@ def main(run):
         kept=session.kept_tokenizer(),
     )
 
-    # Model: built after `start`, with its adapter and its loss in chunks, where these are asked for.
+    # Model: built after `start`, with its adapter and its loss in chunks, where these are asked for; and a teacher.
     model = language_model(session, source, data)
+    teacher = language_teacher(session, source, data, model)
 
     # Train, evaluate the whole held-out text, each token once, whatever the number of ranks; then report.
     samples = Samples(session[SampleArguments], session.folder, session.training.seed, data.is_chat)
@@ -51,6 +53,7 @@ def main(run):
         compute_metrics=language_metrics(*data.account.rates),
         preprocess_logits=row_figures,
         callbacks=[samples],
+        teacher=teacher,
     )
     finish(session, trainer, report=lambda done: write_language_report(session, data, source, samples))
 

@@ -21,6 +21,7 @@ def main(run):
     from finetune.training.metrics import metrics_of_run, settle_thresholds
     from finetune.training.results import write_report
     from finetune.training.start import start
+    from finetune.training.teachers import classifier_teacher
 
     # Start: the machine is settled, the ranks meet, the config is checked.
     session = start(run)
@@ -43,11 +44,12 @@ def main(run):
     metrics = metrics_of_run(session, data.labels, source)
     session.introduce(data.describe(), source.description)
 
-    # Model: built after `start`, for ZeRO-3 shards it while it is built.
+    # Model: built after `start`, for ZeRO-3 shards it while it is built; and a teacher, where one is named.
     model, loss = text_classifier(session, source, data)
+    teacher, loss = classifier_teacher(session, source, data, loss)
 
     # Train, evaluate and predict whole sets, each row once, whatever the number of ranks; then report.
-    trainer = trainer_of(session, model, data, compute_metrics=metrics, compute_loss=loss)
+    trainer = trainer_of(session, model, data, compute_metrics=metrics, compute_loss=loss, teacher=teacher)
     finish(
         session,
         trainer,

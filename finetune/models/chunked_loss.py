@@ -45,6 +45,7 @@ class LossHead(nn.Linear):
     targets: torch.Tensor | None = None  # (B, T): the token that follows each position
     items: Any = None  # what the sum is divided by; None for the targets' number
     by_row = False  # always give what an evaluation gets, of which gradients flow back
+    lesson: Any = None  # a teacher's: gives the loss of rows, weight, bias, targets, items and chunk_tokens
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.targets is None:
@@ -58,6 +59,9 @@ class LossHead(nn.Linear):
             return self._learnt_row_sums(rows, weight, bias, targets)
         if not torch.is_grad_enabled():
             return self._row_sums(rows, weight, bias, targets)
+        if self.lesson is not None:
+            given: torch.Tensor = self.lesson(rows, weight, bias, targets, self.items, self.chunk_tokens)
+            return given
         options = nn.LinearCrossEntropyOptions(
             batch_chunk_size=self.chunk_tokens,
             chunking_method=None,

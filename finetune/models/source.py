@@ -140,10 +140,17 @@ IN_FP32 = Kept()
 
 
 def load_weights(
-    auto: Any, name: str, config: Any, is_local: bool, arguments: Any, kept: Kept = IN_FP32, **chosen: Any
+    auto: Any,
+    name: str,
+    config: Any,
+    is_local: bool,
+    arguments: Any,
+    kept: Kept = IN_FP32,
+    flag: str = "model_name_or_path",
+    **chosen: Any,
 ) -> Any:
     """The model that `auto` (AutoModelForCausalLM) makes of a folder or hub id, from safetensors alone. Raises
-    RequestError where they are not whole or do not fit."""
+    RequestError, naming `flag`, where they are not whole or do not fit."""
     try:
         model = auto.from_pretrained(
             name,
@@ -159,7 +166,7 @@ def load_weights(
         raise
     except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise RequestError(
-            f"--model_name_or_path {name}: its weights cannot be loaded ({plain(first_line(error, 300))}). Get them "
+            f"--{flag} {name}: its weights cannot be loaded ({plain(first_line(error, 300))}). Get them "
             "from their source again."
         ) from error
     if kept.in_4bit:
@@ -184,7 +191,7 @@ def _keep_trainable_after_evaluation(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def refuse_without_weights(name: str) -> None:
+def refuse_without_weights(name: str, flag: str = "model_name_or_path") -> None:
     """Raises RequestError for a folder that holds no safetensors: pickles are not opened, whatever else is beside
     them."""
     place = Path(name).expanduser()
@@ -192,6 +199,4 @@ def refuse_without_weights(name: str) -> None:
         there = ", ".join(plain(p.name) for p in sorted(place.iterdir())[:8])
         old = any(place.glob("pytorch_model*.bin"))
         mend = "Convert the .bin to safetensors." if old else "Give the folder of a trained model."
-        raise RequestError(
-            f"--model_name_or_path {name}: the folder has no model.safetensors; it holds {there}. {mend}"
-        )
+        raise RequestError(f"--{flag} {name}: the folder has no model.safetensors; it holds {there}. {mend}")

@@ -137,6 +137,8 @@ VOID = (
         "Nothing is judged then. Add --do_eval True or --do_predict True.",
         unless=("do_predict",),
     ),
+    Void(("distill_alpha", "distill_temperature"), "teacher", (None,), "Add --teacher, or drop it."),
+    Void(("teacher",), "do_train", (False,), "Only training asks a teacher. Drop it."),
     Void(("profile_first_step",), "profile", (0,), "Give --profile the number of steps.", unless=OF_PROFILES[:2]),
     Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
     Void(("comm_hook_start_steps",), "ddp_comm_hook", tuple(one for one in HOOKS if one not in KEEPS_ERRORS)),

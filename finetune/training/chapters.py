@@ -19,6 +19,7 @@ from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.training.checkpoints.identity import lineage_lines
 from finetune.training.course import settle_identity, write_run_record
+from finetune.training.distilling import Teacher
 from finetune.training.hub import push
 from finetune.training.pipeline.partition import describe, partition
 from finetune.training.pipeline.trainer import PipelineTrainer
@@ -59,6 +60,7 @@ def trainer_of(
     preprocess_logits: Any = None,
     callbacks: Sequence[TrainerCallback] = (),
     kind: type[FinetuneTrainer] = FinetuneTrainer,
+    teacher: Teacher | None = None,
 ) -> FinetuneTrainer:
     """The Trainer over `data`, which has what `Data` has. Build the model after `start`, for ZeRO-3 shards it while it
     is built."""
@@ -79,7 +81,7 @@ def trainer_of(
         guards=session[GuardArguments],
     )
     show_numbers(trainer)
-    trainer.identity = identity
+    trainer.identity, trainer.teacher = identity, teacher
     return trainer
 
 

@@ -183,7 +183,8 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     facts: dict[str, dict[str, Any]] = {"rows": rows, "files": files, "tokenizer": tokenizer, "model": model}
     config_of_engine = session.ds_config or (config_of_fields() if deepspeed_by_accelerate(run) else {})
     engine = _of_engine(config_of_engine) | {ARITHMETIC: arithmetic_of(config_of_engine, training.max_grad_norm)}
-    return {**facts, "base": digests.of_base(*base), "engine": engine}
+    bases = {"base": digests.of_base(*base), "teacher": digests.of_base(run.value("teacher"), "main", whole=True)}
+    return {**facts, **bases, "engine": engine}
 
 
 def _digest(name: str, whole: bool) -> str:
@@ -241,6 +242,8 @@ def _compare(
             f"--resume: {name} began from other weights than those of --model_name_or_path "
             f"{run.value('model_name_or_path')}. Give the model of before, or another --output_dir."
         )
+    if not digests.same_base(before.facts.get("teacher", {}), facts["teacher"]):
+        raise RequestError(f"--resume: {name} learnt from another --teacher, or none. Give that of before.")
     was = before.facts.get("files", {})
     there, now = before.facts.get("rows", {}), facts["rows"]
     rows = {f"{split} rows": (there.get(split), now[split]) for split in now if there.get(split) != now[split]}

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from finetune.data import digests
 from finetune.data.cache import cache_key
@@ -31,6 +29,7 @@ from finetune.training.figures import more_is_better
 from finetune.training.merging import merged
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import USE_LANGUAGE_MODEL, named, pictures_of, rows_table, sentences
+from finetune.training.second_model import placed
 from finetune.training.start import Session
 
 FORMAT = 1  # raise it when what is cached changes
@@ -144,23 +143,8 @@ def preference_model(session: Session, source: CausalSource, data: PreferenceDat
         second = build_causal_lm(arguments, source, data.tokenizer, training.seed, kept).requires_grad_(False)
         if chunk:
             use_chunked_loss(second, chunk, by_row=True)
-        reference.model = _placed(session, second)
+        reference.model = placed(session, second)
     return model, reference
-
-
-def _placed(session: Session, second: Any) -> Any:
-    """Where it can be asked: under ZeRO-3 sharded by an engine of its own, else whole on the device. In the precision
-    of DeepSpeed's engine, which casts the policy."""
-    training = session.training
-    half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
-    if is_deepspeed_zero3_enabled() and any(hasattr(weight, "ds_id") for weight in second.parameters()):
-        import deepspeed
-
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-        config |= {"bf16": {"enabled": training.bf16}, "fp16": {"enabled": training.fp16}}
-        return deepspeed.initialize(model=second, config=config)[0].eval()
-    second.to(training.device)
-    return (second.to(half) if session.ds_config else second).eval()
 
 
 def _reward_model(session: Session, source: CausalSource, tokenizer: Any, kept: Any) -> Any:

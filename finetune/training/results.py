@@ -21,6 +21,7 @@ from finetune.report.run_curves import training_curves
 from finetune.report.run_pictures import share_bars
 from finetune.report.shapes import WIDE
 from finetune.report.svg import write_png
+from finetune.run.flags.distillation import of_teacher
 from finetune.safe_read import read_json_object
 from finetune.training.merging import merged, use_of
 from finetune.training.metrics import TaskMetrics, confusion, first_output
@@ -136,7 +137,10 @@ def write_report(
         pipeline_tag="text-classification",
         **named(session, source, account),
         table=rows_table("rows", account),
-        facts=[*sentences(data.columns, *account.notes), *label_counts(account.label_counts)],
+        facts=[
+            *sentences(data.columns, *account.notes, of_teacher(session.run.value)),
+            *label_counts(account.label_counts),
+        ],
         pictures=pictures,
         use=use_of(session, "classify", USE_CLASSIFIER) + _call(len(account.columns.text) == 2, data.labels.task),
         tables=tables,
@@ -205,6 +209,7 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
         facts=[
             f"{blocks}.",
             *sentences(account.columns, *account.notes, sentence_of_sources(results_of(folder).get("sources", {}))),
+            *sentences(of_teacher(session.run.value)),
             *([note] if note else []),
         ],
         pictures=pictures_of(folder, "eval_bits_per_byte"),

@@ -34,6 +34,7 @@ from finetune.training.checkpoints.choice import newest_verified
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.trainer_adapter import TrainerSaves
 from finetune.training.compression import Compression, OneBitAdam
+from finetune.training.distilling import Teacher
 from finetune.training.evaluation import EvaluatingMixin
 from finetune.training.fsdp import settle_fsdp
 from finetune.training.guards.nan_guard import NanGuard, poisoned
@@ -77,6 +78,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         if super().compute_loss.__func__ is Trainer.compute_loss:  # TRL's have losses of their own
             settle_trainer(self)
         self.lengths = lengths
+        self.teacher: Teacher | None = None  # whose say the loss of training has, too
         self.global_batch_size = self.get_total_train_batch_size(self.args)
         if isinstance(self.train_dataset, TextStream):
             self.train_dataset.global_batch_size = self.global_batch_size
@@ -195,6 +197,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        model = self.teacher.beside(model) if self.teacher and torch.is_grad_enabled() else model
         given = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return poisoned(given) if self.suspect and not return_outputs and torch.is_grad_enabled() else given
 
@@ -240,6 +243,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         if "loss" in logs:
             logs["loss"] = self.running_loss.window(self.state.global_step, self.accelerator.gather)
             logs.update(self.speed.window(self._sum_over_ranks))
+            logs.update(self.teacher.window(self._sum_over_ranks) if self.teacher else {})
             logs.update(self.comm_hook.figures("window") if self.comm_hook else {})
             logs.update(self.nan_guard.window(self.state.global_step, logs["loss"]) if self.nan_guard else {})
         elif "train_runtime" in logs:

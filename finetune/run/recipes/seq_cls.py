@@ -5,6 +5,7 @@ from __future__ import annotations
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.distillation import DistillArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ClassArguments, DataArguments, ModelArguments, PreparationArguments
@@ -19,6 +20,7 @@ SEQ_CLS = Recipe(
         DataArguments,
         PreparationArguments,
         ClassArguments,
+        DistillArguments,
         ProfileArguments,
         RunArguments,
         CompressionArguments,

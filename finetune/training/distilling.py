@@ -1,0 +1,198 @@
+"""Learning from a teacher, a frozen model: its probabilities count beside the data's own labels.
+
+    loss = (1 - alpha) x hard loss + alpha x T^2 x KL(teacher || student), both at temperature T
+
+(Hinton et al., arXiv 1503.02531, section 2: T^2 keeps the gradients' size whatever T is). Both parts are sums over
+rows, or learnt tokens, by their number in the global batch, as the hard loss is by itself. Where the loss of a causal
+language model is computed in chunks, so is this: logits of both models a chunk at a time, and its gradients with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.data.packing import IGNORED
+from finetune.models.chunked_loss import LossHead
+
+READ = ("input_ids", "attention_mask", "position_ids", "token_type_ids")  # of a batch, what a teacher may be given
+TAUGHT = "taught"  # among a classifier's outputs: the teacher's logits
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """The sum over rows of KL(teacher || student), in nats, of logits (N, classes) in fp32. Vocabularies that end in
+    rows of padding may differ in length: what both have is compared."""
+    both = min(student.shape[-1], teacher.shape[-1])
+    own, other = (nn.functional.log_softmax(x[:, :both].float() / temperature, -1) for x in (student, teacher))
+    return nn.functional.kl_div(own, other, reduction="sum", log_target=True)
+
+
+class HiddenHead(nn.Linear):
+    """A teacher's head, which gives the hidden states as they are: its logits are made a chunk at a time, later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@dataclass
+class Teacher:
+    """`model` is frozen and placed; `reads` are names of what it is given, `classes` where it has the student's classes
+    among its own. `head` is the student's and `hidden` the teacher's, where the loss is computed in chunks."""
+
+    model: Any
+    alpha: float
+    temperature: float
+    reads: Sequence[str]
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    classes: Sequence[int] | None = None
+    head: LossHead | None = None
+    hidden: HiddenHead | None = None
+    sums: Tensor | None = None  # since the last log: hard loss, divergence, items
+
+    def beside(self, student: Any) -> Callable[..., Any]:
+        """To be called in place of the student, in training: gives its outputs, with the teacher's say."""
+        return partial(self._ask, student)
+
+    def mixed(self, hard_loss: Any) -> Any:
+        """A `compute_loss_func` of classifiers: `hard_loss` with the teacher's say, where there is one."""
+
+        def compute(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+            hard: Tensor = hard_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
+            if TAUGHT not in outputs:
+                return hard
+            items = len(labels) if num_items_in_batch is None else num_items_in_batch
+            soft = divergence(outputs["logits"], outputs[TAUGHT], self.temperature)
+            self._count(hard * items, soft, len(labels))
+            return self.mix(hard, soft / items)
+
+        return compute
+
+    def mix(self, hard: Tensor, soft: Tensor) -> Tensor:
+        return (1 - self.alpha) * hard + self.alpha * self.temperature**2 * soft
+
+    def window(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Means of a row, or learnt token, since the last log; every rank must call it."""
+        if self.sums is None:
+            return {}
+        (hard, soft, items), self.sums = sum_over_ranks(self.sums).tolist(), None
+        return {"hard_loss": hard / max(items, 1), "kl": soft / max(items, 1)}
+
+    def _ask(self, student: Any, **given: Any) -> Any:
+        targets = given.get("shift_labels")
+        with torch.no_grad(), self.autocast():
+            answer = self.model(**{name: given[name] for name in self.reads if name in given})["logits"]
+        if targets is None:
+            of_classes = answer if self.classes is None else answer[:, self.classes]
+            return {**student(**given), TAUGHT: of_classes}
+        learnt = targets != IGNORED
+        answer = answer[learnt]  # (N, vocabulary), or of a `HiddenHead` (N, its hidden size)
+        if self.head is not None:
+            return self._ask_in_chunks(student, answer, given)
+        outputs = dict(student(**given))
+        count, items = learnt.sum(), given.get("num_items_in_batch")
+        items = count.clamp(min=1) if items is None else items
+        soft = divergence(outputs["logits"][learnt], answer, self.temperature)
+        self._count(outputs["loss"] * items, soft, count)
+        return outputs | {"loss": self.mix(outputs["loss"], soft / items)}
+
+    def _ask_in_chunks(self, student: Any, answer: Tensor, given: dict[str, Any]) -> Any:
+        assert self.head is not None
+        assert self.hidden is not None
+        own = [weight for weight in (self.hidden.weight, self.hidden.bias) if weight is not None]
+        self.head.lesson = partial(self._lesson, answer)
+        try:
+            with _gathered(own):
+                return student(**given)
+        finally:
+            self.head.lesson = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it differentiates on its way forward
+    def _lesson(
+        self, answer: Tensor, rows: Tensor, weight: Tensor, bias: Any, targets: Tensor, items: Any, chunk: int
+    ) -> Tensor:
+        """What a `LossHead` gives in place of its own loss, of `rows` (B x T, hidden size)."""
+        assert self.hidden is not None
+        learnt = (targets != IGNORED).nonzero()[:, 0]
+        taught = partial(nn.functional.linear, weight=self.hidden.weight, bias=self.hidden.bias)
+        total, hard, soft = _InChunks.apply(
+            rows[learnt], weight, bias, targets[learnt], answer, taught, self.mix, self.temperature, chunk
+        )
+        self._count(hard, soft, len(learnt))
+        items = len(learnt) if items is None else items
+        return total / (items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1))
+
+    def _count(self, hard: Tensor, soft: Tensor, items: Any) -> None:
+        """Sums of this micro-batch, which are read at the next log: the device is not waited for."""
+        parts = [torch.as_tensor(part, device=soft.device).detach().double() for part in (hard, soft, items)]
+        self.sums = torch.stack(parts) + (0 if self.sums is None else self.sums)
+
+
+class _InChunks(torch.autograd.Function):
+    """The mixed loss, the hard one and the divergence as sums over `rows`. Gradients are taken with each chunk, so that
+    neither its logits nor the teacher's weights are needed on the way back, when ZeRO-3 has put these away."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        answer: Tensor,
+        taught: Callable[[Tensor], Tensor],
+        mix: Callable[[Tensor, Tensor], Tensor],
+        temperature: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[:3]
+        of_rows = list[Tensor]()
+        sums = torch.zeros(3, dtype=torch.float32, device=rows.device)
+        shared = [
+            None if x is None else x.detach().requires_grad_(w) for x, w in zip((weight, bias), wanted[1:], strict=True)
+        ]
+        gathered = [torch.zeros_like(x, dtype=torch.float32) for x in shared if x is not None and x.requires_grad]
+        for part in range(0, len(rows), chunk):
+            some = slice(part, part + chunk)
+            with torch.enable_grad():
+                own = rows[some].detach().requires_grad_(wanted[0])
+                logits = nn.functional.linear(own, *shared)
+                hard = nn.functional.cross_entropy(logits.float(), targets[some], reduction="sum")
+                with torch.no_grad():
+                    others = taught(answer[some])
+                soft = divergence(logits, others, temperature)
+                loss = mix(hard, soft)
+            sums += torch.stack([loss, hard, soft]).detach()
+            inputs = [x for x in (own, *shared) if x is not None and x.requires_grad]
+            found = list(torch.autograd.grad(loss, inputs)) if inputs else []
+            if wanted[0]:
+                of_rows.append(found.pop(0))
+            for whole, more in zip(gathered, found, strict=True):
+                whole += more
+        kept = [torch.cat([*of_rows, rows.new_zeros(0, rows.shape[1])])] if wanted[0] else []
+        like = [x.dtype for x in shared if x is not None and x.requires_grad]
+        kept += [whole.to(dtype) for whole, dtype in zip(gathered, like, strict=True)]
+        ctx.save_for_backward(*kept)
+        total, hard, soft = sums.unbind()
+        ctx.mark_non_differentiable(hard, soft)
+        return total, hard, soft
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        kept = iter(ctx.saved_tensors)
+        return (*((next(kept) * upstream[0] if w else None) for w in ctx.needs_input_grad[:3]), *[None] * 6)
+
+
+def _gathered(weights: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Whole on each rank, those that ZeRO-3 has sharded."""
+    if not any(hasattr(weight, "ds_id") for weight in weights):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    gathered: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(weights))
+    return gathered

@@ -1,0 +1,139 @@
+"""Open the model that --teacher names, and see that it can teach this student."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from finetune.data.tokenizer import rows_of
+from finetune.errors import RequestError
+from finetune.models.chunked_loss import LossHead, refusal
+from finetune.models.classifier import trained_labels
+from finetune.models.document_mask import check_document_mask
+from finetune.models.source import Kept, from_pretrained, load_weights, positions_of, refuse_without_weights
+from finetune.run.facts import base_dtype
+from finetune.run.flags.distillation import DistillArguments
+from finetune.run.flags.language import BlockArguments, CausalModelArguments
+from finetune.run.flags.text import ModelArguments
+from finetune.training.distilling import READ, HiddenHead, Teacher
+from finetune.training.loss import weighted_loss
+from finetune.training.resuming import kept_random_states
+from finetune.training.second_model import placed
+from finetune.training.start import Session
+
+
+def classifier_teacher(session: Session, source: Any, data: Any, loss: Any) -> tuple[Teacher | None, Any]:
+    """The teacher, and `loss` with its say. Raises RequestError for one that cannot teach these labels."""
+    if not _is_asked(session):
+        return None, loss
+    labels, name = data.labels, session[DistillArguments].teacher
+    if labels.task != "classification":
+        raise RequestError(f"--teacher {name}: it teaches one label a row, and these are others. Drop it.")
+    arguments = session[ModelArguments]
+    config = _config(session, arguments, data.tokenizer, source.max_seq_length)
+    known = trained_labels(config)
+    if known is None or known.task != labels.task or set(known.names) != set(labels.names):
+        has = f"knows {', '.join(known.names[:10]) or 'numbers'}" if known else "names no labels in its config.json"
+        raise RequestError(
+            f"--teacher {name}: it {has}, but the data has {', '.join(labels.names[:10])}. Give a model that "
+            "was trained on these labels (recipes/seq_cls.py trains one), or name the data's as it does."
+        )
+    model = _opened(session, AutoModelForSequenceClassification, config, arguments)
+    teacher = _teacher(session, model)
+    teacher.classes = [known.names.index(label) for label in labels.names]
+    smoothing = session.training.label_smoothing_factor
+    return teacher, teacher.mixed(loss or weighted_loss([1.0] * len(labels.names), smoothing))
+
+
+def language_teacher(session: Session, source: Any, data: Any, student: Any) -> Teacher | None:
+    """Of `student`, as it is trained. Raises RequestError for one that reads other tokens."""
+    if not _is_asked(session):
+        return None
+    arguments, training, name = session[CausalModelArguments], session.training, session[DistillArguments].teacher
+    if training.use_liger_kernel:
+        raise RequestError("--use_liger_kernel: its loss has no logits, which a teacher's are compared with. Drop it.")
+    config = _config(session, arguments, data.tokenizer, source.block_size)
+    if arguments.attn_implementation:
+        config._attn_implementation = arguments.attn_implementation
+    model = _opened(session, AutoModelForCausalLM, config, arguments)
+    if session[BlockArguments].document_mask and session.launch.speaks:
+        check_document_mask(model, max(training.train_batch_size, training.eval_batch_size))
+    head = next((module for module in student.modules() if isinstance(module, LossHead)), None)
+    if head is not None and (reason := refusal(model)):
+        raise RequestError(f"--teacher {name}: {reason}. Add --loss_chunk_tokens 0, which compares whole logits.")
+    hidden = _with_hidden_head(model) if head is not None else None
+    teacher = _teacher(session, model)
+    teacher.head, teacher.hidden = head, hidden
+    return teacher
+
+
+def _is_asked(session: Session) -> bool:
+    """Not by a weight of 0: then the run is as it is without a teacher."""
+    asked = session[DistillArguments]
+    if asked.teacher and not asked.distill_alpha:
+        session.say("note: --distill_alpha is 0: the teacher has no say, and is not loaded")
+    return bool(asked.teacher and asked.distill_alpha and session.training.do_train)
+
+
+def _config(session: Session, arguments: Any, tokenizer: Any, tokens: int) -> Any:
+    """The teacher's, which must read what the student reads."""
+    name = str(session[DistillArguments].teacher)
+    arguments = replace(arguments, model_revision="main")
+    config = from_pretrained(AutoConfig, "teacher", name, arguments)
+    refuse_without_weights(name, "teacher")
+    own = from_pretrained(AutoTokenizer, "teacher", name, arguments)
+    embeds = config.get_text_config().vocab_size
+    if own.get_vocab() != tokenizer.get_vocab() or embeds < rows_of(tokenizer):
+        raise RequestError(
+            f"--teacher {name}: it has {rows_of(own):,} tokens, and the student {rows_of(tokenizer):,}, which are not "
+            "the same: what one says of a token is nothing to the other. Give a teacher of the student's family, or "
+            f"to a student from scratch the teacher's tokens, by --tokenizer_name {name}."
+        )
+    if tokens > positions_of(config):
+        flag = "block_size" if BlockArguments in session.run.recipe.groups else "max_seq_length"
+        raise RequestError(
+            f"--teacher {name}: it reads {positions_of(config)} tokens, and samples have {tokens}. Give at most those "
+            f"by --{flag}."
+        )
+    config.use_cache = False
+    return config
+
+
+def _opened(session: Session, auto: Any, config: Any, arguments: Any) -> Any:
+    """Its weights are kept as frozen ones of the student are. What is drawn on the way changes nothing."""
+    name, training = str(session[DistillArguments].teacher), session.training
+    kept = Kept(base_dtype(session.run, training.bf16, has_adapter=True))
+    arguments = replace(arguments, model_revision="main")
+    with kept_random_states():
+        model = load_weights(auto, name, config, Path(name).expanduser().is_dir(), arguments, kept, flag="teacher")
+    return model.requires_grad_(False).eval()
+
+
+def _with_hidden_head(model: Any) -> HiddenHead:
+    """A `HiddenHead` in place of its head, with the same weight."""
+    old = model.get_output_embeddings()
+    head = HiddenHead(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
+    head.weight, head.bias = old.weight, old.bias
+    model.set_output_embeddings(head)
+    return head
+
+
+def _teacher(session: Session, model: Any) -> Teacher:
+    asked, training = session[DistillArguments], session.training
+    reads = [name for name in READ if name in inspect.signature(model.forward).parameters]
+    half = torch.bfloat16 if training.bf16 else torch.float16
+    is_cast = (training.bf16 or training.fp16) and not session.ds_config  # DeepSpeed casts the weights
+    autocast = partial(torch.autocast, training.device.type, half, enabled=is_cast)
+    session.say(f"teacher: {asked.teacher}, alpha {asked.distill_alpha:g}, temperature {asked.distill_temperature:g}")
+    return Teacher(placed(session, model), asked.distill_alpha, asked.distill_temperature, reads, autocast)
