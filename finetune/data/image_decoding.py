@@ -15,7 +15,7 @@ import numpy.typing as npt
 from transformers import ViTImageProcessorPil
 
 from finetune.data.image_sources import BadImageError, RawSplit
-from finetune.errors import RequestError, RunError
+from finetune.errors import RequestError, RunError, first_line
 
 CHANNELS = 3  # transformers' pipelines turn every picture into RGB (image_utils.py, load_image), grey ones too
 CHUNK = 512  # pictures in memory at a time
@@ -100,7 +100,14 @@ class Resizer:
             return None, str(error), None
         if picture.size == self._square:
             return np.asarray(picture).transpose(2, 0, 1), "", picture.size
-        found = self.processor(picture, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"][0]
+        try:
+            made = self.processor(picture, do_rescale=False, do_normalize=False, return_tensors="np")
+            found = made["pixel_values"][0]
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise RequestError(
+                f"{source.names[row]}: the model's image processor fails ({first_line(error)}). Correct the model's "
+                "preprocessor_config.json."
+            ) from error
         return np.asarray(found).astype(np.uint8), "", picture.size
 
     @cached_property

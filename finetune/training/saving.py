@@ -63,6 +63,15 @@ class SavingMixin(AnyTrainer):
             if labels is not None:
                 write_json(folder / LABELS, labels)
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As the Trainer's, a tied weight once: below ZeRO-3 accelerate copies each name's (1.15, accelerator.py,
+        get_state_dict), so that nothing tells that they are one."""
+        if state_dict is not None:
+            model = self.accelerator.unwrap_model(self.model)
+            once, named = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+            state_dict = {name: weight for name, weight in state_dict.items() if name in once or name not in named}
+        super()._save(output_dir, state_dict)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = super()._save_checkpoint
         self.running_loss.note(self.accelerator.gather)

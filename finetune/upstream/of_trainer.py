@@ -48,6 +48,16 @@ PRIVATE = (
     ),
     Row(
         SAVING,
+        f"{TRAINER}_save",
+        "override",
+        "a tied weight is saved once",
+        "accelerate 1.15, accelerator.py, get_state_dict: copies the weights of each name below ZeRO-3",
+        "copies that are tied as the weights are",
+        "self, output_dir=, state_dict=",
+        (f"{TRAINER}save_model",),
+    ),
+    Row(
+        SAVING,
         f"{TRAINER}_load_from_checkpoint",
         "override",
         "weights that a checkpoint does not have are refused",

@@ -15,8 +15,9 @@ from PIL import Image
 
 from finetune.data.cifar import NAMES, read_cifar, read_pickle
 from finetune.data.columns import Labels
+from finetune.data.image_decoding import Resizer
 from finetune.data.image_samples import Augmentation, Pictures
-from finetune.data.image_sources import BadImageError, load_images, open_picture
+from finetune.data.image_sources import BadImageError, RawSplit, load_images, open_picture
 from finetune.data.images import ImageData, prepare_images
 from finetune.errors import RequestError
 from finetune.run.flags.images import AugmentationArguments, ImageArguments
@@ -488,3 +489,14 @@ def test_a_crop_moves_over_black_and_a_flip_mirrors() -> None:
         seen_flip = seen_flip or np.array_equal(flipped, picture[:, :, ::-1])
     assert seen_flip
     assert seen_black
+
+
+def test_a_processor_that_fails_is_named_with_the_picture(tmp_path: Path) -> None:
+    """A ConvNeXt's wants a shortest edge, and says so by an AttributeError (transformers 5.23)."""
+    from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
+
+    Image.new("RGB", (9, 9)).save(tmp_path / "one.png")
+    source = RawSplit([str(tmp_path / "one.png")], ["one.png"], None)
+    resizer = Resizer(ConvNextImageProcessorPil(size={"height": 8, "width": 8}), 1)
+    with pytest.raises(RequestError, match=r"one\.png: the model's image processor fails .*preprocessor_config\.json"):
+        resizer.write(source, np.array([0]), tmp_path / "pixels")

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     MixtralConfig,
     MixtralForCausalLM,
     TrainingArguments,
@@ -50,6 +52,12 @@ def mixtral(folder: Path) -> Any:
 
 
 TEXT = {"input_ids": torch.arange(8) % 30}
+
+
+def gpt2(folder: Path) -> Any:
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=30))
+
+
 MODELS = {
     "BERT": (old_bert, {**TEXT, "labels": torch.tensor(1)}),
     "ViT": (vit, {"pixel_values": torch.ones(3, 8, 8), "labels": torch.tensor(1)}),
@@ -58,7 +66,7 @@ MODELS = {
 
 
 def trainer_of(kind: str, folder: Path, run: Path) -> FinetuneTrainer:
-    make, sample = MODELS[kind]
+    make, sample = (gpt2, TEXT) if kind == "GPT-2" else MODELS[kind]
     args = TrainingArguments(
         output_dir=str(run),
         max_steps=4,
@@ -112,3 +120,14 @@ def test_names_are_the_files_again_after_a_checkpoint(tmp_path: Path) -> None:
     with own_names(model):
         assert set(trained_shapes(model)) == set(dict(model.named_parameters()))
     assert set(trained_shapes(model)) == before
+
+
+def test_of_copies_of_a_tied_weight_one_is_saved(tmp_path: Path) -> None:
+    """As accelerate hands them over under ZeRO-1 and -2."""
+    trainer = trainer_of("GPT-2", tmp_path, tmp_path / "run")
+    copies = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    assert "lm_head.weight" in copies
+    trainer._save(str(tmp_path / "saved"), copies)
+    saved = load_file(tmp_path / "saved" / WEIGHTS)
+    assert saved.keys() == dict(trainer.model.named_parameters()).keys()
+    assert GPT2LMHeadModel.from_pretrained(tmp_path / "saved").lm_head.weight.equal(copies["lm_head.weight"])
