@@ -18,12 +18,12 @@ def main(run):
     from finetune.data.causal_lm import prepare_corpus
     from finetune.models.chunked_loss import row_figures
     from finetune.training.chapters import finish, trainer_of
-    from finetune.training.language import language_model, language_source
+    from finetune.training.language import language_source
     from finetune.training.metrics import language_metrics
     from finetune.training.results import write_language_report
     from finetune.training.samples import Samples
     from finetune.training.start import start
-    from finetune.training.teachers import language_teacher
+    from finetune.training.teachers import taught_language_model
 
     # Start: the machine is settled, the ranks meet, the config is checked.
     session = start(run)
@@ -41,8 +41,7 @@ def main(run):
     )
 
     # Model: built after `start`, with its adapter and its loss in chunks, where these are asked for; and a teacher.
-    model = language_model(session, source, data)
-    teacher = language_teacher(session, source, data, model)
+    model, teacher = taught_language_model(session, source, data)
 
     # Train, evaluate the whole held-out text, each token once, whatever the number of ranks; then report.
     samples = Samples(session[SampleArguments], session.folder, session.training.seed, data.is_chat)

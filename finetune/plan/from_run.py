@@ -98,6 +98,8 @@ def job_of(
         loss_chunk_tokens=subject.loss_chunk_tokens,
         device=_device(machine),
         dtype=base_dtype(run, flags["bf16"]),
+        teacher=_teacher(run, params_per_layer, notes),
+        teacher_dtype=base_dtype(run, flags["bf16"], has_adapter=True),
     )
     if not asked:
         return replace(job, optimizer=optimizer_of(run.value("optim"), None)), None, notes
@@ -108,6 +110,13 @@ def job_of(
     engine = DEEPSPEED if run.stages is None else PIPELINE
     job = replace(job, engine=engine, zero=zero, optimizer=optimizer_of(run.value("optim"), loaded.config))
     return job, loaded.config, [*notes, *loaded.notes]
+
+
+def _teacher(run: Run, params_per_layer: int | None, notes: list[str]) -> Model | None:
+    if not (run.value("teacher") and run.value("distill_alpha")):
+        return None
+    notes.append("the teacher's weights and activations are counted; the time in which it is asked is not")
+    return model_of_run(run.settled("--teacher", model_name_or_path=run.value("teacher")), params_per_layer, notes)
 
 
 def _check_numbers(run: Run, params_per_layer: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from finetune.plan.forward import build_tape
@@ -45,6 +45,8 @@ class Job:
     loss_chunk_tokens: int = 0
     device: str = "cuda"
     dtype: str = "float32"  # of frozen weights under the Trainer alone; DeepSpeed has them as it computes
+    teacher: Model | None = None  # a frozen model beside it, asked in each micro-batch
+    teacher_dtype: str = "float32"  # likewise
 
     @property
     def data_parallel_size(self) -> int:
@@ -77,6 +79,15 @@ class Job:
     def frozen_bytes(self) -> int:
         is_half = self.model.lora is not None and self.uses_autocast and self.dtype != "float32"
         return HALF_BYTES if is_half else self.weight_bytes
+
+    @property
+    def of_teacher(self) -> Job:
+        """A job of the teacher, of the same batches: one in 16 bits computes as DeepSpeed's engine does."""
+        assert self.teacher is not None
+        is_half = self.precision != "fp32" and (self.engine == DEEPSPEED or self.teacher_dtype != "float32")
+        model = replace(self.teacher, tensors=tuple(replace(one, trains=False) for one in self.teacher.tensors))
+        engine = DEEPSPEED if is_half else TRAINER
+        return replace(self, model=model, teacher=None, engine=engine, checkpoint_interval=0)
 
     @property
     def numbers(self) -> Numbers:

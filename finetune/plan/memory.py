@@ -21,8 +21,10 @@ from finetune.plan.seconds import stage_bounds
 from finetune.plan.step import Ledger, Moment, Pass
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, INT64_BYTES
+from finetune.plan.zero import Zero
 
 BESIDE_STEPS = ("evaluation", "saving")  # phases that are no part of a step
+TEACHER = "teacher"
 BATCH, WORKSPACE, BUFFERS, SAVED = "batch", "workspace", "model buffers", "weights being saved"
 
 
@@ -74,6 +76,11 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
         layout.trace(tape)
     layout.hold(device)
     device.take(BATCH, batch_bytes(job))
+    if job.teacher is not None:
+        ranks = job.world_size if job.zero.stage == 3 else 1
+        device.take(
+            TEACHER, sum(-(-one.elements // ranks) for one in job.teacher.tensors) * job.of_teacher.weight_bytes
+        )
     if job.engine == PIPELINE:
         device.take(PIPE, _pipe_bytes(job, rank))
     if buffers := sum(buffer.bytes for buffer in job.model.buffers):
@@ -140,12 +147,46 @@ def _step(job: Job, tape: Tape, layout: Resident, device: Ledger) -> None:
     """Micro-batches one after another; the second is as all that follow it but the last."""
     many = min(job.accumulation, 3)
     for micro in range(many):
+        answer = _ask_teacher(job, device) if job.teacher is not None else 0
         layout.begin(device, micro == 0, micro == many - 1)
         passed = Pass(tape, device, layout, layout.gradient_bytes)
         passed.forward()
         layout.after_forward(device)
         passed.backward()
         layout.end(device)
+        if answer:
+            device.give(TEACHER, answer)
+
+
+def _ask_teacher(job: Job, device: Ledger) -> int:
+    """Its forward pass before the student's, and the bytes that stay of it for the loss (finetune/training/
+    distilling.py): hidden states where this is computed in chunks, else logits, and log-probabilities of both."""
+    asked = job.of_teacher
+    asked = replace(asked, model=_still(asked.model))
+    tape = tape_of(asked)
+    given = (
+        Weights(asked.model.tensors, asked.weight_bytes),
+        Zero(stage=3),
+        job.optimizer,
+        job.world_size,
+        0,
+        Ledger(),
+    )
+    layout = Zero3(*given) if job.zero.stage == 3 else Plain(*given, buckets=False, is_engine=False)
+    if isinstance(layout, Zero3):
+        layout.trace(tape, goes_back=False)
+    layout.begin(device, True, True)
+    before = device.live.get(GATHERED, 0)
+    Pass(tape, device, layout, layout.gradient_bytes).evaluate(TEACHER)
+    device.give(GATHERED, device.live.setdefault(GATHERED, 0) - before)  # the few small ones that stay are not counted
+    if job.model.head == CLASSES:
+        kept = job.micro_batch * job.model.sizes.labels * asked.weight_bytes
+    elif job.loss_chunk_tokens:
+        kept = job.batch.positions * asked.model.hidden_size * asked.weight_bytes
+    else:
+        kept = job.batch.positions * asked.model.vocab_size * (asked.weight_bytes + 2 * FP32_BYTES)
+    device.take(TEACHER, kept, "its answer")
+    return kept
 
 
 def _pipeline_step(job: Job, tape: Tape, layout: Resident, device: Ledger, stage: int) -> None:

@@ -112,9 +112,9 @@ class Pass:
     def backward(self) -> None:
         self._play("backward", reversed(self.tape.segments), reversed(self.program.backward))
 
-    def evaluate(self) -> None:
+    def evaluate(self, phase: str = "evaluation") -> None:
         """Forward alone, without gradients."""
-        self._play("evaluation", self.tape.segments, evaluation_of(self.tape))
+        self._play(phase, self.tape.segments, evaluation_of(self.tape))
 
     def _play(self, phase: str, segments: Iterable[Segment], events: Iterable[list[Event]]) -> None:
         self.ledger.phase = phase

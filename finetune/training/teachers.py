@@ -27,6 +27,7 @@ from finetune.run.flags.distillation import DistillArguments
 from finetune.run.flags.language import BlockArguments, CausalModelArguments
 from finetune.run.flags.text import ModelArguments
 from finetune.training.distilling import READ, HiddenHead, Teacher
+from finetune.training.language import language_model
 from finetune.training.loss import weighted_loss
 from finetune.training.resuming import kept_random_states
 from finetune.training.second_model import placed
@@ -54,6 +55,12 @@ def classifier_teacher(session: Session, source: Any, data: Any, loss: Any) -> t
     teacher.classes = [known.names.index(label) for label in labels.names]
     smoothing = session.training.label_smoothing_factor
     return teacher, teacher.mixed(loss or weighted_loss([1.0] * len(labels.names), smoothing))
+
+
+def taught_language_model(session: Session, source: Any, data: Any) -> tuple[Any, Teacher | None]:
+    """The model as `language_model` makes it, and its teacher, where one is named."""
+    model = language_model(session, source, data)
+    return model, language_teacher(session, source, data, model)
 
 
 def language_teacher(session: Session, source: Any, data: Any, student: Any) -> Teacher | None:

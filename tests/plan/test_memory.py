@@ -128,6 +128,22 @@ def test_an_evaluation_keeps_nothing_of_its_forward_pass() -> None:
     assert 2 * logits < large < 3 * logits  # and what log_softmax makes of them
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_teacher_is_held_and_its_forward_pass_comes_before_the_student_s(stage: int) -> None:
+    alone = replace(job("gpt2", stage, 4, 512), precision="bf16")
+    beside = replace(alone, teacher=model_of(find_model_config("gpt2-medium"), "gpt2-medium"))
+    assert beside.teacher is not None
+    one, two = plan_memory(alone, V100), plan_memory(beside, V100)
+    assert two.resident["teacher"] == pytest.approx(2 * beside.teacher.parameters / (8 if stage == 3 else 1), rel=1e-4)
+    logits = 4 * 512 * 50257 * (2 + 4 + 4)  # of the teacher, and log-probabilities of both
+    assert two.step_peak.bytes - one.step_peak.bytes == pytest.approx(two.resident["teacher"] + logits, rel=0.01)
+    in_chunks = plan_memory(replace(beside, loss_chunk_tokens=512), V100)
+    chunked = plan_memory(replace(alone, loss_chunk_tokens=512), V100)
+    hidden = 4 * 512 * 1024 * 2
+    assert in_chunks.step_peak.bytes - chunked.step_peak.bytes >= two.resident["teacher"]
+    assert in_chunks.peaks["backward"].bytes - chunked.peaks["backward"].bytes == two.resident["teacher"] + hidden
+
+
 def test_saving_under_zero3_gathers_the_largest_module_and_the_whole_on_the_host_of_one_rank() -> None:
     base = job("gpt2", 3, 2, 64)
     first, last = (plan_memory(base, V100, rank) for rank in (0, 7))

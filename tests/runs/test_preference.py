@@ -86,6 +86,14 @@ def test_a_second_model_says_what_the_cached_reference_says(config: str, one_ran
     assert not (online.folder / "reference.npz").exists()
 
 
+@pytest.mark.nightly
+@pytest.mark.usefixtures("built_ops")
+def test_a_second_model_that_is_named_is_sharded_by_zero_3(one_rank: Finished, tmp_path: Path) -> None:
+    flags = {"model_name_or_path": one_rank.folder, "reference": "online", "deepspeed": "zero3"}
+    done = run("torchrun", tmp_path / "run", {**flags, "per_device_train_batch_size": 4}, ranks=2)
+    assert done.steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
 def test_a_run_goes_on_bit_by_bit_and_keeps_its_reference(one_rank: Finished, tmp_path: Path) -> None:
     shutil.copytree(one_rank.folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-6")

@@ -61,11 +61,13 @@ class Zero3(Resident):
         self.gathers: list[Gather] = []
         self.reduced: list[tuple[int, ...]] = []  # elements of each gradient of each bucket
 
-    def trace(self, tape: Tape) -> None:
-        """The order of a micro-batch, forward and backward, which DeepSpeed records in its first step."""
+    def trace(self, tape: Tape, goes_back: bool = True) -> None:
+        """The order of a micro-batch, forward and backward, which DeepSpeed records in its first step. One that
+        is never trained has no way back."""
         program = program_of(tape)
         passes = [*zip(tape.segments, program.forward, strict=True)]
-        passes += zip(reversed(tape.segments), reversed(program.backward), strict=True)
+        if goes_back:
+            passes += zip(reversed(tape.segments), reversed(program.backward), strict=True)
         used = [segment.ops[event[1]] for segment, events in passes for event in events if event[0] is Kind.BEFORE]
         self.modules = {op.module: op.weights for op in used}
         around = [set[str](), *(_holders(op.module) for op in used)]
