@@ -75,10 +75,7 @@ def job_of(
     _check_engine(run, model)
     lora, asked = lora_of(run, model), deepspeed_config_of(run)
     flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
-    precision = next((name for name in ("bf16", "fp16") if flags[name]), "fp32")
-    if precision not in machine.peak_flops:
-        said = run.said(precision) if precision in run.given else f"{precision} is asked for by {asked}"
-        raise RequestError(f"{said}, but {machine.name} has no {precision}. Give another precision.")
+    precision = _precision(run, flags, machine, asked)
     job = Job(
         model=with_lora(in_4bit(model) if run.value("load_in_4bit") else model, lora) if lora else model,
         engine=FSDP if run.value("fsdp") else TRAINER,
@@ -110,6 +107,14 @@ def job_of(
     engine = DEEPSPEED if run.stages is None else PIPELINE
     job = replace(job, engine=engine, zero=zero, optimizer=optimizer_of(run.value("optim"), loaded.config))
     return job, loaded.config, [*notes, *loaded.notes]
+
+
+def _precision(run: Run, flags: dict[str, bool], machine: Machine, asked: str | None) -> str:
+    precision = next((name for name in ("bf16", "fp16") if flags[name]), "fp32")
+    if precision not in machine.peak_flops:
+        said = run.said(precision) if precision in run.given else f"{precision} is asked for by {asked}"
+        raise RequestError(f"{said}, but {machine.name} has no {precision}. Give another precision.")
+    return precision
 
 
 def _teacher(run: Run, params_per_layer: int | None, notes: list[str]) -> Model | None:

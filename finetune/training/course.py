@@ -286,8 +286,7 @@ def _evaluation_decides(run: Run) -> bool:
 
 
 def _compare_old(checkpoint: str, model: Mapping[str, Any]) -> None:
-    path = Path(checkpoint) / "config.json"
-    if path.is_file():
+    if (path := Path(checkpoint) / "config.json").is_file():
         _refuse_model(Path(checkpoint).name, _shape(read_json_object(path)), model)
 
 
