@@ -183,8 +183,7 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     config_of_engine = session.ds_config or (config_of_fields() if deepspeed_by_accelerate(run) else {})
     engine = _of_engine(config_of_engine) | {ARITHMETIC: arithmetic_of(config_of_engine, training.max_grad_norm)}
     facts = {"rows": rows, "files": files, "tokenizer": tokenizer, "model": model, "engine": engine}
-    bases = {"base": digests.of_base(*base), "teacher": digests.of_base(run.value("teacher"), "main", whole=True)}
-    return facts | bases
+    return facts | {"base": digests.of_base(*base), "teacher": digests.of_base(run.value("teacher"), "main", True)}
 
 
 def _digest(name: str, whole: bool) -> str:
