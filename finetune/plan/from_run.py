@@ -106,9 +106,8 @@ def job_of(
     zero = read_zero(Config(loaded.config), model.hidden_size, run.value("max_grad_norm"), precision)
     if zero.stage == 3:
         check_sharded(run)
-    engine = DEEPSPEED if run.stages is None else PIPELINE
-    job = replace(job, engine=engine, zero=zero, optimizer=optimizer_of(run.value("optim"), loaded.config))
-    return job, loaded.config, [*notes, *loaded.notes]
+    optimizer, engine = optimizer_of(run.value("optim"), loaded.config), DEEPSPEED if run.stages is None else PIPELINE
+    return replace(job, engine=engine, zero=zero, optimizer=optimizer), loaded.config, [*notes, *loaded.notes]
 
 
 def _teacher(run: Run, bf16: bool, params_per_layer: int | None, notes: list[str]) -> dict[str, Any]:
