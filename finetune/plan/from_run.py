@@ -95,8 +95,7 @@ def job_of(
         loss_chunk_tokens=subject.loss_chunk_tokens,
         device=_device(machine),
         dtype=base_dtype(run, flags["bf16"]),
-        teacher=_teacher(run, params_per_layer, notes),
-        teacher_dtype=base_dtype(run, flags["bf16"], has_adapter=True),
+        **_teacher(run, flags["bf16"], params_per_layer, notes),
     )
     if not asked:
         return replace(job, optimizer=optimizer_of(run.value("optim"), None)), None, notes
@@ -104,9 +103,8 @@ def job_of(
     zero = read_zero(Config(loaded.config), model.hidden_size, run.value("max_grad_norm"), precision)
     if zero.stage == 3:
         check_sharded(run)
-    engine = DEEPSPEED if run.stages is None else PIPELINE
-    job = replace(job, engine=engine, zero=zero, optimizer=optimizer_of(run.value("optim"), loaded.config))
-    return job, loaded.config, [*notes, *loaded.notes]
+    optimizer, engine = optimizer_of(run.value("optim"), loaded.config), DEEPSPEED if run.stages is None else PIPELINE
+    return replace(job, engine=engine, zero=zero, optimizer=optimizer), loaded.config, [*notes, *loaded.notes]
 
 
 def _precision(run: Run, flags: dict[str, bool], machine: Machine, asked: str | None) -> str:
@@ -117,11 +115,13 @@ def _precision(run: Run, flags: dict[str, bool], machine: Machine, asked: str | 
     return precision
 
 
-def _teacher(run: Run, params_per_layer: int | None, notes: list[str]) -> Model | None:
+def _teacher(run: Run, bf16: bool, params_per_layer: int | None, notes: list[str]) -> dict[str, Any]:
     if not (run.value("teacher") and run.value("distill_alpha")):
-        return None
+        return {}
     notes.append("the teacher's weights and activations are counted; the time in which it is asked is not")
-    return model_of_run(run.settled("--teacher", model_name_or_path=run.value("teacher")), params_per_layer, notes)
+    named = run.settled("--teacher", model_name_or_path=run.value("teacher"))
+    model = model_of_run(named, params_per_layer, notes)
+    return {"teacher": model, "teacher_dtype": base_dtype(run, bf16, has_adapter=True)}
 
 
 def _check_numbers(run: Run, params_per_layer: int | None) -> None:

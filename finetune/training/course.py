@@ -180,11 +180,10 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     tokenizer: dict[str, Any] = {"hash": digests.of_text(known(processor)) if known else None} | beginning
     model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
     base = (run.value("model_name_or_path"), run.value("model_revision"), bool(run.value("use_peft")))
-    facts: dict[str, dict[str, Any]] = {"rows": rows, "files": files, "tokenizer": tokenizer, "model": model}
     config_of_engine = session.ds_config or (config_of_fields() if deepspeed_by_accelerate(run) else {})
     engine = _of_engine(config_of_engine) | {ARITHMETIC: arithmetic_of(config_of_engine, training.max_grad_norm)}
-    bases = {"base": digests.of_base(*base), "teacher": digests.of_base(run.value("teacher"), "main", whole=True)}
-    return {**facts, **bases, "engine": engine}
+    facts = {"rows": rows, "files": files, "tokenizer": tokenizer, "model": model, "engine": engine}
+    return facts | {"base": digests.of_base(*base), "teacher": digests.of_base(run.value("teacher"), "main", True)}
 
 
 def _digest(name: str, whole: bool) -> str:

@@ -71,9 +71,9 @@ def language_teacher(session: Session, source: Any, data: Any, student: Any) -> 
     if training.use_liger_kernel:
         raise RequestError("--use_liger_kernel: its loss has no logits, which a teacher's are compared with. Drop it.")
     config = _config(session, arguments, data.tokenizer, source.block_size)
-    if arguments.attn_implementation:
-        config._attn_implementation = arguments.attn_implementation
-    model = _opened(session, AutoModelForCausalLM, config, arguments)
+    attention = arguments.attn_implementation
+    chosen = {"attn_implementation": attention} if attention else {}
+    model = _opened(session, AutoModelForCausalLM, config, arguments, **chosen)
     if session[BlockArguments].document_mask and session.launch.speaks:
         check_document_mask(model, max(training.train_batch_size, training.eval_batch_size))
     head = next((module for module in student.modules() if isinstance(module, LossHead)), None)
@@ -117,13 +117,15 @@ def _config(session: Session, arguments: Any, tokenizer: Any, tokens: int) -> An
     return config
 
 
-def _opened(session: Session, auto: Any, config: Any, arguments: Any) -> Any:
+def _opened(session: Session, auto: Any, config: Any, arguments: Any, **chosen: Any) -> Any:
     """Its weights are kept as frozen ones of the student are. What is drawn on the way changes nothing."""
     name, training = str(session[DistillArguments].teacher), session.training
     kept = Kept(base_dtype(session.run, training.bf16, has_adapter=True))
     arguments = replace(arguments, model_revision="main")
     with kept_random_states():
-        model = load_weights(auto, name, config, Path(name).expanduser().is_dir(), arguments, kept, flag="teacher")
+        model = load_weights(
+            auto, name, config, Path(name).expanduser().is_dir(), arguments, kept, flag="teacher", **chosen
+        )
     return model.requires_grad_(False).eval()
 
 

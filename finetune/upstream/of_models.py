@@ -71,7 +71,7 @@ MODELS = (
         Row(
             where,
             "transformers.configuration_utils:PreTrainedConfig._attn_implementation",
-            "write" if where in ("models/causal.py", "models/small_copy.py", "training/teachers.py") else "read",
+            "write" if where in ("models/causal.py", "models/small_copy.py") else "read",
             why,
             "configuration_utils.py: attn_implementation is an argument, and there is no public attribute",
             "a public attribute",
@@ -81,7 +81,6 @@ MODELS = (
             ("models/document_mask.py", "which masks the attention takes"),
             (GPTLITE, "which function attends"),
             ("models/small_copy.py", "a small copy attends as its model does"),
-            ("training/teachers.py", "a teacher's config is settled before its model is built"),
         )
     ),
     Row(
