@@ -54,8 +54,9 @@ GOES_ON: dict[str, dict[str, Any]] = {
 MORE_FLAGS = {PIPE: {"partition_method": "parameters"}}
 MADE_HOW = """Eight of the chains drew a change of layout less often than the others. One of the pipeline was run again:
 it had refused other text by words that did not name `--resume`, and does since. Of the
-chains from 100 on (`--to plain`) the first change is to one process, and the rest is drawn; those of zero3 were
-killed before their first checkpoint until the last launch, so that the one process had nothing left to train."""
+chains from 100 on (`--to plain`) the first change is to one process, and the rest is drawn. Two of zero3 were
+killed before their first checkpoint until the last launch, so that the one process had nothing left to train; the
+third, whose seed (71) was chosen for that, was killed at step 3, and one process trained on from there."""
 Rows = list[list[str]]
 
 
