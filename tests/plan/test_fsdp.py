@@ -9,7 +9,7 @@ import pytest
 
 from finetune.errors import RequestError
 from finetune.plan.engines.fsdp import Fsdp, piece
-from finetune.plan.engines.resident import GATHERED, GRADIENTS, PARAMETERS, STATES, Weights
+from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, PARAMETERS, STATES, Weights
 from finetune.plan.from_run import job_of
 from finetune.plan.job import FSDP, Job, tape_of
 from finetune.plan.machine import find_machine
@@ -65,6 +65,13 @@ def test_weights_and_states_are_shared_out_and_all_that_was_gathered_is_given_ba
     assert rank.resident[PARAMETERS] == pytest.approx(4 * weights / ranks, rel=0.03)
     assert rank.resident[STATES] == pytest.approx(8 * weights / ranks, rel=0.03)
     assert rank.timeline[-1][1:] == ("step", rank.resident_bytes)
+
+
+def test_a_gathered_group_lives_twice_while_it_is_unpacked_and_is_gone_before_the_backward_pass() -> None:
+    """The largest is a layer, of 2,592 weights; the head's, of 1,616, is summed when the layer before it begins."""
+    peak = plan_memory(job(), CPU).peaks["backward"].by_kind
+    assert peak[GATHERED] == 2 * 2592 * 4
+    assert peak[BUCKETS] == 1616 * 4
 
 
 def test_half_precision_halves_what_is_gathered_and_not_what_is_held() -> None:

@@ -157,6 +157,13 @@ def test_the_trainer_is_told() -> None:
     model = AutoModelForSequenceClassification.from_config(DISTIL)
     settle_loss_scaling(model)
     assert model.accepts_loss_kwargs is False
+    assert settle_loss_scaling(HonestClassifier(HonestConfig())) is True, "labels are classes unless told"
+
+
+def test_a_stock_trainer_asks_a_model_with_a_label_a_token_too() -> None:
+    trainer = stock_trainer(AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)))
+    settle_trainer(trainer)
+    assert trainer.model_accepts_loss_kwargs is True
 
 
 def test_class_weights_are_those_of_scikit_learn() -> None:
@@ -166,6 +173,7 @@ def test_class_weights_are_those_of_scikit_learn() -> None:
     labels = np.array([0] * 90 + [1] * 9 + [2])
     expected = compute_class_weight("balanced", classes=np.arange(3), y=labels)
     assert class_weights([90, 9, 1]) == pytest.approx(expected.tolist())
+    assert class_weights([3, 0, 1])[1] == 0.0, "of a class without rows"
 
 
 def test_the_weighted_loss_of_parts_adds_up_to_that_of_the_whole() -> None:

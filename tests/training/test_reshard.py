@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from finetune.training.reshard.batch import keep_global_batch, refuse_other_batc
 from finetune.training.reshard.move import PREFIX, Mover
 from finetune.training.reshard.one_file import Names, read_plain
 from finetune.training.reshard.portable import Group, Portable
-from finetune.training.reshard.resuming import mend_optimizer
+from finetune.training.reshard.resuming import mend_optimizer, put_buffers
 from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, sharding_of
 from finetune.training.reshard.zero_shards import read_zero
 
@@ -226,6 +227,27 @@ def test_a_move_that_takes_long_says_how_far_it_is(
     assert begins.endswith("moving 4 weights with their optimizer states (0.0 MiB)")
     assert told == [f"resume: {done} of 4 weights moved, on each rank" for done in (1, 2, 3, 4)]
     assert ends.startswith("resume: moved in ")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(OSError(28, "No space left on device"), r"written \(No space left on device\)"), (OSError("odd"), r"\(odd\)")],
+)
+def test_what_a_disk_answers_is_said_in_its_words(error: OSError, said: str, tmp_path: Path) -> None:
+    def fails() -> None:
+        raise error
+
+    mover = Mover(checkpoint(tmp_path, 2, 1), tmp_path, Sharding("deepspeed", 1, 3), 0)
+    with pytest.raises(RunError, match=said):
+        mover._together(fails)
+
+
+def test_statistics_that_are_no_weights_are_put_back() -> None:
+    model = torch.nn.BatchNorm1d(2)
+    portable: Any = SimpleNamespace(buffers={"running_mean": torch.tensor([1.0, 2.0])})
+    put_buffers(SimpleNamespace(model=model), portable)
+    assert model.running_mean is not None
+    assert model.running_mean.tolist() == [1.0, 2.0]
 
 
 def test_states_go_to_the_trainers_own_form_and_come_back(tmp_path: Path) -> None:

@@ -77,6 +77,21 @@ def test_the_innermost_module_of_which_it_comes_is_named_with_its_weights() -> N
     assert not model.second._forward_hooks
 
 
+class InPieces(nn.Module):
+    """Its output is a tuple, as that of attention is."""
+
+    def forward(self, x: Any) -> Any:
+        return x, [torch.log(x - 2)]
+
+
+def test_an_output_of_several_tensors_is_looked_at_whole() -> None:
+    model = nn.Sequential(InPieces())
+    with Finder(model).looking() as finder:
+        model(torch.ones(2))
+    assert finder.first is not None
+    assert finder.first.module == "0"
+
+
 def test_a_gradient_that_is_not_finite_behind_a_finite_loss_is_found_from_the_loss_on() -> None:
     """The root of 0 has an infinite slope: 0 times infinity is none."""
     model = Model()

@@ -119,6 +119,18 @@ def test_a_run_ends_though_its_verdict_cannot_be_told(monkeypatch: pytest.Monkey
     assert ended == [1]
 
 
+@pytest.mark.parametrize(("rank", "told"), [(0, ["[1]"]), (1, [])])
+def test_the_first_rank_alone_tells_the_verdict(rank: int, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    for name in ("BEAT_SECONDS", "QUIET_RANKS_WAIT_SECONDS"):
+        monkeypatch.setattr(module, name, 0.01)
+    store = SimpleNamespace(port=1, set=lambda name, value: heard.append(value))
+    Pulse(store, 60.0, {}, str)._speak_and_end_others(Verdict((1,), "rank 1 hangs"))
+    assert heard == told
+
+
 @pytest.mark.parametrize(("rank", "others"), [(0, [1, 2]), (1, [0]), (2, [0])])
 def test_the_first_rank_watches_all_others_and_they_watch_it(
     rank: int, others: list[int], monkeypatch: pytest.MonkeyPatch
