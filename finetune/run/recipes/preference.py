@@ -24,48 +24,68 @@ REFERENCES = ("auto", "cached", "online")
 
 @dataclass
 class PreferenceDataArguments:
-    """What to train on. With none of these, docstrings of Python's standard library, the rejected ones shuffled."""
+    """What to train on. With none of these, Python's docstrings are used, beside the same words in another order."""
 
-    dataset_name: str | None = flag(None, "hub data set, or a local folder in its layout", ROWS, path=NAME_OR_PATH)
+    dataset_name: str | None = flag(
+        None, "data set on the hub, or a local folder in its layout", ROWS, path=NAME_OR_PATH
+    )
     dataset_config_name: str | None = flag(None, "configuration of the hub data set", ROWS)
     train_file: str | None = flag(
-        None, "csv, tsv, json(l) or parquet: chosen and rejected, or completion and label", ROWS, path=FILE
+        None, "csv, tsv, json(l) or parquet file: chosen and rejected, or completion and label", ROWS, path=FILE
     )
-    validation_file: str | None = flag(None, "likewise; default: a part of train", EVALUATED, path=FILE)
+    validation_file: str | None = flag(
+        None, "held-out file in the same format; default: a part of the training data", EVALUATED, path=FILE
+    )
     encoding: str | None = flag(None, ENCODING, ROWS)
     column_mapping: list[str] | None = flag(
-        None, "columns by other names, as in better=chosen worse=rejected", ROWS, pairs=True
+        None, "names of columns in your files, e.g. better=chosen worse=rejected", ROWS, pairs=True
     )
     chat_template: str | None = flag(
-        None, "a jinja file, or chatml, llama3, ...; default: the tokenizer's", ROWS, path=TEMPLATE
+        None,
+        "chat template: a jinja file, or a name such as chatml or llama3; default: the tokenizer's",
+        ROWS,
+        path=TEMPLATE,
     )
     tokenizer: str = flag(
-        "bpe", "from scratch: char, byte, or bpe (trained on the text)", NEVER, choices=("char", "byte", "bpe")
+        "bpe",
+        "tokenizer of a model from scratch: char, byte, or bpe (trained on the text)",
+        NEVER,
+        choices=("char", "byte", "bpe"),
     )
     bpe_vocab_size: int = flag(
-        2048, "tokens of a bpe tokenizer from scratch", NEVER, range=Range(least=LEAST_BPE_VOCABULARY)
+        2048, "vocabulary size of a bpe tokenizer from scratch", NEVER, range=Range(least=LEAST_BPE_VOCABULARY)
     )
     block_size: int | None = flag(
-        None, "tokens of prompt and answer; default: the model's, <= 1024", ROWS, range=Range(least=LEAST_BLOCK)
+        None,
+        "tokens of a prompt and its answer; default: as many as the model takes, at most 1024",
+        ROWS,
+        range=Range(least=LEAST_BLOCK),
     )
 
 
 @dataclass
 class PreferenceArguments:
-    """What is learnt of the preferences (docs/preference.md)."""
+    """Which loss, and its settings (docs/preference.md)."""
 
-    loss: str = flag("dpo", f"{', '.join(BETAS)} (which trains a model of rewards)", NEVER, choices=tuple(BETAS))
-    beta: float | None = flag(None, "scale of rewards; ORPO's lambda; default: 0.1, of simpo 2", VALUES, range=POSITIVE)
-    label_smoothing: float = flag(
-        0.0, "of dpo and simpo: the share of pairs taken to be wrong", VALUES, range=Range(least=0, below=0.5)
+    loss: str = flag("dpo", f"{', '.join(BETAS)} (trains a reward model)", NEVER, choices=tuple(BETAS))
+    beta: float | None = flag(
+        None, "scale of the rewards, or ORPO's lambda; default: 0.1, for simpo 2", VALUES, range=POSITIVE
     )
-    length_normalization: bool = flag(False, "of dpo and ipo: means over an answer's tokens", VALUES)
-    target_margin: float = flag(1.0, "of simpo: by how much rewards differ, its gamma", VALUES, range=NOT_NEGATIVE)
-    desirable_weight: float = flag(1.0, "of kto: how much a desirable answer counts", VALUES, range=NOT_NEGATIVE)
-    undesirable_weight: float = flag(1.0, "of kto: how much an undesirable one does", VALUES, range=NOT_NEGATIVE)
+    label_smoothing: float = flag(
+        0.0,
+        "for dpo and simpo: share of the pairs assumed to be labelled wrongly",
+        VALUES,
+        range=Range(least=0, below=0.5),
+    )
+    length_normalization: bool = flag(False, "for dpo and ipo: average over the tokens of an answer", VALUES)
+    target_margin: float = flag(
+        1.0, "for simpo: its gamma, by how much rewards should differ", VALUES, range=NOT_NEGATIVE
+    )
+    desirable_weight: float = flag(1.0, "for kto: weight of a desirable answer", VALUES, range=NOT_NEGATIVE)
+    undesirable_weight: float = flag(1.0, "for kto: weight of an undesirable answer", VALUES, range=NOT_NEGATIVE)
     reference: str = flag(
         "auto",
-        "auto: the model without its adapter, else cached; cached: computed once; online: a second model",
+        "auto: the model without its adapter, or cached; cached: computed once; online: a second model",
         GOES_ON,
         choices=REFERENCES,
     )

@@ -35,36 +35,50 @@ class Seq2SeqModelArguments:
         None, "hub id or folder of a T5, BART, Pegasus, Marian or the like", MODEL, path=NAME_OR_PATH
     )
     model_revision: str = flag("main", "branch, tag or commit on the hub", MODEL)
-    tokenizer_name: str | None = flag(None, "hub id or folder; default: the model's", MODEL, path=NAME_OR_PATH)
+    tokenizer_name: str | None = flag(
+        None, "hub id or folder of a tokenizer; default: the model's", MODEL, path=NAME_OR_PATH
+    )
     trust_remote_code: bool = flag(False, "run Python code that comes with the model", GOES_ON)
-    model_size: str = flag("tiny", f"from scratch: {', '.join(T5_SIZES)}", MODEL, choices=tuple(T5_SIZES))
-    dropout: float | None = flag(None, "from scratch: in embeddings and layers; default 0.1", MODEL, range=RATE)
+    model_size: str = flag(
+        "tiny", f"size of a model from scratch: {', '.join(T5_SIZES)}", MODEL, choices=tuple(T5_SIZES)
+    )
+    dropout: float | None = flag(None, "of a model from scratch; default: 0.1", MODEL, range=RATE)
 
 
 @dataclass
 class PairArguments(FileArguments):
-    """What to train on. With none of these, functions of Python's standard library and what their docstrings say
-    first."""
+    """What to train on. With none of these, functions of Python's standard library and the first lines of their
+    docstrings are used."""
 
-    source_column_name: str | None = flag(None, "what is read; default: found by its name", ROWS)
-    target_column_name: str | None = flag(None, "what is to be written; default: found by its name", ROWS)
-    source_lang: str | None = flag(None, "of `translation` columns, and of models of many languages", ROWS)
-    target_lang: str | None = flag(None, "likewise of what is to be written", ROWS)
-    source_prefix: str | None = flag(None, "before each source, such as 'summarize: '", ROWS)
-    max_source_length: int | None = flag(None, "tokens; default: what the model reads, at most 512", ROWS, range=LENGTH)
+    source_column_name: str | None = flag(None, "column of the source texts; default: found by its name", ROWS)
+    target_column_name: str | None = flag(None, "column of the target texts; default: found by its name", ROWS)
+    source_lang: str | None = flag(None, "source language, for `translation` columns and multilingual models", ROWS)
+    target_lang: str | None = flag(None, "target language, likewise", ROWS)
+    source_prefix: str | None = flag(None, "text to put before each source, such as 'summarize: '", ROWS)
+    max_source_length: int | None = flag(
+        None,
+        "longer sources are cut to this many tokens; default: what the model takes, at most 512",
+        ROWS,
+        range=LENGTH,
+    )
     max_target_length: int | None = flag(
-        None, "tokens; default: what the model writes, at most 128", ROWS, range=LENGTH
+        None,
+        "longer targets are cut to this many tokens; default: what the model takes, at most 128",
+        ROWS,
+        range=LENGTH,
     )
 
 
 @dataclass
 class GeneratedTextArguments:
-    """What the model writes of held-out sources at each evaluation, and how that is judged."""
+    """What the model generates from held-out sources at each evaluation, and how it is scored."""
 
-    predict_with_generate: bool = flag(True, "write texts and judge them; else the loss alone", GOES_ON)
-    num_beams: int | None = flag(None, "of the search; default: the model's, else 1", GOES_ON, range=AT_LEAST_ONE)
+    predict_with_generate: bool = flag(
+        True, "generate texts at each evaluation and score them; otherwise only the loss", GOES_ON
+    )
+    num_beams: int | None = flag(None, "number of beams; default: the model's, or 1", GOES_ON, range=AT_LEAST_ONE)
     generation_max_length: int | None = flag(
-        None, "tokens to write at most; default: --max_target_length", GOES_ON, range=AT_LEAST_ONE
+        None, "longest text to generate, in tokens; default: --max_target_length", GOES_ON, range=AT_LEAST_ONE
     )
     metrics: list[str] | None = flag(
         None,
