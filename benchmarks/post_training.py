@@ -4,10 +4,8 @@ blocks, batch and threads, in full and by LoRA.
     python benchmarks/post_training.py                                     # two CPU cores, about twelve minutes
     python benchmarks/post_training.py --model FOLDER --batch 1 --block_size 2048 --bf16 --kinds lora   # a GPU
 
-A turn is one process of each peer. Each ratio is of one turn, so that a machine which slows down slows both. Memory is
-the peak of the process above what it holds once its libraries are imported; on a GPU, the allocator's peak. Without
---model a Llama of 4 layers and 256 dimensions is made, with a BPE of 8,192 tokens trained on Python's reference manual:
-as many tokens for each dimension as Llama-3-8B has.
+How turns and memory are counted, peers.py says. Without --model a Llama of 4 layers and 256 dimensions is made, with a
+BPE of 8,192 tokens trained on Python's reference manual: as many tokens for each dimension as Llama-3-8B has.
 """
 
 from __future__ import annotations
@@ -17,20 +15,17 @@ import json
 import os
 import platform
 import random
-import statistics
-import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from peers import OURS, WARMUP_STEPS, Peers, rows_of
 from releases import in_words, versions
-from spread import spread
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results" / "post_training.json"
-WARMUP_STEPS = 3  # left out: allocation, and threads that wake up
 CHATS, WORDS_MEDIAN, WORDS_SIGMA = 2000, 60, 0.9  # answers of chats are log-normal, from a line to pages
 # The markers are TRL's way to tell what the assistant said; the recipe reads them, too.
 TEMPLATE = (
@@ -41,8 +36,8 @@ TEMPLATE = (
 )
 PEERS = {"TRL": "nll", "TRL, its chunked loss": "chunked_nll"}
 IMPORTS = {  # what each peer imports before it reads a row
-    "ours": "torch, transformers, datasets, accelerate, peft, finetune.training.chapters, finetune.training.start",
-    "TRL": "torch, transformers, datasets, accelerate, peft, trl; from trl import SFTTrainer",
+    OURS: "torch, transformers, datasets, accelerate, peft, finetune.training.chapters, finetune.training.start",
+    **dict.fromkeys(PEERS, "torch, transformers, datasets, accelerate, peft, trl; from trl import SFTTrainer"),
 }
 
 
@@ -90,62 +85,25 @@ def make_chats(path: Path) -> None:
 
 class Bench:
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
-        self.options, self.scratch, self.count = options, scratch, 0
+        self.options, self.peers = options, Peers(scratch, IMPORTS, options.gpu)
         self.model, self.chats = options.model or scratch / "model", scratch / "chats.jsonl"
         if not options.model:
             make_model(self.model)
         make_chats(self.chats)
-        self.held = {name: self._held(imports) for name, imports in IMPORTS.items()}
 
     def turn(self, kind: str) -> dict[str, dict[str, float]]:
-        lora = ["--use_peft"] if kind == "lora" else []
-        found = {"ours": self._ours(lora)}
+        options, lora = self.options, ["--use_peft"] if kind == "lora" else []
+        ours = {"model_name_or_path": self.model, "train_file": self.chats, "packing": "wrapped", "sample_tokens": 0}
+        ours |= {"block_size": options.block_size, "per_device_train_batch_size": options.batch, "bf16": options.bf16}
+        ours |= {"max_steps": options.steps, "learning_rate": 1e-4, "validation_split_percentage": 1}
+        theirs = {"model": self.model, "train_file": self.chats, "batch": options.batch, "max_steps": options.steps}
+        theirs |= {"block_size": options.block_size}
+        found = {OURS: self.peers.recipe("recipes/causal_lm.py", self.peers.folder(), ours, *lora)}
         for name, loss in PEERS.items():
-            found[name] = self._trl([*lora, "--loss_type", loss])
-        return found
-
-    def _ours(self, words: list[str]) -> dict[str, float]:
-        folder, options = self._scratch(), self.options
-        flags = {"output_dir": folder, "model_name_or_path": self.model, "train_file": self.chats, "packing": "wrapped"}
-        flags |= {"block_size": options.block_size, "per_device_train_batch_size": options.batch}
-        flags |= {"max_steps": options.steps, "learning_rate": 1e-4, "logging_steps": 1, "do_eval": False}
-        flags |= {"save_strategy": "no", "sample_tokens": 0, "bf16": options.bf16, "validation_split_percentage": 1}
-        self._run(
-            "recipes/causal_lm.py", *words, *(w for key, value in flags.items() for w in (f"--{key}", str(value)))
-        )
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
-        figures = json.loads((folder / "all_results.json").read_text())
-        return self._figures("ours", seconds, max(figures["peak_memory_gib_per_rank"]) * 2**30)
-
-    def _trl(self, words: list[str]) -> dict[str, float]:
-        folder, options = self._scratch(), self.options
-        flags = ["--model", self.model, "--train_file", self.chats, "--result", folder, "--batch", options.batch]
-        flags += ["--block_size", options.block_size, "--max_steps", options.steps, *(["--bf16"] * options.bf16)]
-        self._run("benchmarks/stock_sft.py", *map(str, flags), *words)
-        found = json.loads(folder.read_text())
-        return self._figures("TRL", found["step_seconds"], found["peak_bytes"])
-
-    def _figures(self, name: str, seconds: list[float], peak: float) -> dict[str, float]:
-        tokens = self.options.batch * self.options.block_size
-        held = 0.0 if self.options.gpu else self.held[name]
-        return {"tokens_per_second": tokens / statistics.median(seconds[WARMUP_STEPS:]), "bytes": peak - held}
-
-    def _scratch(self) -> Path:
-        self.count += 1
-        return self.scratch / f"run{self.count}"
-
-    def _held(self, imports: str) -> float:
-        """Bytes of a process that has imported its libraries."""
-        code = f"import {imports}\nimport resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
-        return float(self._run("-c", code.replace("; from", "\nfrom")).split()[-1])
-
-    def _run(self, *words: str) -> str:
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
-        done = subprocess.run([sys.executable, *words], cwd=REPO, env=env, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
-        return done.stdout
+            words = (*lora, "--loss_type", loss, *(["--bf16"] * options.bf16))
+            found[name] = self.peers.peer(name, "benchmarks/stock_sft.py", self.peers.folder(), theirs, *words)
+        rows = options.batch * options.block_size  # tokens
+        return {name: {**figures, "rows": rows} for name, figures in found.items()}
 
 
 def render(found: dict[str, Any]) -> str:
@@ -158,19 +116,11 @@ def render(found: dict[str, Any]) -> str:
         f"{setting['steps']} steps a process, without the first {WARMUP_STEPS}; {len(found['turns'])} turns.",
         "The loss is over the assistant's tokens. TRL runs without gradient checkpointing, its faster way.",
         "",
-        "| training | run | tokens/s | peak above the imports, MiB | recipe / it: tokens/s | recipe / it: memory |",
-        "|---|---|---|---|---|---|",
+        "| run | tokens/s | peak above the imports, MiB | ours / it: tokens/s | ours / it: memory |",
+        "|---|---|---|---|---|",
     ]
     for kind in found["turns"][0]:
-        turns = [turn[kind] for turn in found["turns"]]
-        for name in turns[0]:
-            speeds = spread([turn[name]["tokens_per_second"] for turn in turns], 0)
-            sizes = spread([turn[name]["bytes"] / 2**20 for turn in turns], 0)
-            ratios = ["", ""]
-            if name != "ours":
-                speed = [turn["ours"]["tokens_per_second"] / turn[name]["tokens_per_second"] for turn in turns]
-                ratios = [spread(speed, 2), spread([turn["ours"]["bytes"] / turn[name]["bytes"] for turn in turns], 2)]
-            lines.append(f"| {kind} | {name} | {speeds} | {sizes} | {ratios[0]} | {ratios[1]} |")
+        lines += [row.replace("| ", f"| {kind}: ", 1) for row in rows_of([turn[kind] for turn in found["turns"]], {})]
     lines += [
         "",
         "Medians, with the smallest and the largest in brackets. What it does not show: a GPU, where flash attention",

@@ -7,29 +7,13 @@ checkpointing, which TRL switches on and the recipe does not. `--loss_type chunk
 """
 
 import argparse
-import json
-import resource
-import time
-from pathlib import Path
 
 import torch
+from clock import Clock
 from datasets import load_dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
-
-
-class Clock(TrainerCallback):
-    def __init__(self):
-        self.seconds, self.mark = [], None
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.mark = self.mark or time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        now = time.perf_counter()
-        self.seconds.append(now - self.mark)
-        self.mark = now
 
 
 def main():
@@ -74,9 +58,7 @@ def main():
         callbacks=[clock],
     )
     trainer.train()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    Path(options.result).write_text(json.dumps({"step_seconds": clock.seconds, "peak_bytes": peak, "losses": losses}))
+    clock.write(options.result, losses=[row["loss"] for row in trainer.state.log_history if "loss" in row])
 
 
 if __name__ == "__main__":

