@@ -14,7 +14,7 @@ DROPPED = "DropCall"  # ours; all others are cosmic-ray's
 # The same to Python, or the same but slower.
 EQUIVALENT = ("Eq_Is", "NotEq_IsNot", "Is_Eq", "IsNot_NotEq", "RemoveDecorator")
 UNIT = "tests/training"
-OF_PLANS = "zero12 update traffic zero schedule partition collectives optimizers pipelines memory seconds".split()
+OF_PLANS = "zero12 update traffic zero schedule partition collectives optimizers pipelines memory seconds fsdp".split()
 OF_CHECKPOINTS = "atomic_folder manifest space rotation choice best opened lock identity run_folder".split()
 
 
@@ -30,7 +30,10 @@ class Room:
 ROOMS = {
     "data": Room(("finetune/data/*.py",), ("tests/data",)),
     "sampling": Room(("finetune/data/sampling.py",), ("tests/data/test_sampling.py", "tests/data/test_mixtures.py")),
-    "loss": Room(("finetune/training/loss.py",), (f"{UNIT}/test_loss.py",)),
+    "loss": Room(
+        ("finetune/training/loss.py", "finetune/training/contrast.py"),
+        (f"{UNIT}/test_loss.py", f"{UNIT}/test_contrast.py"),
+    ),
     "checkpoints": Room(
         ("finetune/training/checkpoints/*.py",),
         tuple(f"{UNIT}/test_{name}.py" for name in OF_CHECKPOINTS),

@@ -51,6 +51,7 @@ OWN |= {
     "causal_lm_streaming": RUNS["causal_lm_streaming"],
     "seq2seq": Run("seq2seq", 1, {"max_train_samples": 80, "max_source_length": 24, "max_target_length": 12}),
     "preference": Run("preference", 1, {"max_train_samples": 80}),
+    "embedding": Run("embedding", 1, {"max_train_samples": 96, "max_seq_length": 24, "mined_negatives": 1}),
 }
 # What a changed flag cannot be tried with here: it names this run, its cut, or something that this machine lacks.
 LEFT_OUT = {

@@ -17,7 +17,8 @@ def main(run):
     # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
     from finetune.data.preferences import prepare_preferences
     from finetune.training.chapters import finish, trainer_of
-    from finetune.training.preference import PreferenceTrainer, mean_loss, preference_metrics
+    from finetune.training.loss import mean_loss
+    from finetune.training.preference import PreferenceTrainer, preference_metrics
     from finetune.training.preference_model import preference_model, preference_source, write_preference_report
     from finetune.training.start import start
 

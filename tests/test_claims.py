@@ -76,6 +76,16 @@ SETTINGS = {
             "16 of 8 experts",
         ),
     ],
+    "docs/embedding.md": [
+        "2101.06983",
+        "2205.13147",
+        "2407.15831",
+        "a third more time",
+        "nothing is embedded twice",
+        "more than 95%",
+        "0.05 by default",
+        "twice the batch",
+    ],
     "docs/preference.md": [
         "TRL 1.16",
         "2305.18290",

@@ -121,6 +121,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "seq2seq": {"max_train_samples": 64, "bf16": False},
     "causal_lm": {"sample_tokens": 4, "bf16": False},
     "preference": {"max_train_samples": 32, "max_eval_samples": 8, "bf16": False},
+    "embedding": {"max_train_samples": 32, "max_eval_samples": 8, "bf16": False},
     "causal_lm_pipeline": {"sample_tokens": 4, "bf16": False},
     "image_cls": {"bf16": False},
 }
@@ -150,7 +151,7 @@ def test_a_command_of_the_readme_works(
     command = command.replace("runs/python", str(tmp_path / "run"))
     is_run = None if command.startswith("finetune ") else re.search(r"recipes/(\w+)\.py", command)
     if is_run:
-        models = {"seq_cls": minilm, "token_cls": minilm, "image_cls": image_model}
+        models = {"seq_cls": minilm, "token_cls": minilm, "embedding": minilm, "image_cls": image_model}
         command = command.replace("path/to/model", str(models.get(is_run[1], causal_model)))
         short = {**SHORT[is_run[1]], "max_steps": 2, "output_dir": tmp_path / "run"}
         command = re.sub(rf" --({'|'.join(short)}) \S+", "", command) + " " + " ".join(flags(short))

@@ -25,6 +25,7 @@ AUTO = {
     "text-generation": "AutoModelForCausalLM",
     "text2text-generation": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
+    "feature-extraction": "AutoModel",
 }
 
 

@@ -23,6 +23,7 @@ WHOLE = re.compile(r"([+-]?\d+)\.0*")  # as pandas writes integers of a column t
 HIDDEN_LABEL = -1  # GLUE's test sets on the hub
 MULTI_LABEL = "multi_label_classification"  # transformers' word for it
 TOKENS = "token_classification"
+WIDTHS = "widths"  # of a batch: how many tokens its rows' first, second, ... texts have at most
 IGNORED = -100  # the label of a token that is not judged, as torch has it
 
 

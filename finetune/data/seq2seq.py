@@ -26,7 +26,7 @@ from finetune.data.files import open_file
 from finetune.data.find_columns import TRANSLATION, find_pair
 from finetune.data.splits import open_splits, unused_fraction
 from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked, hold_out
-from finetune.data.tokenizer import has_languages
+from finetune.data.tokenizer import cut_to, has_languages
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.recipes.seq2seq import PairArguments
@@ -200,17 +200,9 @@ def pair_encoder(
     a target gets the end alone, which nobody judges."""
     most, prefix = int(arguments.max_target_length or 0), arguments.source_prefix or ""
 
-    def cut_to(length: int, **texts: list[str]) -> tuple[list[list[int]], list[bool]]:
-        # One token more than is kept tells a row that was cut from one that just fits.
-        ids = tokenizer(**texts, truncation=True, max_length=length + 1, return_attention_mask=False)["input_ids"]
-        was_cut = [len(one) > length for one in ids]
-        if any(was_cut):
-            ids = tokenizer(**texts, truncation=True, max_length=length, return_attention_mask=False)["input_ids"]
-        return ids, was_cut
-
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        ids, source_cut = cut_to(max_length, text=[prefix + text for text in rows[SOURCE]])
-        written, target_cut = cut_to(most, text_target=rows.get(TARGET, [""] * len(ids)))
+        ids, source_cut = cut_to(tokenizer, max_length, text=[prefix + text for text in rows[SOURCE]])
+        written, target_cut = cut_to(tokenizer, most, text_target=rows.get(TARGET, [""] * len(ids)))
         return {
             "input_ids": ids,
             "labels": written,

@@ -176,3 +176,14 @@ def _characters_of(texts: Iterable[str]) -> set[str]:
     for text in texts:
         found.update(text)
     return found
+
+
+def cut_to(tokenizer: Any, most: int, **texts: list[str]) -> tuple[list[list[int]], list[bool]]:
+    """Ids of `text`, or of `text_target`, at most so many with what the tokenizer puts around them; and which were
+    cut."""
+    # One token more than is kept tells a text that was cut from one that just fits.
+    ids = tokenizer(**texts, truncation=True, max_length=most + 1, return_attention_mask=False)["input_ids"]
+    was_cut = [len(one) > most for one in ids]
+    if any(was_cut):
+        ids = tokenizer(**texts, truncation=True, max_length=most, return_attention_mask=False)["input_ids"]
+    return ids, was_cut

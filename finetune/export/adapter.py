@@ -20,6 +20,7 @@ CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
+    "FEATURE_EXTRACTION": "AutoModel",
 }
 OWN_MODELS = ("gptlite", "alexnet", "resnet_group_norm")  # which transformers knows once their module is imported
 

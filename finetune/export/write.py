@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from finetune.errors import RequestError, RunError
 from finetune.export.weights import Weight, cast_of
-from finetune.run.files import LABELS, UNFINISHED
+from finetune.run.files import LABELS, SENTENCE_FILES, UNFINISHED
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST
 from finetune.training.checkpoints.writing import flush
@@ -29,7 +29,7 @@ CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")  # re
 COMPANIONS = (
     "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.spm", "sentencepiece*.model", "chat_template.*", "preprocessor_config.json", "processor_config.json",
-    LABELS,
+    LABELS, *SENTENCE_FILES,
 )  # fmt: skip
 READ_AND_WRITE = 0o666
 PATH_KEYS = ("_name_or_path", "base_model_name_or_path")
@@ -117,7 +117,9 @@ def write_companions(source: Path, folder: Path, dtype: torch.dtype) -> list[str
                 config["dtype"] = str(dtype).removeprefix("torch.")
             _write(folder / name, config)
     for path in _companions(source):
-        shutil.copyfile(path, folder / path.name)
+        place = folder / path.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, place)
     return notes
 
 

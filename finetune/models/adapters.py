@@ -24,8 +24,9 @@ TASKS = {
     "text-classification": "SEQ_CLS",
     "token-classification": "TOKEN_CLS",
     "text2text-generation": "SEQ_2_SEQ_LM",
+    "feature-extraction": "FEATURE_EXTRACTION",
 }
-WRITERS = ("CAUSAL_LM", "SEQ_2_SEQ_LM")  # whose head the model has had before
+WITHOUT_NEW_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")  # it was there before, or there is none
 ALL_LINEAR = "all-linear"  # peft's word
 POOLER = "pooler"  # of BERT's kind, which a masked language model is trained without
 
@@ -101,12 +102,20 @@ def _new(model: Any, arguments: AdapterArguments, task: str) -> Any:
         lora_alpha=arguments.lora_alpha,
         lora_dropout=arguments.lora_dropout,
         target_modules=wanted or ALL_LINEAR,
+        exclude_modules=_unread(model, task) or None,
         modules_to_save=saved_modules(model, arguments, task) or None,
         use_dora=arguments.lora_use_dora,
         use_rslora=arguments.lora_use_rslora,
         task_type=task,
     )
     return get_peft_model(model, config)
+
+
+def _unread(model: Any, task: str) -> list[str]:
+    """Linear layers that no loss reads: an adapter there would get no gradient, at which DDP stops."""
+    if task != "FEATURE_EXTRACTION":
+        return []
+    return [name for name, module in model.named_modules() if _is_linear(module) and name.partition(".")[0] == POOLER]
 
 
 def saved_modules(model: Any, arguments: AdapterArguments, task: str) -> list[str]:
@@ -126,7 +135,7 @@ def saved_modules(model: Any, arguments: AdapterArguments, task: str) -> list[st
                 f"--lora_modules_to_save {name}: embeddings and head of this model are one tensor, of which a copy "
                 "would be trained for one of them alone. Leave it out."
             )
-    return [*asked, *(() if task in WRITERS else heads_of(model))]
+    return [*asked, *(() if task in WITHOUT_NEW_HEAD else heads_of(model))]
 
 
 def heads_of(model: Any) -> list[str]:
@@ -140,7 +149,7 @@ def heads_of(model: Any) -> list[str]:
 def labels_of(model: Any) -> dict[str, Any] | None:
     """What a classifier's adapter has beside it, None of another model: the config of its base does not know it, and
     transformers takes an adapter with a config.json for a whole model (models/auto/auto_factory.py)."""
-    if not hasattr(model, "peft_config") or model.active_peft_config.task_type in WRITERS:
+    if not hasattr(model, "peft_config") or model.active_peft_config.task_type in WITHOUT_NEW_HEAD:
         return None
     known = {name: value for name, value in model.config.to_dict().items() if name in OF_LABELS}
     return {**known, "architectures": [type(model.get_base_model()).__name__]}

@@ -121,19 +121,13 @@ def build_classifier(
     if source.config is None:
         # Not by `from_config`: under ZeRO-3 it draws the weights in another order, and the run would start elsewhere.
         kind = DistilBertForTokenClassification if of_tokens else DistilBertForSequenceClassification
-        return kind(_scratch_config(arguments, source, tokenizer, label_config))
+        return kind(scratch_config(arguments, source, tokenizer, label_config))
     config = source.config
     if will_train and hasattr(config, "thresholds"):
         del config.thresholds  # of the weights that were
     for key, value in label_config.items():
         setattr(config, key, value)
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id
-    if len(tokenizer) > config.vocab_size:
-        raise RequestError(
-            f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {config.vocab_size:,}. "
-            "Use the model's own tokenizer."
-        )
+    fit_to(tokenizer, config)
     kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
     name, is_local = str(source.pretrained), source.hub_id is None
     if kept.in_4bit:
@@ -161,9 +155,21 @@ def _check_knows(source: Source, labels: Labels) -> None:
         )
 
 
-def _scratch_config(
+def fit_to(tokenizer: Any, config: Any) -> None:
+    """The token that pads. Raises RequestError where the model embeds fewer tokens than the tokenizer has."""
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+    if len(tokenizer) > config.vocab_size:
+        raise RequestError(
+            f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {config.vocab_size:,}. "
+            "Use the model's own tokenizer."
+        )
+
+
+def scratch_config(
     arguments: ModelArguments, source: Source, tokenizer: Any, label_config: dict[str, Any]
 ) -> DistilBertConfig:
+    """Of the DistilBERT of --model_size."""
     return DistilBertConfig(
         **distilbert_shape(arguments.model_size, arguments.dropout, source.max_seq_length),
         vocab_size=len(tokenizer),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from finetune.run.facts import (
     tokens_flag,
     tokens_of,
 )
+from finetune.run.files import SENTENCE_SIZES
 from finetune.run.run import Run
 
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
@@ -67,11 +68,7 @@ def job_of(
     _check_numbers(run, params_per_layer)
     subject = subject or _subject(run, machine, params_per_layer, notes)
     model, run = subject.model, settle_engine(run)
-    if "reference" in run.recipe.flags:
-        notes.append(
-            "a row of preferences is counted as one text, and is two: plan with twice --per_device_train_batch_size; a "
-            "second model (--reference online) is not counted"
-        )
+    notes += _rows_of_texts(run)
     _check_engine(run, model)
     lora, asked = lora_of(run, model), deepspeed_config_of(run)
     flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
@@ -105,6 +102,20 @@ def job_of(
         check_sharded(run)
     optimizer, engine = optimizer_of(run.value("optim"), loaded.config), DEEPSPEED if run.stages is None else PIPELINE
     return replace(job, engine=engine, zero=zero, optimizer=optimizer), loaded.config, [*notes, *loaded.notes]
+
+
+def _rows_of_texts(run: Run) -> Iterator[str]:
+    """Of recipes whose rows are several texts."""
+    if "reference" in run.recipe.flags:
+        yield (
+            "a row of preferences is counted as one text, and is two: plan with twice --per_device_train_batch_size; a "
+            "second model (--reference online) is not counted"
+        )
+    if "pooling" in run.recipe.flags:
+        yield (
+            "a row is counted as one text: plan pairs with twice --per_device_train_batch_size, triplets with three "
+            "times as many; with accumulation texts are embedded twice, of which one is counted"
+        )
 
 
 def _precision(run: Run, flags: dict[str, bool], machine: Machine, asked: str | None) -> str:
@@ -188,7 +199,11 @@ def _tokens(run: Run, model: Model, notes: list[str]) -> int:
     )  # fmt: skip
     most = NO_LIMIT
     tokenizer = Path(str(given)).expanduser() / "tokenizer_config.json"
-    if flag != "block_size" and given and tokenizer.is_file():
+    sizes = Path(str(given)).expanduser() / SENTENCE_SIZES
+    if "pooling" in run.recipe.flags and given and sizes.is_file():
+        said = read_config(sizes).get("max_seq_length")
+        most = int(said) if isinstance(said, int) and said > 0 else NO_LIMIT
+    elif flag != "block_size" and given and tokenizer.is_file():
         said = read_config(tokenizer).get("model_max_length")
         most = int(said) if isinstance(said, int) and 0 < said < NO_LIMIT else NO_LIMIT
     positions, source = positions_of(model.sizes.config.get), f" ({run.source(flag)})"

@@ -13,7 +13,19 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
-from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, TAGS, Family, Shape, Sizes
+from finetune.plan.families.parts import (
+    CAUSAL,
+    CLASSES,
+    IMAGES,
+    MASKED,
+    SEQ2SEQ,
+    TAGS,
+    VECTORS,
+    Family,
+    Shape,
+    Sizes,
+    nothing,
+)
 from finetune.plan.families.possible import refuse_impossible
 from finetune.plan.values import FP32_BYTES, Lora
 from finetune.safe_read import read_json_object
@@ -102,14 +114,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def model_of(config: dict[str, Any], where: str = "the config", head: str | None = None) -> Model:
-    """`head` is one of `HEADS`; None: what `architectures` says, and without that the family's language model.
-    Raises RequestError for another family or head, or where a size is missing or is none."""
+    """`head` is one of `HEADS`, or VECTORS; None: what `architectures` says, and without that the family's language
+    model. Raises RequestError for another family or head, or where a size is missing or is none."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise RequestError(f"{where}: model_type is {kind!r}, but those known are {', '.join(sorted(FAMILIES))}.")
     family, sizes = FAMILIES[kind], Sizes(config, where)
     head = head or _head(config, family, where)
-    if head not in family.heads:
+    if head not in (*family.heads, VECTORS):
         raise RequestError(f"{where}: of {kind} these heads are known: {', '.join(family.heads)}; not {head}.")
     refuse_impossible(kind, sizes)
     layers = family.layers(sizes)
@@ -119,7 +131,7 @@ def model_of(config: dict[str, Any], where: str = "the config", head: str | None
         (None, family.before(sizes)),
         *((index, family.block(sizes, index)) for index in range(layers)),
         (None, family.after(sizes)),
-        (None, family.heads[head](sizes)),
+        (None, family.heads.get(head, nothing)(sizes)),
     )
     tensors = tuple(Tensor(name, shape, layer) for layer, part in parts for name, shape in part)
     buffers = tuple(Buffer(*one) for one in family.buffers(sizes))

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
-from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, SEQ2SEQ, TAGS, Sizes
+from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, SEQ2SEQ, TAGS, VECTORS, Sizes
 from finetune.plan.model import Model, is_block_linear, model_of, read_config
 from finetune.plan.named import CHARACTERS, Named, find_model, gptlite_config
 from finetune.plan.values import Lora
@@ -32,6 +32,7 @@ HEADS = {
     "token-classification": TAGS,
     "image-classification": IMAGES,
     "text2text-generation": SEQ2SEQ,
+    "feature-extraction": VECTORS,
 }
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
 BYTES = 256 + 1  # and one that ends a text
@@ -114,7 +115,7 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Mo
         config = _alike(config, str(given), params_per_layer, notes)
     model, head = model_of(config, str(given)), HEADS.get(run.recipe.task)
     if head is not None and model.head != head:
-        if head in FAMILIES[model.family].heads:
+        if head in (*FAMILIES[model.family].heads, VECTORS):
             model = model_of(config, str(given), head=head)
         else:
             notes.append(
@@ -154,8 +155,11 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
         "vocab_size": DISTILBERT_SIZES[size].vocab_size,
         **distilbert_shape(size, run.value("dropout"), run.value("max_seq_length")),
     }
-    tokens, labels = config["vocab_size"], Sizes(config, "").labels
-    notes.append(f"a vocabulary of {tokens:,} tokens and {labels} labels are taken for granted; the data decides")
+    granted = f"a vocabulary of {config['vocab_size']:,} tokens"
+    if HEADS[run.recipe.task] == VECTORS:
+        notes.append(f"{granted} is taken for granted; the data decides")
+    else:
+        notes.append(f"{granted} and {Sizes(config, '').labels} labels are taken for granted; the data decides")
     return config
 
 

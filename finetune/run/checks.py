@@ -54,7 +54,8 @@ def within_range(run: Run) -> tuple[Run, list[str]]:
 def _out_of_range(run: Run) -> Iterator[tuple[str, str]]:
     for flag in run.recipe.flags.values():
         value = run.value(flag.name)
-        if flag.range is not None and value is not None and not flag.range.holds(value):
+        values = value if isinstance(value, list) else [value]
+        if flag.range is not None and not all(one is None or flag.range.holds(one) for one in values):
             finite = " and finite" if isinstance(value, float) and math.isinf(value) else ""
             yield flag.name, f"{run.said(flag.name)}, but it must be {flag.range}{finite}."
 

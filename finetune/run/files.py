@@ -4,6 +4,10 @@ from finetune.dsconfig.context import NVME_FOLDER
 
 LOCK = "_lock"  # the Trainer pushes no name that begins with "_" to the hub (transformers 5.23, push_to_hub)
 LABELS = "labels.json"  # what the adapter of a classifier tells apart
+# An embedding model opens in sentence-transformers by these: its modules, how texts are cut, prompts, and pooling.
+SENTENCE_MODULES, SENTENCE_SIZES = "modules.json", "sentence_bert_config.json"
+SENTENCE_SETTINGS, SENTENCE_POOLING = "config_sentence_transformers.json", "1_Pooling/config.json"
+SENTENCE_FILES = (SENTENCE_MODULES, SENTENCE_SIZES, SENTENCE_SETTINGS, SENTENCE_POOLING)
 RUN_RECORD = "recipe.yaml"  # its presence says: this folder was written by a recipe
 STATE_FILE = "trainer_state.json"  # in a checkpoint: its step, its epoch, what it has logged
 IDENTITY = "run.json"  # in a run folder and in each checkpoint: of which run it is, and what decides its course

@@ -168,11 +168,11 @@ def flags_of(groups: Sequence[type]) -> tuple[Flag, ...]:
 
 
 def kind_of(hint: Any) -> tuple[str, bool]:
-    """The kind of a type such as `int | None`, and whether it is a list's."""
+    """The kind of a type such as `int | None`, or of the items of a list; and whether it is a list's."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     options = tuple(option for option in options if option is not type(None))
-    if any(typing.get_origin(option) is list for option in options):
-        return "str", True
+    if lists := [option for option in options if typing.get_origin(option) is list]:
+        return kind_of(*typing.get_args(lists[0]))[0], True
     if any(option is dict or typing.get_origin(option) is dict for option in options):
         return "json", False
     simple = {int: "int", float: "float", bool: "bool"}

@@ -166,3 +166,9 @@ def class_weights(counts: Sequence[int]) -> list[float]:
 def positive_weights(counts: Sequence[int], rows: int) -> list[float]:
     """Weights that let the rows with a label count as much as those without: absent / present, of each label."""
     return [(rows - count) / count if count else 1.0 for count in counts]
+
+
+def mean_loss(outputs: dict[str, torch.Tensor], labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A `compute_loss_func` for a model that gives each row's loss in its first column: their sum by the number of rows
+    of the global batch, so that it is the same however they are spread."""
+    return outputs["logits"][:, 0].sum() / (len(labels) if num_items_in_batch is None else num_items_in_batch)

@@ -30,6 +30,7 @@ class Card:
     pictures: Sequence[tuple[str, str]]
     use: str
     sample: str = ""
+    library: str = "transformers"  # that the hub names to open it
     tables: Sequence[tuple[str, Sequence[Sequence[Any]]]] = ()  # more of them: a sentence, a header, rows
 
 

@@ -28,7 +28,8 @@ from finetune.run.recipes.preference import BETAS, PreferenceArguments
 from finetune.training.checkpoints.writing import leads, of_first
 from finetune.training.metrics import first_output
 from finetune.training.preference_losses import LOSSES, Pairs, Settings, kto
-from finetune.training.preference_model import MISSING, PIECE_ROWS, Reference, read_pieces, write_whole
+from finetune.training.preference_model import MISSING, PIECE_ROWS, Reference, read_pieces
+from finetune.training.run_folder import write_whole
 from finetune.training.start import Session
 from finetune.training.trainer import FinetuneTrainer
 
@@ -41,12 +42,6 @@ def settings_of(session: Session) -> Settings:
     asked = session[PreferenceArguments]
     beta = BETAS[asked.loss] if asked.beta is None else asked.beta
     return Settings(**{name: getattr(asked, name) for name in Settings.__annotations__} | {"beta": beta})
-
-
-def mean_loss(outputs: dict[str, Tensor], labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """The Trainer's `compute_loss_func`: the sum over rows by the number of rows of the global batch, so that it is the
-    same however they are spread."""
-    return outputs["logits"][:, 0].sum() / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
 class PreferenceTrainer(FinetuneTrainer):

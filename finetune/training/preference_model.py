@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,14 +97,6 @@ def read_pieces(folder: Path, kept: Path, key: str, begins: range) -> dict[int, 
             if str(stored["key"]) == key:
                 found = {begin: stored["values"][begin : begin + PIECE_ROWS] for begin in begins}
     return found
-
-
-def write_whole(path: Path, save: Callable[[Any], None]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
-        save(file)
-    unfinished.replace(path)
 
 
 def preference_source(session: Session) -> CausalSource:

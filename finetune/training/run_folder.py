@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -176,6 +176,15 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".unfinished")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def write_whole(path: Path, save: Callable[[Any], None]) -> None:
+    """A file that is there whole or not at all, by what `save` writes to an open one; not flushed to the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        save(file)
+    unfinished.replace(path)
 
 
 @contextmanager

@@ -62,6 +62,10 @@ class SavingMixin(AnyTrainer):
             labels = labels_of(self.accelerator.unwrap_model(self.model))
             if labels is not None:
                 write_json(folder / LABELS, labels)
+            self.write_beside(folder)
+
+    def write_beside(self, folder: Path) -> None:
+        """For a task whose folders hold more than weights and the tokenizer. One rank calls it."""
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer's, a tied weight once: below ZeRO-3 accelerate copies each name's (1.15, accelerator.py,

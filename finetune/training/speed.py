@@ -15,7 +15,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
-from finetune.data.columns import IGNORED
+from finetune.data.columns import IGNORED, WIDTHS
 from finetune.data.packing import REAL_TOKENS
 from finetune.errors import RequestError
 from finetune.plan.machine import find_machine
@@ -107,7 +107,8 @@ class SpeedMeter(TrainerCallback):
         mask = inputs.get("attention_mask", inputs.get(REAL_TOKENS))
         self._rows += ids.shape[0]
         self._real = self._real + (ids.numel() if mask is None else mask.sum())
-        self._padded += ids.numel()
+        widths = inputs.get(WIDTHS)  # of texts by their place in a row, each padded to its own longest
+        self._padded += ids.numel() if widths is None else len(ids) // len(widths) * sum(widths)
         if "decoder_input_ids" in inputs and "labels" in inputs:  # what is written counts beside what is read
             self._real = self._real + (inputs["labels"] != IGNORED).sum()
             self._padded += inputs["labels"].numel()

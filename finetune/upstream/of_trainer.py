@@ -6,7 +6,7 @@ from finetune.upstream.row import Row
 
 TRAINER = "transformers.trainer:Trainer."
 MIXIN, SAVING, EVALUATION = "training/trainer.py", "training/saving.py", "training/evaluation.py"
-PREFERENCE = "training/preference.py"
+PREFERENCE, EMBEDDING = "training/preference.py", "training/embedding.py"
 IS_PUBLIC = "the method goes, or is no longer called from there: it is public"
 
 
@@ -212,6 +212,20 @@ PUBLIC = (
         "self, logs, start_time=",
         "_maybe_log_save_evaluate _finalize_training evaluate",
         "with rewards and margins",
+    ),
+    _public(
+        EMBEDDING,
+        "get_batch_samples",
+        "self, epoch_iterator, num_batches, device",
+        "_run_epoch",
+        "the negatives of a row are of a whole step",
+    ),
+    _public(
+        EMBEDDING,
+        "compute_loss",
+        "self, model, inputs, return_outputs=, num_items_in_batch=",
+        "training_step prediction_step",
+        "a row is several texts, and its loss hangs on all rows of a step",
     ),
     _public(
         MIXIN,

@@ -52,8 +52,8 @@ ADAPTED = {
 CASES = [*recipes(), *(name for name, recipe in OF_RECIPES.items() if recipe), *ADAPTED]
 # Whose vocabulary is that of the text, which no plan reads; or whose classes are.
 # Packed weights are half as many to torch.
-BY_THE_DATA = ("seq2seq", "causal_lm", "preference", "causal_lm_pipeline", "seq_cls", "token_cls", "token_cls_conll",
-               "gptlite_post", "gptlite_tinyshakespeare")  # fmt: skip
+BY_THE_DATA = ("seq2seq", "causal_lm", "preference", "embedding", "causal_lm_pipeline", "seq_cls", "token_cls",
+               "token_cls_conll", "gptlite_post", "gptlite_tinyshakespeare")  # fmt: skip
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 LARGE_VOCABULARY = 9000
 FILES = {"instruction": "chats.jsonl", "gpt2_124m": "words.txt"}  # the latter enough for a BPE of 50,304 tokens
@@ -133,6 +133,8 @@ def flags_of(case: str, folder: Path) -> list[str]:
         words += ["--train_file", str(folder / FILES.get(case, "text.txt"))]
     elif recipe == "preference":
         words += ["--train_file", str(folder / "pairs.jsonl")]
+    elif recipe == "embedding":
+        words += ["--train_file", str(folder / "sources.jsonl"), "--column_mapping", "source=anchor", "target=positive"]
     if case in ("instruction", "preference_dpo", "lora_24gb", "lora_zero3") or (
         case in ADAPTED and recipe == "causal_lm"
     ):
@@ -140,7 +142,7 @@ def flags_of(case: str, folder: Path) -> list[str]:
     words += ADAPTED[case][1] if case in ADAPTED else []
     if case.startswith("seq2seq_"):
         words += ["--model_name_or_path", str(folder / "both")]
-    if case.startswith(("seq_cls_", "token_cls_")) or (case in ADAPTED and recipe != "causal_lm"):
+    if case.startswith(("seq_cls_", "token_cls_", "embedding_")) or (case in ADAPTED and recipe != "causal_lm"):
         words += ["--model_name_or_path", str(folder / "encoder")]
     return words
 

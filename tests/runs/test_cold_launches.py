@@ -25,6 +25,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "image_cls": {"max_train_samples": 64},
     "token_cls": TINY,
     "seq2seq": {"max_train_samples": 64, "dropout": 0.0, "max_source_length": 16, "max_target_length": 8},
+    "embedding": TINY,
     "preference": {"config_overrides": CAUSAL["config_overrides"], "max_train_samples": 64, "block_size": 64},
 }
 STAGES = {"python": 1, "deepspeed": 2, "torchrun": 2, "accelerate": 2}

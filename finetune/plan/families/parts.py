@@ -13,6 +13,7 @@ Named = Iterator[tuple[str, Shape]]
 Buffers = Iterator[tuple[str, Shape, int]]  # with the bytes of an element
 CAUSAL, MASKED, CLASSES, SEQ2SEQ = "causal_lm", "masked_lm", "sequence_classification", "seq2seq_lm"
 IMAGES, TAGS = "image_classification", "token_classification"
+VECTORS = "embeddings"  # a head without parameters, of any family of text
 MOST = 100_000_000  # of any size that a config has
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from finetune.plan.families.encoders import STYLES, Encoder
-from finetune.plan.families.parts import CLASSES, TAGS
+from finetune.plan.families.parts import CLASSES, TAGS, VECTORS
 from finetune.plan.forward.attention import Heads, attend, kind_of, split_heads
-from finetune.plan.forward.losses import label_loss
+from finetune.plan.forward.losses import label_loss, vector_loss
 from finetune.plan.forward.parts import Setting, activation, stack
 from finetune.plan.values import Value
 
@@ -62,6 +62,8 @@ def _head(setting: Setting, style: Encoder, x: Value) -> Value:
         dropout = sizes.share("classifier_dropout", dropout)
     elif setting.head == CLASSES:
         dropout = sizes.share("seq_classif_dropout", 0.2)
+    if setting.head == VECTORS:
+        return vector_loss(setting, x)
     if setting.head == CLASSES:
         pooled = tape.alias(x, batch.rows * sizes(style.hidden), "first token")
         pooled = tape.linear(tape.dropout(pooled, dropout) if is_roberta else pooled, style.pooler)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.plan.families.parts import CAUSAL, TAGS
+from finetune.plan.families.parts import CAUSAL, TAGS, VECTORS
 from finetune.plan.forward.parts import Setting
 from finetune.plan.tape import Tape
 from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, INT64_BYTES, Gemm, Value
@@ -17,6 +17,8 @@ def decoder_head(setting: Setting, x: Value, tied: str, softcap: bool = False) -
     """Of a causal model logits over the vocabulary and ForCausalLMLoss: in fp32, labels shifted; `tied` is the weight
     of a tied head. Of a decoder with another head its scores."""
     tape = setting.tape
+    if setting.head == VECTORS:
+        return vector_loss(setting, x)
     if setting.head != CAUSAL:
         return class_head(setting, x)
     if setting.loss_chunk_tokens:
@@ -72,6 +74,16 @@ def label_loss(setting: Setting, logits: Value, rows: int | None = None) -> Valu
     loss = cross_entropy(setting.tape, logits, rows or setting.batch.rows)
     output_in_fp32(setting.tape, logits)
     return loss
+
+
+def vector_loss(setting: Setting, x: Value) -> Value:
+    """One vector a sample, the mean of its tokens in fp32 (finetune.models.encoder, pooled), and a loss of vectors,
+    beside which it is small."""
+    tape, batch = setting.tape, setting.batch
+    mask = tape.op("mask", (), batch.positions, bytes_each=FP32_BYTES, needs_grad=False)
+    weighted = tape.multiply(tape.cast(x, FP32_BYTES), mask)
+    hidden = x.elements // batch.positions
+    return label_loss(setting, tape.op("sum", (weighted,), batch.rows * hidden, bytes_each=FP32_BYTES))
 
 
 def chunked_loss(setting: Setting, x: Value, tied: str) -> Value:

@@ -19,7 +19,7 @@ TASKS = ("classification", "multi_label_classification", "regression")
 class ModelArguments:
     """Which model. Without a name, a DistilBERT of `model_size` is trained from scratch."""
 
-    model_name_or_path: str | None = flag(None, "hub id or folder of any classifier", MODEL, path=NAME_OR_PATH)
+    model_name_or_path: str | None = flag(None, "hub id or folder of the model to start from", MODEL, path=NAME_OR_PATH)
     model_revision: str = flag("main", "branch, tag or commit on the hub", MODEL)
     tokenizer_name: str | None = flag(
         None, "hub id or folder of a tokenizer; default: the model's", MODEL, path=NAME_OR_PATH
@@ -89,7 +89,7 @@ class PreparationArguments:
     """How the data is cut, cleaned and cached."""
 
     validation_fraction: float = flag(
-        0.1, "part of the training data to hold out, if there is no held-out data", ROWS, range=PART
+        0.1, "part of the training data to hold out, if no held-out data is given", ROWS, range=PART
     )
     max_train_samples: int | None = flag(
         None, "train on a random choice of this many rows; of a stream, on the first", ROWS, range=AT_LEAST_ONE

@@ -1,0 +1,129 @@
+"""Texts to be embedded, as tokens, prepared once and cached: of each row its anchor, its positive and its negatives;
+the two that have a score; or the one that has a label."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from finetune.data.classification import ClassificationData, Kind, prepare
+from finetune.data.columns import WIDTHS, Columns, said_counts
+from finetune.data.embedding_rows import (
+    BUILT_IN,
+    CLASSES,
+    JUDGED,
+    clean_rows,
+    load_rows,
+    said_rows,
+    text_column,
+    texts_of,
+)
+from finetune.data.tables import ROW
+from finetune.data.tokenizer import cut_to
+from finetune.run.recipes.embedding import EmbeddingDataArguments
+
+IDS, KEYS = "ids", "keys"
+
+
+@dataclass(frozen=True)
+class EmbeddingData(ClassificationData):
+    """Columns `ids`, of each of a row's texts the tokens, `keys`, equal where texts are, `length`, that of the longest,
+    and `judged`: a score, or the id of a label. `labels.task` is PAIRS, SCORED or CLASSES."""
+
+    def describe(self) -> str:
+        """One line for the log: what is used, and which flags change it."""
+        account, kind = self.account, self.labels.task
+        rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
+        left_out, cut = sum(account.skipped.values()), sum(account.truncated.values())
+        said = [f"{left_out:,} bad rows left out"] if left_out else []
+        said += [f"{len(self.labels.names)} labels: {said_counts(account.label_counts)}"] if kind == CLASSES else []
+        said += [note for note in (self.columns, *account.notes) if note]
+        said += [f"{cut:,} rows with a text cut to {account.max_seq_length} tokens"] if cut else []
+        said += ["--train_file takes your own"] if account.source == BUILT_IN else []
+        return f"data: {account.source} ({'; '.join([f'{rows} {kind}', *said])})"
+
+    @property
+    def columns(self) -> str:
+        """Which columns are read, and which are not; nothing of data that has no others than these."""
+        return "" if self.account.source == BUILT_IN else said_rows(self.account.columns, self.labels.task)
+
+    @property
+    def collator(self) -> Any:
+        """All first texts, then all second ones, padded on the right."""
+        pad = self.tokenizer.pad_token_id
+        return partial(collate, pad if pad is not None else self.tokenizer.eos_token_id or 0)
+
+
+def prepare_embedding(
+    arguments: EmbeddingDataArguments, *rest: Any, prompts: Mapping[str, str], **more: Any
+) -> EmbeddingData:
+    """As `finetune.data.classification.prepare`; `prompts` are those of a "query", which is a row's first text, and of
+    a "document"."""
+    settled = replace(arguments, query_prompt=prompts.get("query"), document_prompt=prompts.get("document"))
+    kind = Kind("embedding", load_rows, clean_rows, partial(encoder, settled), texts_of, _counts, (JUDGED, ROW))
+    data = prepare(settled, *rest, kind=kind, **more)
+    return EmbeddingData(**{field.name: getattr(data, field.name) for field in fields(data)})
+
+
+def _counts(tables: Any, labels: Any) -> dict[str, int]:
+    if not labels.names or "train" not in tables:
+        return {}
+    ids = tables["train"][JUDGED][:]
+    return {name: ids.count(i) for i, name in enumerate(labels.names)}
+
+
+def encoder(
+    arguments: EmbeddingDataArguments, tokenizer: Any, columns: Columns, max_length: int
+) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+    """Of rows of texts the token ids, each text cut to `max_length` with what the tokenizer puts around it."""
+
+    def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        names = [name for i in range(len(rows)) if (name := text_column(i)) in rows]
+        prompts = [arguments.query_prompt or "", *[arguments.document_prompt or ""] * (len(names) - 1)]
+        made = [
+            cut_to(tokenizer, max_length, text=[prompt + text for text in rows[name]])
+            for name, prompt in zip(names, prompts, strict=True)
+        ]
+        sides = [side for side, _ in made]
+        return {
+            IDS: [list(row) for row in zip(*sides, strict=True)],
+            KEYS: [[key(text) for text in row] for row in zip(*(rows[name] for name in names), strict=True)],
+            "length": [max(map(len, row)) for row in zip(*sides, strict=True)],
+            "truncated": [any(row) for row in zip(*(was_cut for _, was_cut in made), strict=True)],
+        }
+
+    return encode
+
+
+def key(text: str) -> int:
+    """A number that equal texts share, and others do not but by a chance of 2^-63."""
+    return int.from_bytes(hashlib.blake2b(text.strip().encode(), digest_size=8).digest(), "little") >> 1
+
+
+def collate(pad: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """B rows of C texts to `input_ids` and `attention_mask` (C B, T), whose i-th B are all i-th texts, of at most
+    `widths[i]` tokens; `keys` (B, C) and `judged` (B,), zeros of pairs: its bits, for under DeepSpeed the Trainer makes
+    bf16 of floats (transformers 5.23, Trainer._prepare_input). It counts by `labels` (B,), which come first, and by
+    `shift_labels`: without these it would leave out the first row, as the first token of a text."""
+    count, sides = len(rows), list(zip(*(row[IDS] for row in rows), strict=True))
+    widths = [max(map(len, side)) for side in sides]
+    one_each = torch.ones(count, dtype=torch.long)
+    shape = count * len(sides), max(widths)
+    batch: dict[str, Any] = {
+        "labels": one_each,
+        "shift_labels": one_each,
+        "input_ids": torch.full(shape, pad),
+        "attention_mask": torch.zeros(shape, dtype=torch.long),
+        KEYS: torch.tensor([row[KEYS] for row in rows]),
+        JUDGED: torch.tensor([float(row.get(JUDGED, 0)) for row in rows]).view(torch.int32),
+        WIDTHS: widths,
+    }
+    for i, ids in enumerate(ids for side in sides for ids in side):
+        batch["input_ids"][i, : len(ids)] = torch.tensor(ids)
+        batch["attention_mask"][i, : len(ids)] = 1
+    return batch

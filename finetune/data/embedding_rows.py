@@ -1,0 +1,238 @@
+"""Rows for embeddings as people have them: pairs, with or without negatives; pairs with a score; texts with a label."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from finetune.data.columns import Columns, Labels, is_empty, label_text, said_columns
+from finetune.data.files import open_file
+from finetune.data.formats import check_renames, renames_of
+from finetune.data.seq2seq import SOURCE, TARGET, function_rows
+from finetune.data.splits import open_splits, said_split, unused_fraction
+from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked, hold_out
+from finetune.errors import RequestError, plain
+from finetune.run.flags.text import PreparationArguments
+from finetune.run.recipes.embedding import EmbeddingDataArguments
+
+PAIRS, SCORED, CLASSES = "pairs", "scored pairs", "texts with labels"  # what the rows are
+JUDGED = "judged"  # our column of scores, or of the ids of labels
+NOT_JUDGED = object()  # stands for these in rows that have neither
+SHOWN = 60  # characters of what is no text
+ANCHORS = ("anchor", "query", "question")
+POSITIVES = ("positive", "positives", "pos", "answer", "passage", "document")
+NEGATIVE = re.compile(r"(?:hard_)?neg(?:ative)?s?(?:_?(\d+))?")
+TWO_TEXTS = (("sentence1", "sentence2"), ("text1", "text2"), ("sentence_a", "sentence_b"), ("question1", "question2"))
+SCORES = ("score", "similarity_score", "similarity", "label", "is_duplicate")
+TEXTS, LABELS = ("text", "sentence"), ("label", "labels")
+BUILT_IN = "built-in functions of Python's standard library, by the first line of their docstring, held out by package"
+LISTED = "anchor and positive (and negative, or negative_1, ...); sentence1, sentence2 and score; or text and label"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a table's rows are, and the columns of their texts: an anchor, a positive and negatives; the two texts that
+    are compared; or the one that has a label. `judged` is the column of the score, or of the label."""
+
+    kind: str
+    texts: tuple[str, ...]
+    judged: str | None = None
+
+
+def text_column(number: int) -> str:
+    """What the column of a row's texts is called once it is read."""
+    return f"text_{number}"
+
+
+def load_rows(arguments: EmbeddingDataArguments) -> tuple[Table, str]:
+    """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
+    given = open_splits(arguments, lambda split, name: open_file(f"{split}_file", name, encoding=arguments.encoding))
+    if given:
+        return given
+    found = function_rows()
+    return {
+        split: Dataset.from_dict({"anchor": rows[TARGET], "positive": rows[SOURCE]}) for split, rows in found.items()
+    }, BUILT_IN
+
+
+def find_rows(names: Sequence[str], where: str) -> Found:
+    """Raises RequestError where no columns have the usual names."""
+    lower = {name.lower(): name for name in names}
+    anchor = next((lower[name] for name in ANCHORS if name in lower), None)
+    positive = next((lower[name] for name in POSITIVES if name in lower), None)
+    if anchor and positive:
+        numbered = [(int(found[1] or 0), name) for name in names if (found := NEGATIVE.fullmatch(name.lower()))]
+        return Found(PAIRS, (anchor, positive, *(name for _, name in sorted(numbered))))
+    two = next(((lower[a], lower[b]) for a, b in TWO_TEXTS if a in lower and b in lower), None)
+    if two:
+        judged = next((lower[name] for name in SCORES if name in lower), None)
+        return Found(SCORED if judged else PAIRS, two, judged)
+    text, label = (next((lower[name] for name in some if name in lower), None) for some in (TEXTS, LABELS))
+    if text and label:
+        return Found(CLASSES, (text,), label)
+    raise RequestError(
+        f"{where}: has no columns by the names that are known: {LISTED}. It has {', '.join(map(plain, names))}. Rename "
+        "columns by --column_mapping OLD=NEW."
+    )
+
+
+def clean_rows(
+    tables: Table,
+    arguments: EmbeddingDataArguments,
+    cut: PreparationArguments,
+    seed: int,
+    known: Any = None,
+    trained: Any = None,
+) -> CleanTables:
+    """Columns `text_0`, `text_1`, ... and, of scored pairs and of texts with labels, `judged`. Raises RequestError."""
+    renamed = {split: _renamed(table, arguments, split) for split, table in tables.items()}
+    first = "train" if "train" in renamed else next(iter(renamed))
+    found = find_rows(renamed[first].column_names, said_split(arguments, first))
+    _check_prompts(arguments, found)
+    read = {split: _texts_of(table, found, said_split(arguments, split)) for split, table in renamed.items()}
+    width = min(len(row) for rows in read.values() for row, _, _ in rows) if found.kind == PAIRS else len(found.texts)
+    names, cleaned, skipped = _label_names(found, read, said_split(arguments, first)), {}, {}
+    for split, rows in read.items():
+        cleaned[split], skipped[split] = _table(rows, width, names, cut.skip_bad_rows, said_split(arguments, split))
+    notes = [_cut_negatives(read, width)] if found.kind == PAIRS else []
+    if "validation" not in cleaned and "train" in cleaned:
+        kept, held_out, note = _held_out(cleaned["train"], found, len(names), cut.validation_fraction, seed)
+        cleaned |= {"train": cleaned["train"].select(kept), "validation": cleaned["train"].select(held_out)}
+        notes.append(note)
+    elif "train" in cleaned:
+        notes.append(unused_fraction(cut))
+    others = tuple(name for name in renamed[first].column_names if name not in (*found.texts, found.judged))
+    columns = Columns(found.texts, found.judged, others)
+    labels = Labels(found.kind, tuple(names))
+    return CleanTables(as_many_as_asked(cleaned, cut, seed), columns, labels, skipped, tuple(filter(None, notes)))
+
+
+def said_rows(columns: Columns, kind: str) -> str:
+    """Which columns are read as what, and which are not."""
+    first, *more = columns.text
+    read = {"text" if kind == CLASSES else "anchor": (first,), "positive": more[:1], "negatives": more[1:]}
+    if kind == SCORED:
+        read = {"text": columns.text}
+    judged = (columns.label,) if columns.label else ()
+    return said_columns(read | {"label" if kind == CLASSES else "score": judged}, columns.others)
+
+
+def _renamed(table: Dataset, arguments: EmbeddingDataArguments, split: str) -> Dataset:
+    where = said_split(arguments, split)
+    renames = check_renames(renames_of(arguments.column_mapping), table.column_names, where)
+    return table.rename_columns(renames) if renames else table
+
+
+def _check_prompts(arguments: EmbeddingDataArguments, found: Found) -> None:
+    if found.kind == CLASSES and arguments.document_prompt:
+        raise RequestError(
+            f"--document_prompt {arguments.document_prompt!r}: does nothing, for each row is one text with its label. "
+            "--query_prompt stands before it."
+        )
+
+
+Row = tuple[tuple[Any, ...], Any, int]  # texts, what is judged, and the row's number in its file
+
+
+def _texts_of(table: Dataset, found: Found, where: str) -> list[Row]:
+    """Of lists of positives each makes a row of its own, and lists of negatives are so many negatives."""
+    wanted = [*found.texts, *filter(None, [found.judged])]
+    if missing := [name for name in wanted if name not in table.column_names]:
+        raise RequestError(f"{where} has no column {missing[0]!r}. It has: {', '.join(table.column_names)}.")
+    rows: list[Row] = []
+    columns = [table[name][:] for name in found.texts]
+    judged = table[found.judged][:] if found.judged else [NOT_JUDGED] * len(table)
+    if found.kind == SCORED:
+        judged = _scores(judged, str(found.judged), where)
+    for number, (texts, value) in enumerate(zip(zip(*columns, strict=True), judged, strict=True)):
+        first, *more = ([*text] if isinstance(text, list) else [text] for text in texts)
+        positives = (more[0] or [None]) if more else []
+        said = [(*first, positive, *chain(*more[1:])) for positive in positives] or [tuple(first)]
+        rows += [(one, value, number) for one in said]
+    return rows
+
+
+def _scores(values: Sequence[Any], name: str, where: str) -> list[float]:
+    """Raises RequestError for what is no number, and for the classes of pairs, whose ids are in no order."""
+    found = []
+    for number, value in enumerate(values):
+        try:
+            found.append(float("nan") if value is None else float(value))
+        except (TypeError, ValueError):
+            found.append(math.inf)
+        if math.isinf(found[-1]):
+            raise RequestError(f"{where}, row {number + 1}: {name} must be a number, and is {plain(str(value))!r}.")
+    kinds = {value for value in found if not math.isnan(value)}
+    if name.lower() == "label" and len(kinds) > 2 and all(value.is_integer() for value in kinds):
+        raise RequestError(
+            f"{where}: the labels {', '.join(f'{kind:g}' for kind in sorted(kinds)[:5])} may be classes of pairs, such "
+            "as of natural language inference, and no scores. Give pairs with negatives (anchor, positive, negative), "
+            f"or say that they are scores by --column_mapping {name}=score."
+        )
+    return found
+
+
+def _label_names(found: Found, read: Mapping[str, Sequence[Row]], where: str) -> list[str]:
+    if found.kind != CLASSES:
+        return []
+    names = sorted({label_text(value) for rows in read.values() for _, value, _ in rows if not is_empty(value)})
+    if len(names) < 2:
+        raise RequestError(f"{where}: {found.judged} is the same in every row, so that no texts are to be far apart.")
+    return names
+
+
+def _table(rows: Sequence[Row], width: int, names: Sequence[str], skip: bool, where: str) -> tuple[Dataset, int]:
+    """The rows whose texts are all there, and how many are left out. Raises RequestError."""
+    for texts, _, number in rows:
+        if wrong := next((text for text in texts if isinstance(text, list | dict)), None):
+            raise RequestError(f"{where}, row {number + 1}: must have texts, and has {plain(str(wrong)[:SHOWN])!r}.")
+    bad = [number for texts, value, number in rows if _is_bad(texts[:width], value)]
+    if bad and not skip:
+        shown = ", ".join(str(number + 1) for number in bad[:5])
+        raise RequestError(
+            f"{where} has {len(bad):,} of {len(rows):,} rows with an empty text, score or label (counted from 1, "
+            f"without a header: {shown}{', ...' if len(bad) > 5 else ''}). Fix them, or leave them out by "
+            "--skip_bad_rows True."
+        )
+    kept = [row for row in rows if not _is_bad(row[0][:width], row[1])]
+    if not kept:
+        raise RequestError(f"{where} has no row whose texts are all there. Check the column names.")
+    ids = {name: i for i, name in enumerate(names)}
+    table: dict[str, list[Any]] = {text_column(i): [str(texts[i]) for texts, _, _ in kept] for i in range(width)}
+    judged = [ids[label_text(value)] if names else value for _, value, _ in kept]
+    table |= {} if judged[0] is NOT_JUDGED else {JUDGED: judged}
+    return Dataset.from_dict(table | {ROW: [number for _, _, number in kept]}), len(bad)
+
+
+def _is_bad(texts: Sequence[Any], value: Any) -> bool:
+    return any(map(is_empty, texts)) or (value is not NOT_JUDGED and is_empty(value))
+
+
+def _cut_negatives(read: Mapping[str, Sequence[Row]], width: int) -> str:
+    most = max(len(texts) for rows in read.values() for texts, _, _ in rows)
+    return "" if most == width else f"rows have up to {most - 2} negatives, and the first {width - 2} of each are read"
+
+
+def _held_out(table: Dataset, found: Found, classes: int, fraction: float, seed: int) -> tuple[Any, Any, str]:
+    """Of labels each alike; of pairs all rows of an anchor on one side. Raises RequestError."""
+    mend = "Add --validation_file."
+    if found.kind == CLASSES:
+        return hold_out(np.array(table[JUDGED][:]), classes, fraction, seed, mend)
+    _, anchors = np.unique(table[text_column(0)][:], return_inverse=True)
+    one_each = np.zeros(anchors.max() + 1, dtype=np.int64)
+    _, held_out, note = hold_out(one_each, 0, fraction, seed, mend)
+    is_held = np.isin(anchors, held_out)
+    return np.flatnonzero(~is_held), np.flatnonzero(is_held), note
+
+
+def texts_of(clean: CleanTables) -> Iterator[str]:
+    """All of the training rows, for a tokenizer."""
+    table = clean.splits["train"]
+    return chain.from_iterable(table[name] for name in table.column_names if name.startswith("text_"))

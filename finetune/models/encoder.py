@@ -1,0 +1,88 @@
+"""Models whose last hidden states make vectors of texts: any pretrained one, or a DistilBERT from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, DistilBertModel
+
+from finetune.errors import RequestError
+from finetune.models.classifier import Source, find_source, fit_to, scratch_config
+from finetune.models.sentence_folder import SentenceModel, read_sentence_model
+from finetune.models.source import IN_FP32, Kept, load_weights
+from finetune.run.flags.text import ModelArguments
+
+TWO_PARTS = "--model_name_or_path {}: is of an encoder with a decoder. Give an encoder such as a BERT, or a decoder."
+PROMPTS = ("query", "document")  # sentence-transformers' words
+
+
+@dataclass(frozen=True)
+class EncoderSource:
+    """A model before its weights, and how it makes vectors: `prompts` are those of a "query" and of a "document"."""
+
+    model: Source
+    pooling: str
+    prompts: Mapping[str, str]
+
+    @property
+    def description(self) -> str:
+        return self.model.description
+
+    @property
+    def hub_id(self) -> str | None:
+        return self.model.hub_id
+
+
+def find_encoder_source(
+    arguments: ModelArguments, pooling: str | None, max_seq_length: int | None, prompts: Mapping[str, str | None]
+) -> EncoderSource:
+    """Look at the model's config, tokenizer and pooling, not its weights; what is None is as the model has it. Raises
+    RequestError."""
+    name = arguments.model_name_or_path
+    source = find_source(arguments, max_seq_length)
+    told = read_sentence_model(name, arguments.model_revision, pooling) if name else SentenceModel(pooling)
+    if max_seq_length is None and told.max_seq_length:
+        source = find_source(arguments, min(told.max_seq_length, source.max_seq_length))
+    config = source.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise RequestError(TWO_PARTS.format(name))
+    found = {kind: told.prompts.get(kind, "") if (said := prompts[kind]) is None else said for kind in PROMPTS}
+    return EncoderSource(source, told.pooling or ("last" if _is_causal(config) else "mean"), found)
+
+
+def _is_causal(config: Any | None) -> bool:
+    names = getattr(config, "architectures", None) or ()
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+
+
+def build_encoder(arguments: ModelArguments, source: Source, tokenizer: Any, kept: Kept = IN_FP32) -> Any:
+    """The model without a head. Build it after `TrainingArguments`: ZeRO-3 shards then. Raises RequestError."""
+    if source.config is None:
+        # Not by `from_config`: under ZeRO-3 it draws the weights in another order, and the run would start elsewhere.
+        return DistilBertModel(scratch_config(arguments, source, tokenizer, {}))
+    config = source.config
+    fit_to(tokenizer, config)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # nothing is written, and a decoder would keep the keys and values of all layers
+    model = load_weights(AutoModel, str(source.pretrained), config, source.hub_id is None, arguments, kept)
+    if getattr(model, "decoder", None) is not None:  # as of a T5's encoder, which AutoModel opens as a whole T5
+        raise RequestError(TWO_PARTS.format(source.pretrained))
+    if isinstance(pooler := getattr(model, "pooler", None), nn.Module):
+        pooler.requires_grad_(False)  # of BERT's kind, which nothing here reads
+    return model
+
+
+def pooled(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
+    """Of the hidden states (B, T, H) of texts that are padded on the right by `mask` (B, T) a vector each (B, H), in
+    fp32."""
+    if how == "cls":
+        return hidden[:, 0].float()
+    if how == "last":
+        last = mask.sum(1) - 1
+        return hidden[torch.arange(len(hidden), device=hidden.device), last].float()
+    weight = mask.unsqueeze(-1).float()
+    return (hidden.float() * weight).sum(1) / weight.sum(1)

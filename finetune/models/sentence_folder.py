@@ -1,0 +1,119 @@
+"""The files by which a model's folder opens in sentence-transformers, too: what makes one vector of a text's tokens.
+
+They have the form that its releases since 2.0 write and its 6.2 reads (sentence_transformers/base/model.py and
+sentence_transformer/modules/pooling.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from finetune.data.hub import hub_is_reachable
+from finetune.errors import RequestError, plain
+from finetune.run.files import SENTENCE_FILES, SENTENCE_MODULES, SENTENCE_POOLING, SENTENCE_SETTINGS, SENTENCE_SIZES
+from finetune.safe_read import parse_json, read_bounded
+
+# What its configs call a way to pool, to what --pooling calls it. Until 6.0 each was a truth value of its own.
+OURS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+FLAGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+READ = ("Transformer", "Pooling", "Normalize")  # which we know how to go on from
+MODULE = "sentence_transformers.models."
+
+
+@dataclass(frozen=True)
+class SentenceModel:
+    """What a folder says of itself; None and nothing of one that says nothing."""
+
+    pooling: str | None = None
+    max_seq_length: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_sentence_model(name: str, revision: str, asked: str | None) -> SentenceModel:
+    """Of a folder or a hub id; with the pooling that is `asked` for, if one is. Raises RequestError for a pooling, or a
+    module behind it, that is not trained here."""
+    modules = _read(name, SENTENCE_MODULES, revision)
+    if modules is None:
+        return SentenceModel(asked)
+    parts = modules if isinstance(modules, list) else [modules]
+    kinds = [str(part.get("type") if isinstance(part, dict) else part).rpartition(".")[2] for part in parts]
+    if strange := [kind for kind in kinds if kind not in READ]:
+        raise RequestError(
+            f"--model_name_or_path {name}: its {SENTENCE_MODULES} has {plain(strange[0])}, which would be lost. "
+            f"Models of {', '.join(READ)} are trained here."
+        )
+    found = [_read(name, file, revision) for file in (SENTENCE_POOLING, SENTENCE_SIZES, SENTENCE_SETTINGS)]
+    pooling, sizes, settings = (one if isinstance(one, dict) else {} for one in found)
+    most, prompts = sizes.get("max_seq_length"), settings.get("prompts")
+    known = {str(key): str(value) for key, value in prompts.items()} if isinstance(prompts, dict) else {}
+    if "document" not in known and "passage" in known:  # E5's word
+        known["document"] = known["passage"]
+    return SentenceModel(asked or _mode(pooling, name), most if isinstance(most, int) and most > 0 else None, known)
+
+
+def _mode(pooling: Mapping[str, Any], name: str) -> str | None:
+    said = pooling.get("pooling_mode")
+    modes = [said] if isinstance(said, str) else [mode for flag, mode in FLAGS.items() if pooling.get(flag)]
+    if not modes:
+        return None
+    if len(modes) > 1 or modes[0] not in OURS:
+        raise RequestError(
+            f"--model_name_or_path {name}: pools its tokens by {plain(' and '.join(modes))}. One of "
+            f"{', '.join(OURS.values())} can be trained: say which by --pooling."
+        )
+    return OURS[modes[0]]
+
+
+def _read(name: str, file: str, revision: str) -> Any:
+    """None where the folder, or the hub, has no such file. Raises RequestError for what is no JSON."""
+    folder, said = Path(name).expanduser(), f"--model_name_or_path {name}: {file}"
+    if folder.is_dir():
+        place = folder / file
+        return parse_json(read_bounded(place, inside=folder, name=said), said) if place.exists() else None
+    try:
+        found = cached_file(name, file, revision=revision, local_files_only=not hub_is_reachable())
+    except OSError:  # it is not there
+        return None
+    return parse_json(read_bounded(Path(found), name=said), said)
+
+
+def write_sentence_model(
+    folder: Path, pooling: str, size: int, max_seq_length: int, prompts: Mapping[str, str]
+) -> None:
+    """Beside the weights. `size` is that of a vector."""
+    parts = zip(("", "1_Pooling", "2_Normalize"), READ, strict=True)
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"{MODULE}{kind}"} for i, (path, kind) in enumerate(parts)
+    ]
+    modes = {flag: OURS.get(mode) == pooling for flag, mode in FLAGS.items()}
+    settings = {"prompts": dict(prompts), "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    written: dict[str, Any] = {
+        SENTENCE_MODULES: modules,
+        SENTENCE_POOLING: {"word_embedding_dimension": size, **modes, "include_prompt": True},
+        SENTENCE_SIZES: {"max_seq_length": max_seq_length, "do_lower_case": False},
+        SENTENCE_SETTINGS: {"__version__": {}, **settings},
+    }
+    for name, value in written.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n")
+
+
+def copy_sentence_model(source: Path, folder: Path) -> None:
+    """What `write_sentence_model` has written, beside other weights."""
+    for name in SENTENCE_FILES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, folder / name)

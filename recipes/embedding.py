@@ -1,0 +1,66 @@
+"""Train sentence embeddings on pairs, triplets, scored pairs or labelled texts, in full or by LoRA.
+
+    deepspeed --num_gpus 2 recipes/embedding.py           # small, offline, on Python's docstrings and their functions
+    deepspeed --num_gpus 8 recipes/embedding.py --model_name_or_path FOLDER --train_file pairs.jsonl \\
+        --per_device_train_batch_size 64 --gradient_accumulation_steps 8      # negatives from all 4,096 pairs of a step
+
+Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
+taken, too; `--help` lists all. docs/embedding.md says which rows are read, and what is learnt of each. The folder opens
+with sentence-transformers and transformers.
+"""
+
+from finetune.run.flags.text import PreparationArguments
+from finetune.run.main import run_recipe
+from finetune.run.recipes.embedding import EMBEDDING, EmbeddingDataArguments
+
+
+def main(run):
+    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    from finetune.data.embedding import prepare_embedding
+    from finetune.training.chapters import finish, trainer_of
+    from finetune.training.embedding import EmbeddingTrainer
+    from finetune.training.embedding_model import (
+        contrast_of,
+        embedding_model,
+        embedding_source,
+        write_embedding_report,
+    )
+    from finetune.training.loss import mean_loss
+    from finetune.training.start import start
+
+    # Start: the machine is settled, the ranks meet, the config is checked.
+    session = start(run)
+
+    # Data: the model's tokenizer, or one trained on the text. One rank prepares, the others wait.
+    source = embedding_source(session)
+    data = prepare_embedding(
+        session[EmbeddingDataArguments],
+        session[PreparationArguments],
+        source.model.tokenizer,
+        prompts=source.prompts,
+        max_seq_length=source.model.max_seq_length,
+        vocab_size=source.model.vocab_size,
+        seed=session.training.seed,
+        launch=session.launch,
+        kept=session.kept_tokenizer(),
+    )
+    data.require_all(session.training)
+    session.introduce(data.describe(), source.description)
+
+    # Model: built after `start`, for ZeRO-3 shards it while it is built; and what is learnt of its vectors.
+    model, contrast = embedding_model(session, source, data), contrast_of(session, data.labels.task)
+
+    # Train, evaluate the held-out rows, each once, whatever the number of ranks; then report.
+    trainer = trainer_of(session, model, data, compute_metrics=None, compute_loss=mean_loss, kind=EmbeddingTrainer)
+    trainer.compare_by(session, source, contrast)
+    finish(
+        session,
+        trainer,
+        samples=data.account.rows,
+        predict=lambda: trainer.predict(data.splits["test"], metric_key_prefix="predict"),
+        report=lambda done: write_embedding_report(session, data, source),
+    )
+
+
+if __name__ == "__main__":
+    run_recipe(EMBEDDING, main)
