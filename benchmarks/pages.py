@@ -38,6 +38,7 @@ import reshard
 import resume_flags
 import seq_cls
 import startup
+import tasks
 import zero_speed
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -76,6 +77,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "resume_flags": lambda: resume_flags.page(_lines("resume_flags.jsonl")),
     "seq_cls": _of("seq_cls", seq_cls.render),
     "startup": _of("startup", startup.page),
+    "tasks": _of("tasks", tasks.render),
     "zero_speed": _of("zero_speed", zero_speed.render),
 }
 

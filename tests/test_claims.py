@@ -80,7 +80,7 @@ SETTINGS = {
         "2101.06983",
         "2205.13147",
         "2407.15831",
-        "a third more time",
+        "a third more work",
         "nothing is embedded twice",
         "more than 95%",
         "0.05 by default",

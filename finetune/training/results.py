@@ -33,8 +33,8 @@ from finetune.training.thresholds import given_labels, label_table
 
 SHOWN_AT_THE_END = (
     "eval_accuracy", "eval_f1", "eval_f1_macro", "eval_f1_micro", "eval_pearson", "eval_loss", "eval_bits_per_byte",
-    "eval_preference_accuracy", "eval_recall_at_10", "eval_mrr_at_10", "eval_spearman", "predict_accuracy",
-    "predict_f1", "predict_pearson", "real_tokens_per_second",
+    "eval_preference_accuracy", "eval_recall_at_10", "eval_spearman", "predict_accuracy", "predict_f1",
+    "predict_pearson", "real_tokens_per_second",
 )  # fmt: skip
 SHOWN_LABELS = 50
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001  (as they are typed in Japan)
@@ -50,7 +50,6 @@ from transformers import pipeline
 
 write = pipeline("text-generation", "path/to/this/folder")
 print(write("The ", max_new_tokens=100)[0]["generated_text"])"""
-
 
 USE_IMAGES = """{known}from transformers import pipeline
 
