@@ -1,17 +1,22 @@
 """Tiny models of the families that people fine-tune to make one text of another, with tokenizers of their classes: the
-letters, and the families' own marks. Marian's is not among them: it needs sentencepiece."""
+letters, and the families' own marks."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import (
     BlenderbotConfig,
     BlenderbotForConditionalGeneration,
     M2M100Config,
     M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    MarianTokenizer,
     MBart50Tokenizer,
     MBartConfig,
     MBartForConditionalGeneration,
@@ -63,6 +68,27 @@ def nllb(folder: Path) -> None:
     save(folder, M2M100ForConditionalGeneration(M2M100Config(vocab_size=len(tokenizer), **OF_BART, **own)), tokenizer)
 
 
+def marian(folder: Path) -> None:
+    """It has a model of pieces for each side, and one list of both's pieces."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece (extra sentencepiece) is not installed")
+    vocab, pad = {"</s>": 0, "<unk>": 1}, "<pad>"
+    folder.mkdir(exist_ok=True)
+    for side, letters in (("source", "abcdefghijklm"), ("target", "nopqrstuvwxyz")):
+        with (folder / f"{side}.spm").open("wb") as out:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter([*"abcdefghijklmnopqrstuvwxyz", letters]), model_writer=out, vocab_size=99,
+                hard_vocab_limit=False, bos_id=-1, pad_id=-1, eos_id=0, unk_id=1, minloglevel=2,
+            )  # fmt: skip
+        pieces = sentencepiece.SentencePieceProcessor(str(folder / f"{side}.spm"))
+        for piece in map(pieces.id_to_piece, range(pieces.get_piece_size())):
+            vocab.setdefault(piece, len(vocab))
+    (folder / "vocab.json").write_text(json.dumps(vocab | {pad: len(vocab)}))
+    files = {"source_spm": folder / "source.spm", "target_spm": folder / "target.spm", "vocab": folder / "vocab.json"}
+    tokenizer = MarianTokenizer(**{name: str(file) for name, file in files.items()})
+    own = {"pad_token_id": len(vocab), "eos_token_id": 0, "decoder_start_token_id": len(vocab)}
+    save(folder, MarianMTModel(MarianConfig(vocab_size=len(vocab) + 1, **OF_BART, **own)), tokenizer)
+
+
 def blenderbot(folder: Path) -> None:
     tokenizer = T5Tokenizer(vocab=[("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *PIECES], extra_ids=0)
     own = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "decoder_start_token_id": 1}
@@ -79,6 +105,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], None], dict[str, str]]] = {
     "mt5": (mt5, {}),
     "pegasus": (pegasus, {}),
     "blenderbot": (blenderbot, {}),
+    "marian": (marian, {}),
     "mbart": (mbart, LANGUAGES),
     "mbart50": (mbart50, LANGUAGES),
     "nllb": (nllb, {"source_lang": "deu_Latn", "target_lang": "ron_Latn"}),

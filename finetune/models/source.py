@@ -106,6 +106,12 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
         )
     except RequestError:
         raise
+    except ImportError as error:
+        reason = plain(first_line(error, 300)).split(". ")[0]
+        raise RequestError(
+            f"--{flag} {name}: {reason}. Install it; the extra `sentencepiece` has what Marian's tokenizer, and others "
+            "without a tokenizer.json, need."
+        ) from error
     except Exception as error:  # whatever a folder made to break it can raise
         reason = plain(first_line(error, 300))
         tried = "the folder" if looks_local else "the local cache and the hub"

@@ -75,3 +75,18 @@ def test_a_config_that_does_not_say_how_a_text_begins_is_refused(tmp_path: Path)
     save(tmp_path, MT5ForConditionalGeneration(config), tokenizer)
     with pytest.raises(RequestError, match="Add decoder_start_token_id"):
         opened(tmp_path)
+
+
+def test_a_tokenizer_whose_package_is_missing_says_what_to_install(tmp_path: Path, monkeypatch: Any) -> None:
+    FAMILIES["mbart"][0](tmp_path)
+
+    def lacks(*args: Any, **kwargs: Any) -> None:
+        raise ImportError(
+            "\nMarianTokenizer requires the SentencePiece library but it was not found in your environment. See"
+        )
+
+    monkeypatch.setattr("finetune.models.seq2seq.AutoTokenizer.from_pretrained", lacks)
+    with pytest.raises(
+        RequestError, match=r"requires the SentencePiece library.*found\. Install it; the extra"
+    ):
+        opened(tmp_path)
