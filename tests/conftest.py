@@ -111,6 +111,11 @@ class Finished:
         return re.findall(r"^(?:\[rank \d+\] )?error: (.*)", self.output, re.MULTILINE)
 
 
+def engine(name: str) -> dict[str, Any]:
+    """The flags of an engine: `fsdp`, or the name of a DeepSpeed config, or `none`."""
+    return {"fsdp": True} if name == "fsdp" else {"deepspeed": name}
+
+
 def flags(values: dict[str, Any]) -> list[str]:
     """{"max_steps": 6, "text_column_names": ["a", "b"]} as command-line words; None is not said."""
     words: list[str] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPO, Finished, gate_has, launch
+from conftest import REPO, Finished, engine, gate_has, launch
 
 pytestmark = pytest.mark.usefixtures("built_ops")
 
@@ -74,11 +74,9 @@ def test_two_ranks_with_accumulation_take_the_mean_over_all_tokens(
 ENGINES = ("none", "zero2", "zero3", "fsdp")
 
 
-def engine(name: str) -> dict[str, Any]:
-    return {"fsdp": True} if name == "fsdp" else {"deepspeed": name}
-
-
-EVERYWHERE = [(config, chunk) for config in (*ENGINES, "zero0", "zero1", "zero2_offload") for chunk in (0, 16)]
+EVERYWHERE = [
+    (config, chunk) for config in (*ENGINES, "zero0", "zero1", "zero2_offload", "zero3_offload") for chunk in (0, 16)
+]
 
 
 @pytest.mark.parametrize(("config", "chunk"), gate_has([(config, 16) for config in ENGINES], EVERYWHERE))

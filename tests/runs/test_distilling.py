@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY as TINY_CLASSIFIER
-from conftest import Finished, gate_has, launch
+from conftest import Finished, engine, gate_has, launch
 
 pytestmark = pytest.mark.usefixtures("built_ops")
 
@@ -88,9 +88,10 @@ def test_two_ranks_learn_from_a_teacher_what_one_learns(
     one_process: Finished,
     tmp_path: Path,
 ) -> None:
-    engine = {"fsdp": True} if config == "fsdp" else {"deepspeed": config}
     spread = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
-    run = train("torchrun", tmp_path / "run", {**taught, **engine, **spread, "loss_chunk_tokens": chunk}, ranks=2)
+    run = train(
+        "torchrun", tmp_path / "run", {**taught, **engine(config), **spread, "loss_chunk_tokens": chunk}, ranks=2
+    )
     assert_same(run, one_process)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Finished, gate_has, launch
+from conftest import TINY, Finished, engine, gate_has, launch
 
 RECIPE = "recipes/embedding.py"
 OWN = {**TINY, "max_train_samples": 96, "max_eval_samples": 24, "per_device_train_batch_size": 16}
@@ -50,8 +50,7 @@ LAYOUTS = [
     ("deepspeed", "zero2", 2, 8, 1),
     ("torchrun", "zero3", 2, 4, 2),
     ("torchrun", "zero3", 2, 8, 1),
-    ("torchrun", "zero2_offload", 2, 4, 2),
-    ("torchrun", "fsdp", 2, 4, 2),
+    *(("torchrun", config, 2, 4, 2) for config in ("zero2_offload", "zero3_offload", "fsdp")),
 ]
 
 
@@ -65,7 +64,7 @@ def test_loss_and_gradient_are_those_of_the_whole_batch_however_it_is_spread(
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
     }
-    flags |= {"fsdp": True} if config == "fsdp" else {"deepspeed": config}
+    flags |= engine(config)
     other = run(launcher, tmp_path / "run", flags, ranks=ranks)
     for name in ("loss", "grad_norm"):
         assert other.column(name) == pytest.approx(one_rank.column(name), rel=1e-4)
@@ -189,12 +188,12 @@ def test_real_weights_are_trained_further_and_open_in_sentence_transformers(mini
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("config", ["none", "zero3"])
+@pytest.mark.parametrize("config", ["none", "zero2", "zero3", "fsdp"])
 def test_an_adapter_opens_and_so_does_the_model_that_it_is_merged_into(
     config: str, minilm: Path, tmp_path: Path
 ) -> None:
-    flags = {"model_name_or_path": minilm, "dropout": None, "use_peft": True, "deepspeed": config}
-    flags |= {} if config == "zero3" else {"merge_adapter": True}
+    flags = {"model_name_or_path": minilm, "dropout": None, "use_peft": True, **engine(config)}
+    flags |= {} if config in ("zero3", "fsdp") else {"merge_adapter": True}
     done = run("torchrun", tmp_path / "run", {**flags, "per_device_train_batch_size": 8}, ranks=2)
     found = by_sentence_transformers(done.folder, ["One text."])
     assert np.abs(found - by_transformers(minilm, ["One text."])).max() > 1e-5

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Finished, gate_has, launch
+from conftest import TINY, Finished, engine, gate_has, launch
 
 from finetune.run.recipes.preference import BETAS
 
@@ -54,6 +54,8 @@ LAYOUTS = [
     ("deepspeed", "zero2", 4, 1),
     ("torchrun", "zero3", 2, 2),
     ("torchrun", "zero3", 4, 1),
+    *(("torchrun", config, 2, 2) for config in ("zero0", "zero1", "zero2_offload", "zero3_offload", "fsdp")),
+    ("torchrun", "fsdp", 4, 1),
 ]
 
 
@@ -65,11 +67,16 @@ def test_the_loss_is_the_same_however_the_pairs_are_spread(
     """Texts of unlike lengths, a reference that two ranks compute, and log-probabilities in chunks."""
     flags: dict[str, Any] = {
         "loss_chunk_tokens": 100,
-        "deepspeed": config,
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
     }
-    two = run(launcher, tmp_path / "run", flags, ranks=2, env={"FINETUNE_CACHE": str(tmp_path / "cache")})
+    two = run(
+        launcher,
+        tmp_path / "run",
+        {**flags, **engine(config)},
+        ranks=2,
+        env={"FINETUNE_CACHE": str(tmp_path / "cache")},
+    )
     for name in ("loss", "reward_margin", "logp_rejected"):
         assert two.column(name) == pytest.approx(one_rank.column(name), rel=1e-3, abs=1e-4)
     found = [one.json("eval_results.json") for one in (one_rank, two)]
@@ -88,8 +95,9 @@ def test_a_second_model_says_what_the_cached_reference_says(config: str, one_ran
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("built_ops")
-def test_a_second_model_that_is_named_is_sharded_by_zero_3(one_rank: Finished, tmp_path: Path) -> None:
-    flags = {"model_name_or_path": one_rank.folder, "reference": "online", "deepspeed": "zero3"}
+@pytest.mark.parametrize("config", ["zero3", "fsdp"])
+def test_a_second_model_that_is_named_is_beside_a_sharded_one(config: str, one_rank: Finished, tmp_path: Path) -> None:
+    flags = {"model_name_or_path": one_rank.folder, "reference": "online", **engine(config)}
     done = run("torchrun", tmp_path / "run", {**flags, "per_device_train_batch_size": 4}, ranks=2)
     assert done.steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
@@ -120,10 +128,10 @@ def test_one_batch_is_learnt_by_heart(loss: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("loss", ["kto", "orpo", "reward"])
-@pytest.mark.parametrize("config", ["none", "zero3"])
+@pytest.mark.parametrize("config", ["none", "zero3", "fsdp"])
 def test_other_losses_are_the_same_on_two_ranks(loss: str, config: str, tmp_path: Path) -> None:
     one = run("python", tmp_path / "one", {"loss": loss, "per_device_train_batch_size": 8})
-    spread = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "deepspeed": config}
+    spread = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **engine(config)}
     two = run("torchrun", tmp_path / "two", {"loss": loss, **spread}, ranks=2)
     assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-3)
     found = [done.json("eval_results.json")["eval_loss"] for done in (one, two)]
@@ -157,11 +165,12 @@ def test_a_second_model_beside_an_adapter_is_refused(one_rank: Finished, tmp_pat
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("config", ["none", "zero2", "zero3"])
+@pytest.mark.parametrize("config", ["none", "zero2", "zero3", "fsdp"])
+@pytest.mark.usefixtures("built_ops")
 def test_adapters_learn_the_same_on_two_ranks(config: str, one_rank: Finished, tmp_path: Path) -> None:
     flags = {"model_name_or_path": one_rank.folder, "use_peft": True}
     one = run("python", tmp_path / "one", {**flags, "per_device_train_batch_size": 8})
-    spread = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "deepspeed": config}
+    spread = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **engine(config)}
     two = run("torchrun", tmp_path / "two", {**flags, **spread}, ranks=2)
     assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-3)
 

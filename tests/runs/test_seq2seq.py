@@ -85,7 +85,8 @@ WAYS = [
     *(
         pytest.param(*way, marks=pytest.mark.nightly)
         for way in (("torchrun", "none", 4, 1), ("accelerate", "none", 2, 2), ("torchrun", "zero0", 4, 1),
-                    ("deepspeed", "zero1", 4, 1), ("torchrun", "zero2", 2, 2))
+                    ("deepspeed", "zero1", 4, 1), ("torchrun", "zero2", 2, 2), ("torchrun", "zero2_offload", 2, 2),
+                    ("deepspeed", "zero3_offload", 2, 2))
     ),
 ]  # fmt: skip
 
@@ -159,6 +160,20 @@ def test_an_adapter_is_trained_merged_and_opened(one_rank: Finished, files: dict
     for name, weight in merged.state_dict().items():
         assert weight.allclose(adapted.state_dict()[name], atol=1e-6), name
     assert "AutoPeftModelForSeq2SeqLM" in (done.folder / "README.md").read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", ["none", "zero2", "zero3"])
+@pytest.mark.usefixtures("built_ops")
+def test_adapters_learn_the_same_on_two_ranks(
+    config: str, one_rank: Finished, files: dict[str, str], tmp_path: Path
+) -> None:
+    flags = {**files, "model_name_or_path": one_rank.folder, "use_peft": True, "lora_r": 4, "max_steps": 6}
+    one = run("python", tmp_path / "one", {**flags, "per_device_train_batch_size": 8})
+    spread = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "deepspeed": config}
+    two = run("torchrun", tmp_path / "two", {**flags, **spread}, ranks=2)
+    assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-3)
+    assert one.column("loss")[-1] < one.column("loss")[0]
 
 
 @pytest.mark.parametrize("family", gate_has(["mbart"], list(FAMILIES)))

@@ -74,7 +74,7 @@ WAYS = [
     *(
         pytest.param(*way, marks=pytest.mark.nightly)
         for way in (("torchrun", "none"), ("accelerate", "none"), ("torchrun", "zero0"), ("deepspeed", "zero1"),
-                    ("torchrun", "zero3"))
+                    ("torchrun", "zero3"), ("torchrun", "zero2_offload"), ("torchrun", "zero3_offload"))
     ),
 ]  # fmt: skip
 
