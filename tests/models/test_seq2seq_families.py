@@ -86,5 +86,5 @@ def test_a_tokenizer_whose_package_is_missing_says_what_to_install(tmp_path: Pat
         )
 
     monkeypatch.setattr("finetune.models.seq2seq.AutoTokenizer.from_pretrained", lacks)
-    with pytest.raises(RequestError, match=r"requires the SentencePiece library.*found\. Install it; the extra"):
+    with pytest.raises(RequestError, match=r"requires the SentencePiece library.*environment\. Install it; the extra"):
         opened(tmp_path)
