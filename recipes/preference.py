@@ -57,7 +57,7 @@ def main(run):
         session,
         trainer,
         samples=data.account.rows,
-        report=lambda done: write_preference_report(session, data, source),
+        report=lambda done: write_preference_report(session, data, source, trainer.answers),
     )
 
 

@@ -63,6 +63,9 @@ def conflicts(run: Run) -> Iterator[str]:
     if "reference" in run.recipe.flags and run.given.get("preprocessing_num_workers"):
         said = run.said("preprocessing_num_workers")
         yield f"{said}, which does nothing: one process tokenizes preferences. Drop it."
+    if {"reference", "mined_negatives"} & set(run.recipe.flags) and run.given.get("label_smoothing_factor"):
+        mend = "--label_smoothing is that of dpo and simpo." if "reference" in run.recipe.flags else "Drop it."
+        yield f"{run.said('label_smoothing_factor')}, which does nothing: this loss has no classes. {mend}"
     if run.given.get("enable_jit_checkpoint"):  # its handler is set before ours, which takes its place
         yield (
             f"{run.said('enable_jit_checkpoint')}: here every run saves a checkpoint on SIGTERM and SIGUSR1, on all "

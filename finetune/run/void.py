@@ -153,7 +153,7 @@ VOID = (
         "Give --loss kto, or drop it.",
     ),
     Void(("reference",), "loss", ("orpo", "reward", "simpo"), "It has no reference. Drop it."),
-    Void(("beta", "loss_chunk_tokens"), "loss", ("reward",)),
+    Void(("beta", "loss_chunk_tokens", "sample_tokens"), "loss", ("reward",)),
     Void(("resume",), "do_train", (False,), "Give the checkpoint as --model_name_or_path, or drop it."),
     Void(("resume_changed", "ignore_data_skip"), "resume", (None,), "Add --resume auto, or drop it."),
 )

@@ -28,8 +28,9 @@ from finetune.run.recipes.preference import BETAS, PreferenceArguments
 from finetune.training.checkpoints.writing import leads, of_first
 from finetune.training.metrics import first_output
 from finetune.training.preference_losses import LOSSES, Pairs, Settings, kto
-from finetune.training.preference_model import MISSING, PIECE_ROWS, Reference, read_pieces
+from finetune.training.preference_model import MISSING, PIECE_ROWS, Reference, answers_of, read_pieces
 from finetune.training.run_folder import write_whole
+from finetune.training.samples import Answers
 from finetune.training.start import Session
 from finetune.training.trainer import FinetuneTrainer
 
@@ -51,6 +52,7 @@ class PreferenceTrainer(FinetuneTrainer):
     reference: Reference
     margins: Tensor
     baseline: Tensor  # of KTO, for the step at hand
+    answers: Answers
     seen: list[Tensor]  # the columns of training rows since the last log
 
     def judge_by(self, session: Session, reference: Reference, data: PreferenceData) -> None:
@@ -59,6 +61,8 @@ class PreferenceTrainer(FinetuneTrainer):
         self.by_row = any(isinstance(module, LossHead) for module in self.model.modules())
         if reference.form == "cached":
             self.add_callback(_Precomputes(self))
+        self.answers = answers_of(session, self.model.config, data)
+        self.add_callback(self.answers)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -20,7 +20,7 @@ from finetune.models.causal import CausalSource, build_causal_lm, find_causal_so
 from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
 from finetune.models.gptlite import GPTLiteForSequenceClassification
 from finetune.models.gptlite_weights import draw_weights
-from finetune.models.source import load_weights
+from finetune.models.source import load_weights, positions_of
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.recipes.preference import OF_REFERENCE, PreferenceArguments, PreferenceDataArguments
@@ -28,10 +28,12 @@ from finetune.training.figures import more_is_better
 from finetune.training.merging import merged
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import USE_LANGUAGE_MODEL, named, pictures_of, rows_table, sentences
+from finetune.training.samples import Answers
 from finetune.training.second_model import placed
 from finetune.training.start import Session
 
 FORMAT = 1  # raise it when what is cached changes
+PROMPTS = 3  # are answered, of the held-out ones
 PIECE_ROWS = 4096  # of the reference are kept at a time, so that a run that is killed goes on there
 MISSING = "reference.npz"  # in the run folder, for a run that goes on elsewhere
 USE_REWARD = """import finetune.models.gptlite  # makes GPT-lite known to transformers; other models do without
@@ -153,7 +155,26 @@ def _reward_model(session: Session, source: CausalSource, tokenizer: Any, kept: 
     return load_weights(kind, source.pretrained, config, is_local, arguments, kept, ignore_mismatched_sizes=True)
 
 
-def write_preference_report(session: Session, data: PreferenceData, source: CausalSource) -> list[str]:
+def answers_of(session: Session, config: Any, data: PreferenceData) -> Answers:
+    """What the model answers to some of the held-out prompts that leave it room; to none where it is one of rewards."""
+    asked, room = session[PreferenceArguments], positions_of(config)
+    name, rows = data.sides[0], data.splits.get("validation", [])
+    places = [] if asked.loss == "reward" else [len(rows) * i // (PROMPTS + 1) for i in range(1, PROMPTS + 1)]
+    found = (rows[i] for i in dict.fromkeys(places) if len(rows))
+    prompts = [row[f"{name}_ids"][: row[f"{name}_learnt"].index(True)] for row in found if any(row[f"{name}_learnt"])]
+    fitting = [ids for ids in prompts if 0 < len(ids) < room]
+    return Answers(asked.sample_tokens if fitting else 0, session.folder, session.training.seed, fitting)
+
+
+def _before_and_after(answers: Answers) -> str:
+    if not answers.first:  # of a run that went on, or that did not train
+        return answers.last
+    return f"Before training\n\n{answers.first}\n\nAfter training\n\n{answers.last}"
+
+
+def write_preference_report(
+    session: Session, data: PreferenceData, source: CausalSource, answers: Answers
+) -> list[str]:
     """`training_curve.png` and README.md; and the merged model where --merge_adapter asks for it."""
     account, loss = data.account, session[PreferenceArguments].loss
     is_reward = loss == "reward"
@@ -165,6 +186,7 @@ def write_preference_report(session: Session, data: PreferenceData, source: Caus
         facts=sentences(account.columns, *account.notes),
         pictures=pictures_of(session.folder, "eval_preference_accuracy"),
         use=USE_REWARD if is_reward else USE_LANGUAGE_MODEL,
+        sample=_before_and_after(answers),
     )
     write_card(session.folder, card)
     return [] if is_reward else merged(session, source, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,14 @@ class Samples(TrainerCallback):
         if self.prompt is None:
             self.prompt = _tokens(tokenizer, self.arguments, self.is_chat)
         ids = self.prompt or [tokenizer.eos_token_id or 0]  # the default prompt may be of no known character
+        made = self.continued(model, tokenizer, device, ids, may_end=self.is_chat)
+        if self.is_chat:
+            answer = str(tokenizer.decode(made, skip_special_tokens=True))
+            return f"user: {asked(self.arguments, True)}\nassistant: {answer.strip()}"
+        return str(tokenizer.decode([*ids, *made], skip_special_tokens=True))
+
+    def continued(self, model: Any, tokenizer: Any, device: torch.device, ids: list[int], may_end: bool) -> list[int]:
+        """The tokens that `model` writes behind `ids`: all that are asked for, or as many until it ends its text."""
         given = {
             "input_ids": torch.tensor([ids], device=device),
             "attention_mask": torch.ones(1, len(ids), device=device),
@@ -106,13 +115,32 @@ class Samples(TrainerCallback):
             made = model.generate(
                 **given,
                 max_new_tokens=length,
-                min_new_tokens=0 if self.is_chat else length,
+                min_new_tokens=0 if may_end else length,
                 do_sample=self.arguments.sample_temperature > 0,
                 temperature=self.arguments.sample_temperature or None,
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             )
         model.train(was_training)
-        if self.is_chat:
-            answer = str(tokenizer.decode(made[0][len(ids) :], skip_special_tokens=True))
-            return f"user: {asked(self.arguments, True)}\nassistant: {answer.strip()}"
-        return str(tokenizer.decode(made[0], skip_special_tokens=True))
+        return list(made[0][len(ids) :].tolist())
+
+
+class Answers(Samples):
+    """The likeliest answers to `prompts`, lists of token ids, before the first step of a run and at each evaluation."""
+
+    def __init__(self, tokens: int, folder: Path, seed: int, prompts: Sequence[list[int]]) -> None:
+        super().__init__(SampleArguments(sample_tokens=tokens, sample_temperature=0.0), folder, seed)
+        self.prompts, self.first = prompts, ""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.on_evaluate(args, state, control, **kwargs)
+            self.first = self.last
+
+    def sample(self, model: Any, tokenizer: Any, device: torch.device) -> str:
+        """A prompt and its answer, and so on; torch's random state stays as it is."""
+        found = []
+        for ids in self.prompts:
+            answer = self.continued(model, tokenizer, device, ids, may_end=True)
+            texts = (str(tokenizer.decode(part, skip_special_tokens=True)).strip() for part in (ids, answer))
+            found.append("prompt: {}\nanswer: {}".format(*texts))
+        return "\n\n".join(found)

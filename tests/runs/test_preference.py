@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ OWN = {
     "max_train_samples": 96,
     "max_eval_samples": 24,
     "max_steps": 6,
+    "sample_tokens": 0,
 }
 ONE_BATCH = {"max_train_samples": 8, "max_steps": 15, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
 
@@ -40,6 +42,32 @@ def test_what_is_better_is_learnt_of_the_built_in_pairs(tmp_path: Path) -> None:
     assert done.steps[0]["preference_accuracy"] == 0.5, "the policy is its reference"
     assert done.json("eval_results.json")["eval_preference_accuracy"] >= 0.9
     assert (done.folder / "training_curve.png").is_file()
+
+
+def test_held_out_prompts_are_answered_before_and_after(one_rank: Finished, tmp_path: Path) -> None:
+    """And nothing else changes by that."""
+    flags = {"per_device_train_batch_size": 8, "sample_tokens": 5, "save_strategy": "steps", "save_steps": 4}
+    done = run("python", tmp_path / "run", flags)
+    said = (done.folder / "samples.md").read_text()
+    assert re.findall(r"^## (.*)", said, re.MULTILINE) == ["Step 0", "Step 6"]
+    assert said.count("prompt: ") == said.count("answer: ") == 6
+    card = (done.folder / "README.md").read_text()
+    assert "Before training" in card
+    assert "After training" in card
+    assert done.column("loss") == one_rank.column("loss")
+    assert not (one_rank.folder / "samples.md").exists()
+    again = run("python", done.folder, {**flags, "max_steps": 8, "resume": "auto"})
+    assert "Before training" not in (again.folder / "README.md").read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", ["zero3", "fsdp"])
+@pytest.mark.usefixtures("built_ops")
+def test_two_ranks_that_share_the_weights_answer_as_one_does(config: str, tmp_path: Path) -> None:
+    flags = {"sample_tokens": 5}
+    one = run("python", tmp_path / "one", {**flags, "per_device_train_batch_size": 8})
+    two = run("torchrun", tmp_path / "two", {**flags, **engine(config), "per_device_train_batch_size": 4}, ranks=2)
+    assert (one.folder / "samples.md").read_text() == (two.folder / "samples.md").read_text()
 
 
 def test_the_first_loss_is_that_of_a_policy_that_is_its_reference(one_rank: Finished) -> None:

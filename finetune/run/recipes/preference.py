@@ -89,6 +89,12 @@ class PreferenceArguments:
         GOES_ON,
         choices=REFERENCES,
     )
+    sample_tokens: int = flag(
+        64,
+        "longest answer to three held-out prompts, before training and at each evaluation; 0: none",
+        GOES_ON,
+        range=NOT_NEGATIVE,
+    )
 
 
 PREFERENCE = Recipe(
