@@ -65,7 +65,8 @@ def prepare_embedding(
     """As `finetune.data.classification.prepare`; `prompts` are those of a "query", which is a row's first text, and of
     a "document"."""
     settled = replace(arguments, query_prompt=prompts.get("query"), document_prompt=prompts.get("document"))
-    kind = Kind("embedding", load_rows, clean_rows, partial(encoder, settled), texts_of, _counts, (JUDGED, ROW))
+    clean = partial(clean_rows, said_prompt=arguments.document_prompt)
+    kind = Kind("embedding", load_rows, clean, partial(encoder, settled), texts_of, _counts, (JUDGED, ROW))
     data = prepare(settled, *rest, kind=kind, **more)
     return EmbeddingData(**{field.name: getattr(data, field.name) for field in fields(data)})
 

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from datasets import Dataset
 
 from finetune.data.columns import Columns, Labels, is_empty, label_text, said_columns
@@ -90,22 +91,32 @@ def clean_rows(
     seed: int,
     known: Any = None,
     trained: Any = None,
+    said_prompt: str | None = None,
 ) -> CleanTables:
-    """Columns `text_0`, `text_1`, ... and, of scored pairs and of texts with labels, `judged`. Raises RequestError."""
+    """Columns `text_0`, `text_1`, ... and, of scored pairs and of texts with labels, `judged`. `said_prompt` is
+    the --document_prompt that was given, and not the model's own. Raises RequestError."""
     renamed = {split: _renamed(table, arguments, split) for split, table in tables.items()}
     first = "train" if "train" in renamed else next(iter(renamed))
     found = find_rows(renamed[first].column_names, said_split(arguments, first))
-    _check_prompts(arguments, found)
+    if found.kind == CLASSES and said_prompt:
+        raise RequestError(
+            f"--document_prompt {said_prompt!r}: does nothing, for each row is one text with its label. "
+            "--query_prompt stands before it."
+        )
     read = {split: _texts_of(table, found, said_split(arguments, split)) for split, table in renamed.items()}
-    width = min(len(row) for rows in read.values() for row, _, _ in rows) if found.kind == PAIRS else len(found.texts)
+    widths = {split: _width(rows) if found.kind == PAIRS else len(found.texts) for split, rows in read.items()}
     names, cleaned, skipped = _label_names(found, read, said_split(arguments, first)), {}, {}
     for split, rows in read.items():
-        cleaned[split], skipped[split] = _table(rows, width, names, cut.skip_bad_rows, said_split(arguments, split))
-    notes = [_cut_negatives(read, width)] if found.kind == PAIRS else []
+        cleaned[split], skipped[split] = _table(
+            rows, widths[split], names, cut.skip_bad_rows, said_split(arguments, split)
+        )
+    notes = [_cut_negatives(read[first], widths[first])] if found.kind == PAIRS else []
     if "validation" not in cleaned and "train" in cleaned:
         kept, held_out, note = _held_out(cleaned["train"], found, len(names), cut.validation_fraction, seed)
         cleaned |= {"train": cleaned["train"].select(kept), "validation": cleaned["train"].select(held_out)}
         notes.append(note)
+        if names and len(set(cleaned["validation"][JUDGED][:])) == len(held_out):
+            notes.append("no label has two held-out texts, so recall cannot be measured: raise --validation_fraction")
     elif "train" in cleaned:
         notes.append(unused_fraction(cut))
     others = tuple(name for name in renamed[first].column_names if name not in (*found.texts, found.judged))
@@ -130,14 +141,6 @@ def _renamed(table: Dataset, arguments: EmbeddingDataArguments, split: str) -> D
     return table.rename_columns(renames) if renames else table
 
 
-def _check_prompts(arguments: EmbeddingDataArguments, found: Found) -> None:
-    if found.kind == CLASSES and arguments.document_prompt:
-        raise RequestError(
-            f"--document_prompt {arguments.document_prompt!r}: does nothing, for each row is one text with its label. "
-            "--query_prompt stands before it."
-        )
-
-
 Row = tuple[tuple[Any, ...], Any, int]  # texts, what is judged, and the row's number in its file
 
 
@@ -152,9 +155,11 @@ def _texts_of(table: Dataset, found: Found, where: str) -> list[Row]:
     if found.kind == SCORED:
         judged = _scores(judged, str(found.judged), where)
     for number, (texts, value) in enumerate(zip(zip(*columns, strict=True), judged, strict=True)):
-        first, *more = ([*text] if isinstance(text, list) else [text] for text in texts)
+        first, *more = texts  # a list of anchors is no text, and is refused as such
+        first = first[0] if isinstance(first, list) and len(first) == 1 else first
+        more = [[*text] if isinstance(text, list) else [text] for text in more]
         positives = (more[0] or [None]) if more else []
-        said = [(*first, positive, *chain(*more[1:])) for positive in positives] or [tuple(first)]
+        said = [(first, positive, *chain(*more[1:])) for positive in positives] or [(first,)]
         rows += [(one, value, number) for one in said]
     return rows
 
@@ -168,7 +173,10 @@ def _scores(values: Sequence[Any], name: str, where: str) -> list[float]:
         except (TypeError, ValueError):
             found.append(math.inf)
         if math.isinf(found[-1]):
-            raise RequestError(f"{where}, row {number + 1}: {name} must be a number, and is {plain(str(value))!r}.")
+            raise RequestError(
+                f"{where}, row {number + 1}: {name} must be a number, and is {plain(str(value))!r}. Of classes "
+                "of pairs, such as entailment, make pairs with negatives: anchor, positive, negative."
+            )
     kinds = {value for value in found if not math.isnan(value)}
     if name.lower() == "label" and len(kinds) > 2 and all(value.is_integer() for value in kinds):
         raise RequestError(
@@ -215,8 +223,13 @@ def _is_bad(texts: Sequence[Any], value: Any) -> bool:
     return any(map(is_empty, texts)) or (value is not NOT_JUDGED and is_empty(value))
 
 
-def _cut_negatives(read: Mapping[str, Sequence[Row]], width: int) -> str:
-    most = max(len(texts) for rows in read.values() for texts, _, _ in rows)
+def _width(rows: Sequence[Row]) -> int:
+    """The texts of a pair with the fewest negatives, of those that have both an anchor and a positive."""
+    return min((len(texts) for texts, value, _ in rows if not _is_bad(texts[:2], value)), default=2)
+
+
+def _cut_negatives(rows: Sequence[Row], width: int) -> str:
+    most = max(len(texts) for texts, _, _ in rows)
     return "" if most == width else f"rows have up to {most - 2} negatives, and the first {width - 2} of each are read"
 
 
@@ -225,8 +238,11 @@ def _held_out(table: Dataset, found: Found, classes: int, fraction: float, seed:
     mend = "Add --validation_file."
     if found.kind == CLASSES:
         return hold_out(np.array(table[JUDGED][:]), classes, fraction, seed, mend)
-    _, anchors = np.unique(table[text_column(0)][:], return_inverse=True)
-    one_each = np.zeros(anchors.max() + 1, dtype=np.int64)
+    numbers: dict[str, int] = {}
+    anchors = np.array([numbers.setdefault(text.strip(), len(numbers)) for text in table[text_column(0)]])
+    if len(numbers) < 2:
+        raise RequestError(f"all training rows have the same {found.texts[0]}, so that none can be held out. {mend}")
+    one_each: npt.NDArray[np.int64] = np.zeros(len(numbers), dtype=np.int64)
     _, held_out, note = hold_out(one_each, 0, fraction, seed, mend)
     is_held = np.isin(anchors, held_out)
     return np.flatnonzero(~is_held), np.flatnonzero(is_held), note

@@ -51,6 +51,7 @@ def find_encoder_source(
     if getattr(config, "is_encoder_decoder", False):
         raise RequestError(TWO_PARTS.format(name))
     found = {kind: told.prompts.get(kind, "") if (said := prompts[kind]) is None else said for kind in PROMPTS}
+    found = {**told.prompts, **found}  # it may have some for other tasks, which stay
     return EncoderSource(source, told.pooling or ("last" if _is_causal(config) else "mean"), found)
 
 
@@ -69,7 +70,8 @@ def build_encoder(arguments: ModelArguments, source: Source, tokenizer: Any, kep
     if hasattr(config, "use_cache"):
         config.use_cache = False  # nothing is written, and a decoder would keep the keys and values of all layers
     model = load_weights(AutoModel, str(source.pretrained), config, source.hub_id is None, arguments, kept)
-    if getattr(model, "decoder", None) is not None:  # as of a T5's encoder, which AutoModel opens as a whole T5
+    has_part = (getattr(model, part, None) is not None for part in ("encoder", "decoder"))
+    if all(has_part):  # as of a T5's encoder, which AutoModel opens as a whole T5; an OPT has a decoder alone
         raise RequestError(TWO_PARTS.format(source.pretrained))
     if isinstance(pooler := getattr(model, "pooler", None), nn.Module):
         pooler.requires_grad_(False)  # of BERT's kind, which nothing here reads

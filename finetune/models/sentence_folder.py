@@ -58,6 +58,10 @@ def read_sentence_model(name: str, revision: str, asked: str | None) -> Sentence
         )
     found = [_read(name, file, revision) for file in (SENTENCE_POOLING, SENTENCE_SIZES, SENTENCE_SETTINGS)]
     pooling, sizes, settings = (one if isinstance(one, dict) else {} for one in found)
+    for key, part, usual in (("do_lower_case", sizes, False), ("include_prompt", pooling, True)):
+        if (said := part.get(key, usual)) != usual:
+            said = plain(f"{key} {said}"[:40])
+            raise RequestError(f"--model_name_or_path {name}: its folder says {said}, which cannot be trained here.")
     most, prompts = sizes.get("max_seq_length"), settings.get("prompts")
     known = {str(key): str(value) for key, value in prompts.items()} if isinstance(prompts, dict) else {}
     if "document" not in known and "passage" in known:  # E5's word

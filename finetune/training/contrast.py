@@ -67,11 +67,21 @@ def info_nce(near: Tensor, keys: Tensor, temperature: float, rows: slice) -> Ten
     of_documents = keys[:, 1:].T.reshape(-1)
     anchors, positives = keys[rows, :1], keys[rows, 1:2]
     alike = (of_documents == positives) | (of_documents == anchors)
-    alike[:, :count] |= anchors == keys[:, 0]
+    if len(keys[:, 0].unique()) < count:
+        alike |= _known(keys, rows)
     own = torch.arange(count, device=near.device)[rows]
     alike[torch.arange(len(own), device=near.device), own] = False
     scores = near[rows, 0] @ documents.T / temperature
     return functional.cross_entropy(scores.masked_fill(alike, -torch.inf), own, reduction="none")
+
+
+def _known(keys: Tensor, rows: slice) -> Tensor:
+    """Of `rows` and all documents, positives and then negatives, whether one is a positive of the row's anchor anywhere
+    in the batch: (rows, (C - 1) N)."""
+    texts, ids = keys.unique(return_inverse=True)
+    pairs = (ids[:, 0] * len(texts) + ids[:, 1]).sort().values
+    asked = ids[rows, :1] * len(texts) + ids[:, 1:].T.reshape(-1)
+    return pairs[torch.searchsorted(pairs, asked).clamp(max=len(pairs) - 1)] == asked
 
 
 def supervised(near: Tensor, labels: Tensor, temperature: float, rows: slice) -> Tensor:

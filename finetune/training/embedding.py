@@ -55,14 +55,16 @@ class EmbeddingTrainer(FinetuneTrainer):
         self.compute_metrics = embedding_metrics(of, self.global_batch_size)
         if session.training.do_train and self.global_batch_size < 2:
             raise RequestError(
-                f"{session.run.said('per_device_train_batch_size')}, in a global batch of 1: a row is compared with "
-                "the others of its step, and there are none. Give more, or --gradient_accumulation_steps."
+                f"{session.run.said('per_device_train_batch_size')}, in a global batch of 1: it has no other rows to "
+                "compare with. Raise it, or --gradient_accumulation_steps."
             )
         count = session[EmbeddingArguments].mined_negatives
         if not count or self.train_dataset is None:
             return
         if of.kind != PAIRS:
-            raise RequestError(f"--mined_negatives {count}: the data are {of.kind}; negatives are of pairs. Drop it.")
+            raise RequestError(
+                f"--mined_negatives {count}: the data are {of.kind}, and only pairs have negatives. Drop it."
+            )
         self.train_dataset = WithNegatives(self.train_dataset, count)
         self.add_callback(_Mines(self))
 

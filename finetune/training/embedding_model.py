@@ -58,7 +58,9 @@ def embedding_model(session: Session, source: EncoderSource, data: EmbeddingData
     model = build_encoder(session[ModelArguments], source.model, data.tokenizer, kept)
     size, dims = model.config.hidden_size, session[EmbeddingArguments].matryoshka_dims or ()
     if wrong := [dim for dim in dims if dim > size]:
-        raise RequestError(f"--matryoshka_dims {wrong[0]}: the model's vectors have {size} numbers. Give fewer.")
+        raise RequestError(
+            f"--matryoshka_dims {wrong[0]}: the model's vectors have {size} numbers. Give {size} or less."
+        )
     model.accepts_loss_kwargs = False  # the trainer divides by itself
     return with_adapter(model, session[AdapterArguments], source.model.adapter, session.run.recipe.task)
 

@@ -7,10 +7,11 @@ right answer: with more than MOST of its similarity it is left out (de Souza et 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from finetune.training.run_folder import write_whole
 
 MOST = 0.95
 BLOCK = 1024  # anchors that are compared with all candidates at a time
-KEPT = "negatives.npy"  # in the run folder, for a run that goes on
+KEPT = "negatives.npz"  # in the run folder, for a run that goes on
 
 
 class WithNegatives:
@@ -51,42 +52,63 @@ def mine(trainer: Any, rows: WithNegatives, embedded: Callable[[list[list[int]]]
     """Of each row the rows whose positives are its negatives, kept in the run folder. All ranks must call it. Raises
     RequestError where a resumed run has lost them."""
     kept = Path(trainer.args.output_dir) / KEPT
-    resumed = trainer.state.global_step > 0
-    found: Any = of_first(np.load(kept) if leads() and resumed and kept.is_file() else None)
-    if found is not None and found.shape == (len(rows), rows.count):
+    run = trainer.identity.run
+    if trainer.state.global_step > 0:
+        found: Any = of_first(_read(kept, run, (len(rows), rows.count)) if leads() else None)
+        if found is None:
+            raise RequestError(
+                f"--resume: the negatives that this run mined are not in {kept}, and the model has moved on since. "
+                "Start the run again, or put the file back."
+            )
         return np.asarray(found)
-    if resumed:
-        raise RequestError(
-            f"--resume: the negatives that were mined are not in {kept}, and the model has moved on since. Start the "
-            "run again, or put the file back."
-        )
     anchors, positives = ([ids[side] for ids in rows.rows[IDS]] for side in (0, 1))
     was_training = trainer.model_wrapped.training
     trainer.model_wrapped.eval()
     near = [functional.normalize(embedded(texts), dim=-1) for texts in (anchors, positives)]
     trainer.model_wrapped.train(was_training)
     keys = torch.tensor([row[:2] for row in rows.rows[KEYS]])
-    chosen: npt.NDArray[np.int64] = hard_negatives(near[0], near[1], keys, rows.count).numpy()
+    share = -(-len(rows) // trainer.args.world_size)  # of each rank, the last of which may have less
+    begin = trainer.args.process_index * share
+    own = torch.zeros(share, rows.count, dtype=torch.int64)
+    blocks = hard_negatives(near[0], near[1], keys, rows.count, range(begin, min(begin + share, len(rows))))
+    for place, some in blocks:
+        trainer.progress()
+        own[place - begin : place - begin + len(some)] = some
+    chosen: npt.NDArray[np.int64]
+    chosen = trainer.accelerator.gather(own.to(trainer.args.device))[: len(rows)].cpu().numpy()
     if leads():
-        write_whole(kept, partial(np.save, arr=chosen))
+        write_whole(kept, partial(np.savez, run=np.array(run), rows=chosen))
     return chosen
 
 
-def hard_negatives(anchors: Tensor, positives: Tensor, keys: Tensor, count: int) -> Tensor:
-    """The `count` rows (N, count) whose positives are nearest to each row's anchor, of unit vectors (N, D) and `keys`
-    (N, 2) that are equal where texts are. A text is taken once. Where there are too few, the row itself stands, whose
-    positive is no negative to it."""
+def _read(kept: Path, run: str, shape: tuple[int, int]) -> npt.NDArray[np.int64] | None:
+    """None where it does not hold the negatives of this run."""
+    try:
+        with np.load(kept) as stored:
+            found = stored["rows"]
+            is_own = str(stored["run"]) == run and found.shape == shape and found.dtype == np.int64
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return None
+    return found if is_own and ((found >= 0) & (found < len(found))).all() else None
+
+
+def hard_negatives(
+    anchors: Tensor, positives: Tensor, keys: Tensor, count: int, of: range
+) -> Iterator[tuple[int, Tensor]]:
+    """The `count` rows (B, count) whose positives are nearest to the anchors of each BLOCK of the rows `of`, and the
+    first of these rows; by unit vectors (N, D) and `keys` (N, 2) that are equal where texts are. A text is taken once.
+    Where there are too few, the row itself stands, whose positive is no negative to it."""
     _, first = np.unique(keys[:, 1].numpy(), return_index=True)
     candidates = torch.from_numpy(np.sort(first))
     of_anchor: dict[int, list[int]] = {}
     for anchor, positive in keys.tolist():
         of_anchor.setdefault(anchor, []).append(positive)
     place = {key: i for i, key in enumerate(keys[candidates, 1].tolist())}
-    found = []
-    for begin in range(0, len(anchors), BLOCK):
-        rows = slice(begin, begin + BLOCK)
+    near = positives[candidates].T
+    for begin in range(of.start, of.stop, BLOCK):
+        rows = slice(begin, min(begin + BLOCK, of.stop))
         own = (anchors[rows] * positives[rows]).sum(1, keepdim=True)
-        scores = anchors[rows] @ positives[candidates].T
+        scores = anchors[rows] @ near
         scores[scores > MOST * own] = -torch.inf
         for i, anchor in enumerate(keys[rows, 0].tolist()):
             known = [place[key] for key in (anchor, *of_anchor[anchor]) if key in place]
@@ -94,5 +116,4 @@ def hard_negatives(anchors: Tensor, positives: Tensor, keys: Tensor, count: int)
         best = scores.topk(min(count, len(candidates)), dim=1)
         itself = torch.arange(len(anchors))[rows, None]
         chosen = torch.where(best.values.isinf(), itself, candidates[best.indices])
-        found.append(torch.cat([chosen, itself.expand(-1, count - chosen.shape[1])], dim=1))
-    return torch.cat(found)
+        yield begin, torch.cat([chosen, itself.expand(-1, count - chosen.shape[1])], dim=1)

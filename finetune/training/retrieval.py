@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,8 @@ def figures(vectors: Tensor, keys: Tensor, judged: Tensor, kind: str) -> dict[st
     near = functional.normalize(vectors, dim=-1)
     if kind == SCORED:
         cosines = (near[:, 0] * near[:, 1]).sum(-1)
+        if len(cosines) < 2:  # which correlate with nothing
+            return {"spearman": math.nan, "pearson": math.nan}
         return {"spearman": float(spearmanr(cosines, judged)[0]), "pearson": float(pearsonr(cosines, judged)[0])}
     if kind == CLASSES:
         return _of_ranks(ranks_of_labels(near[:, 0], judged))

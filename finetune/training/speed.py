@@ -105,7 +105,8 @@ class SpeedMeter(TrainerCallback):
             return
         ids = inputs["input_ids"]  # (B, T)
         mask = inputs.get("attention_mask", inputs.get(REAL_TOKENS))
-        self._rows += ids.shape[0]
+        one_each = inputs.get("labels")  # of rows that have more than one text
+        self._rows += ids.shape[0] if one_each is None or one_each.dim() != 1 else len(one_each)
         self._real = self._real + (ids.numel() if mask is None else mask.sum())
         widths = inputs.get(WIDTHS)  # of texts by their place in a row, each padded to its own longest
         self._padded += ids.numel() if widths is None else len(ids) // len(widths) * sum(widths)

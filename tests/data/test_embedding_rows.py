@@ -123,12 +123,6 @@ def test_what_is_no_text_is_refused_with_its_row() -> None:
         cleaned(rows)
 
 
-def test_a_prompt_that_nothing_stands_behind_is_refused() -> None:
-    rows = [{"text": f"t{n}", "label": n % 2} for n in range(8)]
-    with pytest.raises(RequestError, match="--document_prompt 'x: ': does nothing"):
-        cleaned(rows, document_prompt="x: ")
-
-
 def test_the_first_line_says_what_is_read() -> None:
     found = cleaned([{"anchor": f"a{n}", "positive": "p", "negative": "n", "id": n} for n in range(8)])
     said = "reads anchor as anchor, positive as positive, negative as negatives, not id"
@@ -157,3 +151,42 @@ def test_a_batch_has_all_first_texts_and_then_all_second_ones() -> None:
     assert batch[KEYS].tolist()[0][1] == 2**62
     assert not batch[JUDGED].is_floating_point(), "bf16 would make 256 of 257"
     assert batch[JUDGED].view(torch.float32).tolist() == [pytest.approx(0.1), 257]
+
+
+def test_a_list_of_anchors_is_no_text() -> None:
+    rows = [{"anchor": anchor, "positive": "p", "negative": "n"} for anchor in (["one"], ["two", "three"])]
+    with pytest.raises(RequestError, match=r"row 2: must have texts, and has .*two.*three"):
+        cleaned(rows)
+
+
+def test_a_split_without_negatives_takes_none_from_another() -> None:
+    train = [{"query": f"q{i}", "pos": "p", "neg": ["n", "m"]} for i in range(8)]
+    test = [{"query": "q", "pos": "p", "neg": []}]
+    tables = {"train": Dataset.from_list(train), "test": Dataset.from_list(test)}
+    found = clean_rows(tables, EmbeddingDataArguments(), CUT, seed=0).splits
+    assert "text_3" in found["train"].column_names
+    assert "text_2" not in found["test"].column_names
+
+
+def test_a_row_that_is_left_out_takes_no_negatives_from_the_others() -> None:
+    rows = [{"query": f"q{i}", "pos": "p" if i else "", "neg": ["n"] if i else []} for i in range(8)]
+    found = cleaned(rows, PreparationArguments(validation_fraction=0.25, skip_bad_rows=True)).splits
+    assert "text_2" in found["train"].column_names
+
+
+def test_one_anchor_cannot_be_held_out() -> None:
+    with pytest.raises(RequestError, match="all training rows have the same query"):
+        cleaned([{"query": "q", "pos": f"p{i}"} for i in range(8)])
+
+
+def test_labels_with_one_held_out_text_each_are_said() -> None:
+    rows = [{"text": f"{label} {i}", "label": label} for label in "ab" for i in range(4)]
+    assert any("recall cannot be measured" in note for note in cleaned(rows).notes)
+
+
+def test_the_models_own_document_prompt_is_no_mistake_of_the_user() -> None:
+    rows = [{"text": f"{label} {i}", "label": label} for label in "ab" for i in range(8)]
+    cleaned(rows, document_prompt="passage: ")
+    tables = {"train": Dataset.from_list(rows)}
+    with pytest.raises(RequestError, match="does nothing, for each row is one text"):
+        clean_rows(tables, EmbeddingDataArguments(), CUT, seed=0, said_prompt="passage: ")

@@ -79,3 +79,11 @@ def test_a_pipe_and_a_link_out_of_the_folder_are_not_read(tmp_path: Path) -> Non
         make(place / "modules.json")
         with pytest.raises(RequestError, match=r"modules\.json"):
             read_sentence_model(str(place), "main", None)
+
+
+@pytest.mark.parametrize(
+    "files", [{"pooling": {"include_prompt": False}}, {"sentence_bert_config": {"do_lower_case": True}}]
+)
+def test_what_its_folder_does_to_a_text_and_we_do_not_is_refused(files: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="which cannot be trained here"):
+        read_sentence_model(write(tmp_path, **files), "main", None)

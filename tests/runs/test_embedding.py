@@ -88,7 +88,7 @@ def test_a_run_goes_on_bit_by_bit_with_dropout_and_the_negatives_that_were_mined
     weights = [(one.folder / "model.safetensors").read_bytes() for one in (whole, again)]
     assert weights[0] == weights[1]
 
-    (tmp_path / "cut" / "negatives.npy").unlink()
+    (tmp_path / "cut" / "negatives.npz").unlink()
     shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
     lost = run("python", tmp_path / "cut", {**flags, "resume": "auto"}, check=False)
     assert lost.status == 2
@@ -101,7 +101,7 @@ def test_two_ranks_mine_the_same_negatives_and_one_goes_on_from_there(tmp_path: 
     one = run("python", tmp_path / "one", flags)
     two = run("torchrun", tmp_path / "two", {**flags, "per_device_train_batch_size": 8, "deepspeed": "zero2"}, ranks=2)
     assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-4)
-    mined = [np.load(done.folder / "negatives.npy") for done in (one, two)]
+    mined = [np.load(done.folder / "negatives.npz")["rows"] for done in (one, two)]
     assert np.array_equal(*mined)
     shutil.rmtree(two.folder / "checkpoint-6")
     again = run("python", two.folder, {**flags, "resume": "auto"})
@@ -225,8 +225,8 @@ def test_a_decoder_is_pooled_at_its_last_token(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         ({"matryoshka_dims": [10_000]}, "the model's vectors have"),
-        ({"per_device_train_batch_size": 1}, "a row is compared with the others of its step"),
-        ({"mined_negatives": 2, "rows": "labels"}, "the data are texts with labels; negatives are of pairs"),
+        ({"per_device_train_batch_size": 1}, "it has no other rows to compare with"),
+        ({"mined_negatives": 2, "rows": "labels"}, "the data are texts with labels, and only pairs have negatives"),
     ],
 )
 def test_what_cannot_be_is_refused(flags: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_labels_are_found_by_the_nearest_of_the_same_and_a_single_one_counts_not
 
 
 def test_the_loss_of_an_evaluation_is_over_batches_as_large_as_trainings_and_dims_have_their_own_figures() -> None:
-    vectors, keys = torch.randn(20, 2, 8), np.arange(40).reshape(20, 2)
+    vectors, keys = torch.randn(20, 2, 8, generator=torch.Generator().manual_seed(1)), np.arange(40).reshape(20, 2)
     bits = np.zeros(20, dtype=np.int32)
     evaluated = SimpleNamespace(predictions=(vectors.flatten(1).numpy(), keys, bits))
     small, large = (embedding_metrics(Contrast(PAIRS, 0.05), size)(evaluated)["loss"] for size in (4, 20))
@@ -76,10 +76,21 @@ def test_the_loss_of_an_evaluation_is_over_batches_as_large_as_trainings_and_dim
     assert embedding_metrics(Contrast(CLASSES, 0.05), 20)(labelled)["recall_at_1"] == 1
 
 
+def mined(anchors: torch.Tensor, positives: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
+    """By two ranks."""
+    shares = (range(3), range(3, len(keys)))
+    return torch.cat([rows for of in shares for _, rows in hard_negatives(anchors, positives, keys, count, of)])
+
+
+def test_one_scored_pair_correlates_with_nothing() -> None:
+    found = figures(torch.randn(1, 2, 4), torch.tensor([[0, 1]]), torch.tensor([0.5]), SCORED)
+    assert all(np.isnan(value) for value in found.values())
+
+
 def test_negatives_are_the_nearest_that_are_not_almost_right() -> None:
     anchors, positives = at(0, 90, 180, 270), at(20, 70, 160, 21)
     keys = torch.tensor([[0, 10], [1, 11], [2, 12], [3, 13]])
-    found = hard_negatives(anchors, positives, keys, 2)
+    found = mined(anchors, positives, keys, 2)
     # cos 21 is more than 0.95 of cos 20, the first row's own: the fourth may be right, too.
     assert found[0].tolist() == [1, 2]
     assert found[2].tolist()[0] == 1
@@ -88,6 +99,6 @@ def test_negatives_are_the_nearest_that_are_not_almost_right() -> None:
 def test_what_belongs_to_an_anchor_is_not_its_negative() -> None:
     anchors, positives = at(0, 0, 90, 180), at(5, 40, 45, 50)
     keys = torch.tensor([[0, 10], [0, 11], [2, 11], [3, 0]])
-    found = hard_negatives(anchors, positives, keys, 3)
+    found = mined(anchors, positives, keys, 3)
     assert found[0].tolist() == [0, 0, 0], "of three candidates two are its own, and one is its text"
     assert 0 in found[3].tolist()
