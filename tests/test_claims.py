@@ -111,7 +111,7 @@ def claims() -> Iterator[tuple[str, str]]:
     by_default = {row["recipe"]: row for row in rows("defaults")}
     one = by_default["seq_cls"]
     classes = one["held_out_by_class"].values()
-    yield "README.md", f"about {one['seconds']:.0f} seconds of it on two CPU cores"
+    yield "README.md", f"the run takes about {one['seconds']:.0f} seconds on two CPU cores"
     yield "README.md", f"{one['train_samples']:,} texts and {one['eval_samples']} held out, {len(classes)} classes"
     most = max(classes) / sum(classes)
     yield (
@@ -145,7 +145,7 @@ def claims() -> Iterator[tuple[str, str]]:
     configs = {json.loads(line)["file"] for line in (RESULTS / "check_truth.json").read_text().splitlines()}
     yield "docs/check.md", f"its verdicts on {len(configs)} generated configs"
     minutes = json.loads((REPO / "tests" / "nightly.json").read_text())["minutes"]
-    yield "README.md", "in less than an hour on two quiet cores" if minutes < 60 else f"in {minutes:.0f} minutes"
+    yield "README.md", "in less than an hour on two idle cores" if minutes < 60 else f"in {minutes:.0f} minutes"
 
 
 def why_this() -> Iterator[tuple[str, str]]:
@@ -156,7 +156,7 @@ def why_this() -> Iterator[tuple[str, str]]:
     assert all(row["ours"] for row in found["faults"])
     yield (
         "README.md",
-        f"of {len(tried)} faults, the Trainer trains on with {quiet} without an error, and refuses the others "
+        f"of {len(tried)} faults, the Trainer trains with {quiet} without an error, and refuses the others "
         f"after {later:.0f} s",
     )
     yield "README.md", f"names them all in {statistics.median(found['cold_seconds']):.2f} s"
@@ -171,7 +171,7 @@ def why_this() -> Iterator[tuple[str, str]]:
     chats = json.loads((RESULTS / "chat_templates.json").read_text())
     every, templates = sum(row["conversations"] for row in chats), {row["template"] for row in chats}
     assert all(row["exact"] == row["conversations"] for row in chats)
-    yield "README.md", f"of {every:,} conversations under {len(templates)} templates of current models, all exactly"
+    yield "README.md", f"exactly the assistant's, in all of {every:,} conversations under {len(templates)} templates"
 
 
 def durability() -> Iterator[tuple[str, str]]:
@@ -185,14 +185,14 @@ def durability() -> Iterator[tuple[str, str]]:
     assert torn >= 60
     yield (
         "README.md",
-        f"of {len(kills)} kills, {aimed} aimed at saves, all went on, and all {len(chains)} chains of runs "
-        "ended bit-equal",
+        f"of {len(kills)} kills, {aimed} aimed at saves, all resumed, and all {len(chains)} chains of runs "
+        "ended bit-identical",
     )
     alone = sum(not row["failures"] for row in stock)
-    yield "README.md", f"of {len(stock)} kills of the stock stack, all aimed at saves, {alone} went on without help"
+    yield "README.md", f"of {len(stock)} kills of the stock stack, all aimed at saves, {alone} resumed without help"
     moves = json.loads((RESULTS / "reshard.json").read_text())["moves"]
     loss, norm = (max(move["apart"][i] for move in moves if move["precision"] == "fp32") for i in (0, 1))
-    yield "README.md", f"in fp32 the losses of the uncut run to {above(loss)}"
+    yield "README.md", f"in fp32 with the losses of the uninterrupted run to {above(loss)}"
     yield "docs/reshard.md", f"in fp32 losses to {above(loss)} and gradient norms to {above(norm)}"
 
 

@@ -16,6 +16,9 @@ PRECISIONS = ("no", "bf16", "fp16")
 SWITCHES = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 SAGEMAKER, DYNAMO = "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "ACCELERATE_DYNAMO_BACKEND"
 DEVICE = "ACCELERATE_TORCH_DEVICE"
+# By which a GPU's products of fp32 matrices are rounded: NVIDIA's libraries obey the first whatever --tf32 says (its
+# page on TF32), and torch takes the second for its default (ATen/Context.h); older NGC images set it.
+TF32 = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 # Fields of DeepSpeed's config, with which accelerate fills each "auto" of one that is given by flag (1.15,
 # utils/dataclasses.py, DeepSpeedPlugin.__post_init__).
 OF_DEEPSPEED_PLUGIN = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_")
@@ -80,6 +83,9 @@ def obeyed(run: Run) -> Run:
         )
     if run.launch.launcher != "accelerate" and precision() != "no":
         run = run.noted(f"{_said(PRECISION)}; --bf16, --fp16 and a DeepSpeed config that states one overrule it.")
+    for name in TF32 if not run.value("use_cpu") else ():
+        if name in os.environ:
+            run = run.noted(f"{_said(name)}: on a GPU it has a say in whether fp32 products are rounded to TF32.")
     return run
 
 

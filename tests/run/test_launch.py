@@ -212,12 +212,15 @@ def test_what_is_obeyed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     run = noted(*folder)
     assert run.value("use_cpu") is True
     on_cpu, of_slurm, precision = run.notes
     assert on_cpu.startswith("ACCELERATE_USE_CPU is 'true' in the environment")
     assert of_slurm.startswith("this is one of 4 tasks of a Slurm step")
     assert precision.startswith("ACCELERATE_MIXED_PRECISION is 'bf16' in the environment")
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    assert noted(*folder).notes[-1].startswith("NVIDIA_TF32_OVERRIDE is '0' in the environment: on a GPU")
 
 
 @pytest.mark.parametrize(

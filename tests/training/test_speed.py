@@ -62,6 +62,13 @@ def test_real_tokens_are_those_that_the_mask_shows(masked: bool) -> None:
     assert figures["padding_share"] == (0.5 if masked else 0)
 
 
+def test_a_row_of_two_texts_is_one_sample() -> None:
+    meter = SpeedMeter(10, 1)
+    meter.count({"labels": torch.ones(2, dtype=torch.long), "input_ids": torch.zeros(4, 3, dtype=torch.long)})
+    meter._window_seconds, meter._window_steps = 1.0, 1
+    assert meter.window(lambda counted: counted)["samples_per_second"] == 2
+
+
 def test_closing_figures_are_by_a_clock_that_nobody_sets() -> None:
     told = {"train_runtime": -86_390.0, "train_samples_per_second": -1.0, "train_steps_per_second": -0.1}
     mended = by_steady_clock(told, 10.0)
