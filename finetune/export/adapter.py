@@ -13,8 +13,8 @@ from finetune.errors import RequestError, first_line
 from finetune.export.source import ADAPTER_CONFIG
 from finetune.run.files import LABELS
 from finetune.safe_read import read_json_object
+from finetune.safe_read.checkpoint_files import refuse_unsafe
 from finetune.safe_read.folders import check_model_folder
-from finetune.safe_read.pickles import refuse_unsafe
 
 CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from finetune.errors import RequestError, first_line
 from finetune.safe_read import read_json_object
+from finetune.safe_read.checkpoint_files import refuse_unsafe
 from finetune.safe_read.files import open_plain
-from finetune.safe_read.pickles import load_checked, refuse_unsafe
+from finetune.safe_read.pickles import load_checked
 from finetune.training.reshard.portable import WEIGHT, load_pickle
 from finetune.training.reshard.zero_shards import model_file, read_zero, shard_files
 

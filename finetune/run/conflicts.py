@@ -12,7 +12,7 @@ from finetune.errors import RequestError
 from finetune.run.mixture import parts_of
 from finetune.run.optimizer import optim_mistakes
 from finetune.run.paths import METRICS
-from finetune.run.schedules import schedule_mistakes
+from finetune.run.rates import schedule_mistakes
 from finetune.run.sizes import IMAGE_SIZES
 
 if TYPE_CHECKING:

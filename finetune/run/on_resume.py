@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # Nothing of what is learnt depends on it: where and how a run is spread, logged, evaluated, saved, watched.
 GOES_ON = "goes on"
-# Evaluation: said, and refused only where it has a say in what is learnt or kept (training/course.py).
+# Evaluation: said, and refused only where it has a say in what is learnt or kept (training/same_run.py).
 EVALUATED = "evaluated"
 # From the checkpoint's step on it is as this run's flags say: optimizer, schedule, precision, the guard's answer,
 # compiled layers (whose dropout draws other numbers).

@@ -12,7 +12,7 @@ from finetune.errors import RequestError
 WITHIN = ("zero_optimization", "fp16", "bf16", "data_types")
 OTHER_NAMES = {"bfloat16": "bf16"}
 # Where and how states are spread, sent in pieces, kept, watched. Batch sizes are settled by flags (reshard/batch.py);
-# optimizer and scheduler, where they are others than those of the flags, are compared in training/course.py.
+# optimizer and scheduler, where they are others than those of the flags, are compared in training/same_run.py.
 GOES_ON = frozenset(
     """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
@@ -61,7 +61,7 @@ REFUSED = frozenset(
     """.split()
 )
 HALVES = ("fp16", "bf16")  # sections that rule nothing unless they are enabled
-ELSEWHERE = frozenset({"optimizer", "scheduler"})  # training/course.py, _compare
+ELSEWHERE = frozenset({"optimizer", "scheduler"})  # training/same_run.py, _compare
 CLASSES = {"goes on exactly": GOES_ON, "applied, and said": APPLIED, "refused": REFUSED, "as a section": ELSEWHERE}
 # What is the same as not to be said (deepspeed 0.19.8, runtime/config.py, constants.py, precision_config.py).
 DEFAULTS = {

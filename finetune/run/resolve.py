@@ -24,9 +24,9 @@ from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.launch import Launch
 from finetune.run.output_folder import check_output_dir
 from finetune.run.parse import Setting, settings_of
+from finetune.run.rates import vain_rates
 from finetune.run.recipe import ENGINE_FLAG, PIPELINE, Recipe
 from finetune.run.run import Run
-from finetune.run.schedules import vain_rates
 from finetune.run.void import settle_void
 
 

@@ -25,8 +25,6 @@ from finetune.errors import RequestError, first_line
 from finetune.safe_read.files import open_plain
 from finetune.safe_read.stand_ins import STAND_INS, TORCH_NAMES, Names, RefusedError
 
-WRITTEN_ONLY = ("training_args.bin", "adapter_args.bin")  # the Trainer writes it and nobody opens it
-PICKLED = (".pt", ".pth", ".bin", ".metadata")  # what a library that resumes, loads or exports opens as a pickle
 OLDEST_FORM = ("pytorch_model", "adapter_model")  # weights of strangers may be in torch's form of before 2020
 LARGEST_PICKLE_BYTES = 64 * 2**20  # of names and shapes; a model of a thousand tensors has 0.2 MiB
 MOST_STEPS = 1_500_000  # a tensor takes 40 of them, and a million takes two seconds
@@ -40,26 +38,14 @@ BROKEN = (pickle.UnpicklingError, ValueError, TypeError, EOFError, LookupError, 
           MemoryError, OverflowError, RecursionError, AssertionError)  # fmt: skip
 
 
-def refuse_unsafe(path: Path) -> None:
-    """Look at one file of a checkpoint before a library opens it. Raises RequestError where opening it could run code,
-    or where it cannot be opened. `.distcp` files are looked at with their `.metadata`."""
-    if path.name in WRITTEN_ONLY or not path.name.endswith(PICKLED):
-        return
-    if path.name.endswith(".metadata"):
-        from finetune.safe_read.sharded import check_sharded
-
-        _guarded(path, lambda: check_sharded(path))
-    else:
-        load_checked(path)
-
-
 def load_checked(path: Path) -> Any:
     """What torch.save wrote, tensors mapped, DeepSpeed's objects as stand-ins. Raises RequestError."""
     with open_plain(path) as file:
-        return _guarded(path, lambda: read_torch(file, path, path.name.startswith(OLDEST_FORM)))
+        return guarded(path, lambda: read_torch(file, path, path.name.startswith(OLDEST_FORM)))
 
 
-def _guarded(path: Path, read: Callable[[], Any]) -> Any:
+def guarded(path: Path, read: Callable[[], Any]) -> Any:
+    """What `read` gives; what it refuses of the file at `path` as a RequestError."""
     try:
         return read()
     except RefusedError as error:

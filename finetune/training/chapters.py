@@ -18,7 +18,6 @@ from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.training.checkpoints.identity import lineage_lines
-from finetune.training.course import settle_identity, write_run_record
 from finetune.training.distilling import Teacher
 from finetune.training.hub import push
 from finetune.training.pipeline.partition import describe, partition
@@ -34,6 +33,7 @@ from finetune.training.run_folder import (
     write_ds_config,
     write_records,
 )
+from finetune.training.same_run import settle_identity, write_run_record
 from finetune.training.start import Session
 from finetune.training.summary import print_summary
 from finetune.training.trainer import FinetuneTrainer

@@ -1,27 +1,16 @@
-"""What decides the course of a run, and whether a resumed run is the one that its checkpoint is of. Flags are compared
-before anything heavy is loaded; rows, tokenizer and model once they are there, and before the first step."""
+"""What decides the course of a run, and whether the flags of a resumed run are those of its checkpoint, before anything
+heavy is loaded. Rows, tokenizer and model follow in `same_run`, before the first step."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import AutoTokenizer, TrainingArguments
 
-from finetune.data import digests
-from finetune.data.tokenizer import identity as tokenizer_identity
-from finetune.errors import RequestError
-from finetune.run.accelerate_plugin import config_of_fields
-from finetune.run.conflicts import BY_METRIC
-from finetune.run.engine import deepspeed_by_accelerate
 from finetune.run.files import IDENTITY, STATE_FILE
-from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH, TEMPLATE
-from finetune.run.on_resume import EVALUATED, ROWS, named
-from finetune.run.on_resume_deepspeed import arithmetic_of, changed_arithmetic
-from finetune.run.paths import named_in
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.flags_of_before import changed_flags, compared_flags, refuse_changed
@@ -32,28 +21,11 @@ from finetune.training.checkpoints.identity import (
     new_id,
     read_identity,
     read_run,
-    run_record,
     shown,
 )
 from finetune.training.checkpoints.manifest import CHECKPOINT
 from finetune.training.checkpoints.writing import leads, of_first, together
-from finetune.training.run_folder import write_json
 from finetune.versions import versions
-
-if TYPE_CHECKING:
-    from finetune.training.start import Session
-
-# Of a model's config, what says nothing of its weights or of what it computes with them.
-NO_SHAPE = """_name_or_path transformers_version dtype torch_dtype use_cache architectures thresholds _commit_hash
-    _attn_implementation gradient_checkpointing label2id output_attentions output_hidden_states return_dict""".split()
-LONGEST = 200  # of a value that is kept as it is
-# Of a DeepSpeed config's optimizer and scheduler: what the flags say as well (transformers 5.23, integrations/
-# deepspeed.py, trainer_config_process, fills or holds them equal), and what comes to the same as having no section.
-OF_FLAGS = "lr betas eps weight_decay torch_adam warmup_max_lr warmup_num_steps total_num_steps".split()
-LIKE_FLAGS = {"optimizer": ("Adam", "AdamW"), "scheduler": ("WarmupDecayLR",)}
-ARITHMETIC = "arithmetic"  # what else of it has a say in what is computed
-BEGINNING = "beginning"  # what the tokenizer puts in front of each document, where it does
-LIKE_NONE = {"adam_w_mode": True, "warmup_min_lr": 0, "warmup_type": "linear"}
 
 
 @dataclass(frozen=True)
@@ -109,25 +81,6 @@ def course_of(run: Run, training: TrainingArguments, checkpoint: str | None) -> 
     return Course(run_id, flags, checkpoint, step, before, changed, tuple(notes))
 
 
-def settle_identity(session: Session, config: Any, data: Any) -> Identity:
-    """What each checkpoint of this run is to say of it. All ranks must call it, before the trainer is built. Raises
-    RequestError where rows, tokenizer or model are not those that the checkpoint was trained on."""
-    course, run = session.course, session.run
-    facts = of_first(together(lambda: _facts(session, config, data) if leads() else {}))
-    changed = dict(course.changed)
-    if course.before is not None:
-        changed |= _compare(run, course, course.before, facts)
-    elif course.checkpoint is not None:
-        _compare_old(course.checkpoint, facts["model"])
-    lineage = course.lineage(changed)
-    return Identity(course.run, course.flags, facts, versions(), lineage)
-
-
-def write_run_record(folder: Path, identity: Identity) -> None:
-    """Into the run folder. Only rank 0."""
-    write_json(folder / IDENTITY, run_record(identity.run, identity.lineage))
-
-
 def tokenizer_of(checkpoint: str | None, run: Run) -> Any | None:
     """Of a checkpoint of a model from scratch, the tokenizer that its embeddings belong to; None elsewhere."""
     if checkpoint is None or run.value("model_name_or_path") or run.value("tokenizer_name"):
@@ -156,144 +109,3 @@ def _said(changed: Mapping[str, tuple[Any, Any]], step: int) -> list[str]:
         f"resume: --{flag} is {shown(now)} from step {step + 1} on (until then {shown(before)})"
         for flag, (before, now) in changed.items()
     ]
-
-
-def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]]:
-    run, training = session.run, session.training
-    beginning = {BEGINNING: text} if (text := getattr(data, BEGINNING, "")) else {}
-    rows: dict[str, Any] = {split: digests.of_rows(data.splits.get(split)) for split in ("train", "validation")}
-    files: dict[str, Any] = {}
-    streams = data.splits.get("train") is not None and rows["train"] is None
-    for name, flag in run.recipe.flags.items():
-        given = run.value(name)
-        if flag.on_resume in (ROWS, EVALUATED) and given and flag.path in (FILE, FOLDER, NAME_OR_PATH, TEMPLATE):
-            whole = not (streams and flag.on_resume == ROWS)
-            found = [_digest(path, whole) for path in named_in(given)]
-            files[name] = found[0] if len(found) == 1 else digests.of_text(found)
-    if streams:
-        # Nobody has read a stream yet: what is asked for stands for it, without the rows that are held out of it.
-        asked = {name: files.get(name, run.value(name)) for name in named(run.recipe.flags, (ROWS,))} | beginning
-        held_out = None if run.value("validation_file") else rows["validation"]
-        rows["train"] = digests.of_text([asked, held_out, training.seed])
-    processor = data.processor
-    known = tokenizer_identity if hasattr(processor, "get_vocab") else getattr(type(processor), "to_dict", None)
-    tokenizer: dict[str, Any] = {"hash": digests.of_text(known(processor)) if known else None} | beginning
-    model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
-    base = (run.value("model_name_or_path"), run.value("model_revision"), bool(run.value("use_peft")))
-    config_of_engine = session.ds_config or (config_of_fields() if deepspeed_by_accelerate(run) else {})
-    engine = _of_engine(config_of_engine) | {ARITHMETIC: arithmetic_of(config_of_engine, training.max_grad_norm)}
-    facts = {"rows": rows, "files": files, "tokenizer": tokenizer, "model": model, "engine": engine}
-    return facts | {"base": digests.of_base(*base), "teacher": digests.of_base(run.value("teacher"), "main", True)}
-
-
-def _digest(name: str, whole: bool) -> str:
-    return digests.of_files(Path(name).expanduser(), whole) or digests.hub_revision(name) or name
-
-
-def _of_engine(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer and scheduler of a DeepSpeed config, where they are other than those of the flags."""
-    found = {}
-    for section, kinds in LIKE_FLAGS.items():
-        kind = (ds_config.get(section) or {}).get("type")
-        if section == "optimizer" and kind:  # DeepSpeed takes it in any case (runtime/config.py)
-            kind = next((one for one in kinds if one.lower() == kind.lower()), kind)
-        default = {"warmup_type": "log"} if section == "scheduler" else {}  # DeepSpeed's (runtime/lr_schedules.py)
-        params = default | ((ds_config.get(section) or {}).get("params") or {})
-        own = {name: v for name, v in params.items() if name not in OF_FLAGS}
-        others = {name: v for name, v in own.items() if v not in ("auto", LIKE_NONE.get(name))}
-        if kind is not None and (kind not in kinds or others):
-            found[section] = {"type": kind, **others}
-    return found
-
-
-def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, value in config.items():
-        if name not in NO_SHAPE and value is not None:
-            text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-            found[name] = text if len(text) <= LONGEST else digests.of_text(text)
-    return found
-
-
-def _compare(
-    run: Run, course: Course, before: Identity, facts: Mapping[str, Mapping[str, Any]]
-) -> dict[str, tuple[Any, Any]]:
-    """The rows that differ and are allowed to. Raises RequestError for all else."""
-    name = Path(course.checkpoint or "").name
-    _refuse_model(name, before.facts.get("model", {}), facts["model"])
-    known = before.facts.get("tokenizer", {}).get("hash")
-    if known != facts["tokenizer"]["hash"]:
-        raise RequestError(
-            f"--resume: {name} was trained with another tokenizer than this run has. Its embeddings belong to the "
-            f"tokens of {name}/tokenizer.json: give the tokenizer of before, or another --output_dir to start anew."
-        )
-    engine = facts["engine"]
-    then = before.facts.get("engine", engine)
-    for section in (one for one in LIKE_FLAGS if then.get(one) != engine.get(one)):
-        raise RequestError(
-            f"--resume: {name} was trained by another {section} of DeepSpeed's config: {shown(then.get(section))}, "
-            f"here {shown(engine.get(section))} (None is that of the flags). Give the config of before, or another "
-            "--output_dir."
-        )
-    other = _of_arithmetic(course, name, then, engine)
-    if not digests.same_base(before.facts.get("base", facts["base"]), facts["base"]):
-        raise RequestError(
-            f"--resume: {name} began from other weights than those of --model_name_or_path "
-            f"{run.value('model_name_or_path')}. Give the model of before, or another --output_dir."
-        )
-    if not digests.same_base(before.facts.get("teacher", {}), facts["teacher"]):
-        raise RequestError(f"--resume: {name} learnt from another --teacher, or none. Give that of before.")
-    was = before.facts.get("files", {})
-    there, now = before.facts.get("rows", {}), facts["rows"]
-    rows = {f"{split} rows": (there.get(split), now[split]) for split in now if there.get(split) != now[split]}
-    if not rows:
-        return other
-    files = [f"--{flag}" for flag, digest in facts["files"].items() if was.get(flag) not in (None, digest)]
-    why = f" ({', '.join(files)} has other content)" if files else ""
-    begins = None if BEGINNING in before.facts.get("tokenizer", {}) else facts["tokenizer"].get(BEGINNING)
-    if begins:
-        why += f" (each document now begins with {begins}, as its tokenizer has it, which an older version left out)"
-    line = f"{' and '.join(rows)} are not those of {name}{why}"
-    if ("train rows" in rows or _evaluation_decides(run)) and run.value("resume_changed") != "allow":
-        others = ": files, or flags that choose, cut or clean them, have changed. Give those of before,"
-        raise RequestError(
-            f"--resume: the {line}{'. Begin anew in' if begins else others} another --output_dir, or go on with other "
-            "data by --resume_changed allow."
-        )
-    if leads():
-        print(f"resume: from step {course.step + 1} on the {line}", flush=True)
-    return other | rows
-
-
-def _of_arithmetic(
-    course: Course, name: str, before: Mapping[str, Any], now: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
-    """Keys of DeepSpeed's config that are applied, and said."""
-    known = before.get(ARITHMETIC) if isinstance(before.get(ARITHMETIC, {}), dict) else {}
-    changed = changed_arithmetic(name, known, now[ARITHMETIC])
-    for place, (then, value) in changed.items() if leads() else ():
-        unsaid = "that of --max_grad_norm" if place == "gradient_clipping" else "DeepSpeed's default"
-        here, until = (shown(unsaid if one is None else one) for one in (value, then))
-        print(f"resume: DeepSpeed's {place} is {here} from step {course.step + 1} on (until then {until})", flush=True)
-    return {f"DeepSpeed's {place}": values for place, values in changed.items()}
-
-
-def _evaluation_decides(run: Run) -> bool:
-    """Whether it has a say in what is learnt or kept: its figures are then compared with those of before."""
-    asked = (run.value("load_best_model_at_end"), run.value("early_stopping_patience"))
-    return any(asked) or run.value("save_strategy") == "best" or str(run.value("lr_scheduler_type")) in BY_METRIC
-
-
-def _compare_old(checkpoint: str, model: Mapping[str, Any]) -> None:
-    if (path := Path(checkpoint) / "config.json").is_file():
-        _refuse_model(Path(checkpoint).name, _shape(read_json_object(path)), model)
-
-
-def _refuse_model(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    others = [key for key in now if key in before and before[key] != now[key]]
-    if others:
-        what = "; ".join(f"{key} {shown(before[key])}, here {shown(now[key])}" for key in others[:3])
-        raise RequestError(
-            f"--resume: {name} is of another model than these data and flags make: {what}. Resume with the flags and "
-            "data of before (recipe.yaml), or give another --output_dir."
-        )

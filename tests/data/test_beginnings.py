@@ -19,8 +19,9 @@ from finetune.errors import RequestError
 from finetune.generation.encode import encode
 from finetune.generation.prompts import Prompt
 from finetune.run.flags.language import SampleArguments
-from finetune.training import course
+from finetune.training import same_run
 from finetune.training.checkpoints.identity import Identity
+from finetune.training.course import Course
 from finetune.training.samples import _tokens
 
 BOS, EOS = "<s>", "<|endoftext|>"
@@ -167,15 +168,15 @@ def test_only_what_a_tokenizer_with_a_bos_makes_is_prepared_anew(tmp_path: Path)
 
 
 def test_a_checkpoint_that_was_trained_without_the_bos_is_refused_or_said(capsys: pytest.CaptureFixture[str]) -> None:
-    facts: dict[str, Any] = {"model": {}, "engine": {course.ARITHMETIC: {}}, "base": {}, "teacher": {}}
+    facts: dict[str, Any] = {"model": {}, "engine": {same_run.ARITHMETIC: {}}, "base": {}, "teacher": {}}
     now = {**facts, "rows": {"train": "a"}, "files": {}, "tokenizer": {"hash": "t", "beginning": BOS}}
     before = {**facts, "rows": {"train": "b"}, "files": {}, "tokenizer": {"hash": "t"}}
-    of_before = course.Course("r", {}, "checkpoint-5", 5, Identity("r", {}, before, {}, ()))
+    of_before = Course("r", {}, "checkpoint-5", 5, Identity("r", {}, before, {}, ()))
     assert of_before.before is not None
     flags = {"resume_changed": "refuse"}
     run: Any = SimpleNamespace(value=flags.get)
     with pytest.raises(RequestError, match="each document now begins with <s>, as its tokenizer has it"):
-        course._compare(run, of_before, of_before.before, now)
+        same_run._compare(run, of_before, of_before.before, now)
     flags["resume_changed"] = "allow"
-    assert course._compare(run, of_before, of_before.before, now) == {"train rows": ("b", "a")}
+    assert same_run._compare(run, of_before, of_before.before, now) == {"train rows": ("b", "a")}
     assert "from step 6 on the train rows are not those of checkpoint-5 (each document now" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from conftest import REPO
 from finetune.dsconfig.shape import schema
 from finetune.errors import RequestError
 from finetune.run.on_resume_deepspeed import APPLIED, CLASSES, HALVES, OTHER_NAMES, REFUSED, WITHIN, arithmetic_of
-from finetune.training.course import ARITHMETIC, _of_arithmetic
+from finetune.training.same_run import ARITHMETIC, _of_arithmetic
 
 FP16 = {"fp16": {"enabled": True}}
 

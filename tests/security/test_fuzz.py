@@ -32,7 +32,7 @@ from finetune.plan.weights import weights_of
 from finetune.report.run_folder import read_run
 from finetune.run.flat_yaml import read_flat_yaml
 from finetune.safe_read import read_json_object, read_yaml
-from finetune.safe_read.pickles import refuse_unsafe
+from finetune.safe_read.checkpoint_files import refuse_unsafe
 from finetune.training.checkpoints.manifest import problems
 
 EXAMPLES = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 60

@@ -17,7 +17,8 @@ import torch
 from poison import FORMS, HARMLESS_HERE, PAYLOADS, PROTOCOL_2, STOP, call, text, torch_zip, touching
 
 from finetune.errors import RequestError
-from finetune.safe_read.pickles import load_checked, refuse_unsafe
+from finetune.safe_read.checkpoint_files import refuse_unsafe
+from finetune.safe_read.pickles import load_checked
 
 PLACES = (
     "global_step2/mp_rank_00_model_states.pt",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from finetune.errors import RequestError
-from finetune.safe_read.pickles import refuse_unsafe
+from finetune.safe_read.checkpoint_files import refuse_unsafe
 from finetune.training.checkpoints.manifest import MANIFEST, altered, files_of, problems, read_manifest, shares
 from finetune.training.checkpoints.tag import refuse_other_tags
 from finetune.training.checkpoints.writing import every, leads, of_first, rank, ranks, together
