@@ -35,10 +35,10 @@ sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
 from releases import in_words, versions  # noqa: E402
 
+from finetune.entry.here import resolve_here  # noqa: E402
 from finetune.errors import FinetuneError  # noqa: E402
 from finetune.run.choose import recipes  # noqa: E402
 from finetune.run.launch import Launch  # noqa: E402
-from finetune.run.resolve import resolve_here  # noqa: E402
 
 OUT = REPO / "docs" / "results" / "path_flags.jsonl"
 

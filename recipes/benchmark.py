@@ -13,11 +13,11 @@ import json
 from pathlib import Path
 
 from finetune.bench.recipe import BENCHMARK, BenchmarkArguments
+from finetune.entry.main import run_recipe
 from finetune.errors import RequestError
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
-from finetune.run.main import run_recipe
 
 
 def main(run):

@@ -8,8 +8,8 @@ Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag 
 taken, too; `--help` lists all. The run folder (--output_dir) then opens with `pipeline("text-generation", folder)`.
 """
 
+from finetune.entry.main import run_recipe
 from finetune.run.flags.language import BlockArguments, CorpusArguments, SampleArguments
-from finetune.run.main import run_recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM
 
 

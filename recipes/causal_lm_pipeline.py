@@ -10,8 +10,8 @@ docs/pipeline.md says what moves between stages, and how to choose their number.
 
 from pathlib import Path
 
+from finetune.entry.main import run_recipe
 from finetune.run.flags.language import BlockArguments, CorpusArguments, SampleArguments
-from finetune.run.main import run_recipe
 from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 
 

@@ -9,8 +9,8 @@ taken, too; `--help` lists all. docs/embedding.md says which rows are read, and 
 with sentence-transformers and transformers.
 """
 
+from finetune.entry.main import run_recipe
 from finetune.run.flags.text import PreparationArguments
-from finetune.run.main import run_recipe
 from finetune.run.recipes.embedding import EMBEDDING, EmbeddingDataArguments
 
 

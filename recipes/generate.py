@@ -8,9 +8,9 @@ The ranks share the prompts. With --deepspeed zero3 or zero3_offload they share 
 larger than a card. `--help` lists all flags; docs/generate.md says the rest.
 """
 
+from finetune.entry.main import run_script
 from finetune.generation.flags import generate_parser
 from finetune.generation.request import answer_file
-from finetune.run.main import run_script
 
 if __name__ == "__main__":
     run_script(generate_parser(__doc__), answer_file)

@@ -10,9 +10,9 @@ taken, too; `--help` lists all. The run folder (--output_dir) then opens with `p
 folder)`. docs/images.md says what batch norm does where a batch is spread over ranks.
 """
 
+from finetune.entry.main import run_recipe
 from finetune.run.flags.images import AugmentationArguments, ImageArguments, ImageModelArguments
 from finetune.run.flags.text import PreparationArguments
-from finetune.run.main import run_recipe
 from finetune.run.recipes.image_cls import IMAGE_CLS
 
 

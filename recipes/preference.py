@@ -8,8 +8,8 @@ Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag 
 taken, too; `--help` lists all. docs/preference.md says which rows are read, and what each loss is for.
 """
 
+from finetune.entry.main import run_recipe
 from finetune.run.flags.text import PreparationArguments
-from finetune.run.main import run_recipe
 from finetune.run.recipes.preference import PREFERENCE, PreferenceArguments, PreferenceDataArguments
 
 

@@ -11,8 +11,8 @@ docs/seq2seq.md says which columns are read, and how texts are written and judge
 
 from functools import partial
 
+from finetune.entry.main import run_recipe
 from finetune.run.flags.text import PreparationArguments
-from finetune.run.main import run_recipe
 from finetune.run.recipes.seq2seq import SEQ2SEQ, PairArguments
 
 

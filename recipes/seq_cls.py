@@ -8,8 +8,8 @@ Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag 
 taken, too; `--help` lists all. The run folder (--output_dir) then opens with `pipeline("text-classification", folder)`.
 """
 
+from finetune.entry.main import run_recipe
 from finetune.run.flags.text import DataArguments, PreparationArguments
-from finetune.run.main import run_recipe
 from finetune.run.recipes.seq_cls import SEQ_CLS
 
 

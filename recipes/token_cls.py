@@ -9,8 +9,8 @@ taken, too; `--help` lists all. The run folder (--output_dir) then opens with `p
 aggregation_strategy="simple")`. docs/token_cls.md says which files are read.
 """
 
+from finetune.entry.main import run_recipe
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
-from finetune.run.main import run_recipe
 from finetune.run.recipes.token_cls import TOKEN_CLS
 
 

@@ -21,6 +21,7 @@ from finetune.api.words import words_of
 from finetune.cli import parser
 from finetune.commands.recipe import find
 from finetune.commands.train import started_by
+from finetune.entry.here import resolve_here
 from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError, RequestError, RunError
 from finetune.measure.processes import all_ended
 from finetune.privacy import shown
@@ -28,7 +29,6 @@ from finetune.run.choose import recipes
 from finetune.run.engine import deepspeed_config_of
 from finetune.run.launch import Launch, free_port, read_launch
 from finetune.run.recipe import Recipe
-from finetune.run.resolve import resolve_here
 
 ERROR_LINE = re.compile(r"(?:\[rank \d+\] )?error: (.*)")
 KINDS: dict[int, type[FinetuneError]] = {one.exit_status: one for one in (RequestError, InterruptedRunError)}

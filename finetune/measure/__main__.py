@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from finetune.entry.main import run_recipe
 from finetune.errors import RequestError
 from finetune.measure.memory import Allocations
 from finetune.measure.models import build, config_of, samples
@@ -28,7 +29,6 @@ from finetune.models.gptlite_pipeline import gptlite_pipeline
 from finetune.plan.families.parts import CLASSES
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.pipeline import PipelineArguments
-from finetune.run.main import run_recipe
 from finetune.run.run import Run
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.start import Session, start

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from finetune.entry.main import run_main
 from finetune.errors import RequestError, RunError
 from finetune.host.hardware import cores_here, gpus_here
 from finetune.measure.outcome import DONE
@@ -28,7 +29,6 @@ from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
 from finetune.plan.search import laid_out, shipped
 from finetune.plan.seconds import plan_seconds
-from finetune.run.main import run_main
 
 LARGE_SHARE = 0.25  # of the shapes, the fastest: what large products reach
 ROUNDS = 2  # some time apart, for a machine is not the same at any time

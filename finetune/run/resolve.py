@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.run.accelerate_plugin import check_fields, config_of_fields
-from finetune.run.checks import found_wrong, found_wrong_here, others, raised_by, within_range
-from finetune.run.engine import (
-    context_of,
-    deepspeed_by_accelerate,
-    deepspeed_config_of,
-    load_deepspeed,
-    refuse_batch_search,
-    refuse_unused_disk,
-    settle_engine,
-)
-from finetune.run.environment import left_over, obeyed
+from finetune.run.checks import found_wrong, others, within_range
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.launch import Launch
-from finetune.run.output_folder import check_output_dir
 from finetune.run.parse import Setting, settings_of
-from finetune.run.rates import vain_rates
 from finetune.run.recipe import ENGINE_FLAG, PIPELINE, Recipe
 from finetune.run.run import Run
 from finetune.run.void import settle_void
@@ -33,33 +19,12 @@ from finetune.run.void import settle_void
 def resolve(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: bool = True) -> Run:
     """The run that a command line, or flags in its form, describes. Raises RequestError with all that is wrong with it,
     as far as flags tell. A run that is not to be on this machine may want packages and data that it lacks."""
-    run, typos, mistakes = _read(recipe, argv, launch, is_here)
-    _refuse([*typos, *others(mistakes, typos)])
+    run, typos, mistakes = read_flags(recipe, argv, launch, is_here)
+    refuse([*typos, *others(mistakes, typos)])
     return run
 
 
-def resolve_here(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
-    """`resolve` for a run that is to start on this machine now: its files, its folders and its DeepSpeed config are
-    looked at, too. Raises RequestError."""
-    run, typos, mistakes = _read(recipe, argv, launch, is_here=True)
-    asked: str | None = None
-    try:
-        run = settle_engine(run)
-        asked = deepspeed_config_of(run)
-    except RequestError as error:
-        typos += others([str(error)], typos)  # what is said of another engine would be wrong, too
-    run = obeyed(run)
-    run = run.noted(*vain_rates(run))
-    mistakes += left_over(run, asked)
-    mistakes += [*found_wrong_here(run, asked), *raised_by(lambda: _check_deepspeed(run, asked))]
-    if launch.speaks:
-        # The folder is the last: another one mends no flag.
-        mistakes += raised_by(*(partial(look, run) for look in _looks_ahead()), partial(check_output_dir, run))
-    _refuse([*typos, *others(mistakes, typos)])
-    return run
-
-
-def _read(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: bool) -> tuple[Run, list[str], list[str]]:
+def read_flags(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: bool) -> tuple[Run, list[str], list[str]]:
     """The run without what cannot be meant; what that was; and what else is wrong with the flags."""
     refused = PipelineArguments.refused if recipe.engines == (PIPELINE,) else {}
     given, typos = settings_of(argv, recipe.flags, refused, recipe.name, recipe.reads)
@@ -70,29 +35,10 @@ def _read(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: bool) ->
     return run, [*typos, *out_of_range], [*of_other_engine, *void, *found_wrong(run, is_here)]
 
 
-def _refuse(mistakes: Sequence[str]) -> None:
+def refuse(mistakes: Sequence[str]) -> None:
+    """Raises RequestError with all of them, where there are any."""
     if mistakes:
         raise RequestError("\n".join(mistakes))
-
-
-def _check_deepspeed(run: Run, asked: str | None) -> None:
-    if asked:  # which is checked once more when the GPUs are known
-        precision: dict[str, bool] = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given}
-        loaded = load_deepspeed(run, asked, context_of(run, precision, has_cuda=None))
-        refuse_unused_disk(run, loaded.config, loaded.name)
-    elif deepspeed_by_accelerate(run) and run.value("do_train"):
-        refuse_batch_search(run, config_of_fields(), "by accelerate")
-        check_fields(context_of(run, {}, has_cuda=None, engine="trainer"), tuple(run.value("disable_check") or ()))
-
-
-def _looks_ahead() -> Sequence[Callable[[Run], None]]:
-    """At what lies in files, by rooms that import no torch for it."""
-    from finetune.data.first_look import look_at_columns
-    from finetune.run.decoders import look_at_model
-    from finetune.training.checkpoints.flags_of_before import look_at_flags
-    from finetune.training.hub import check_hub
-
-    return look_at_model, look_at_columns, look_at_flags, check_hub
 
 
 def _defaults(recipe: Recipe, given: Mapping[str, Setting]) -> dict[str, Setting]:

@@ -22,11 +22,11 @@ from finetune import load_run, train
 from finetune.api.opening import AUTO
 from finetune.api.training import _why
 from finetune.api.words import words_of
+from finetune.entry.here import resolve_here
 from finetune.errors import InterruptedRunError, RequestError, RunError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM, GPTLiteForSequenceClassification
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch
-from finetune.run.resolve import resolve_here
 
 SMALL = {**TINY, "max_steps": 2, "max_train_samples": 64}
 

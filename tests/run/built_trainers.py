@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from finetune.entry.here import resolve_here
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch
-from finetune.run.resolve import resolve_here
 from finetune.training import chapters
 
 REPO = Path(__file__).resolve().parents[2]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from check_cases import run_of
 
+from finetune.entry.here import resolve_here
 from finetune.errors import RequestError
 from finetune.run.accelerate_plugin import FIELDS, check_fields, config_of_fields
 from finetune.run.launch import Launch
 from finetune.run.recipes.seq_cls import SEQ_CLS
-from finetune.run.resolve import resolve_here
 
 VARIABLES = dict(FIELDS.values())
 

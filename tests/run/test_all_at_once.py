@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
+from finetune.entry.here import resolve_here
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch
-from finetune.run.resolve import resolve_here
 
 RESOLVE = """
 import sys
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch
-from finetune.run.resolve import resolve_here
+from finetune.entry.here import resolve_here
 
 try:
     resolve_here(recipes()[sys.argv[1]], sys.argv[2:], Launch())

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from conftest import REPO
 
+from finetune.entry.here import resolve_here
 from finetune.errors import RequestError
 from finetune.run.conflicts import ATTENTIONS
 from finetune.run.launch import Launch
@@ -19,7 +20,7 @@ from finetune.run.recipes.image_cls import IMAGE_CLS
 from finetune.run.recipes.preference import PREFERENCE
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.recipes.token_cls import TOKEN_CLS
-from finetune.run.resolve import resolve, resolve_here
+from finetune.run.resolve import resolve
 
 EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
 

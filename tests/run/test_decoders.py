@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from finetune.entry.here import resolve_here
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
 from finetune.run.decoders import CLASSIFYING, ENCODERS, look_at_model
 from finetune.run.launch import Launch
-from finetune.run.resolve import resolve, resolve_here
+from finetune.run.resolve import resolve
 
 
 def model(folder: Path, **config: Any) -> Path:

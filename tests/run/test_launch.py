@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
+from finetune.entry.here import resolve_here
 from finetune.errors import RequestError
 from finetune.run.environment import left_over
 from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.run.recipes.seq_cls import SEQ_CLS
-from finetune.run.resolve import resolve, resolve_here
+from finetune.run.resolve import resolve
 from finetune.run.run import Run
 
 RECIPE = str(REPO / "recipes" / "seq_cls.py")

@@ -11,12 +11,13 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from transformers import get_scheduler
 
+from finetune.entry.here import resolve_here
 from finetune.errors import RequestError
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
 from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 from finetune.run.recipes.seq_cls import SEQ_CLS
-from finetune.run.resolve import resolve, resolve_here
+from finetune.run.resolve import resolve
 from finetune.run.schedules import rule_of
 from finetune.run.snapshot import REQUIRED, snapshot
 

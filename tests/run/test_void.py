@@ -13,6 +13,7 @@ import yaml
 from conftest import REPO
 from test_recipes import RECIPES
 
+from finetune.entry.here import resolve_here
 from finetune.errors import RequestError
 from finetune.run.flag import Flag
 from finetune.run.launch import Launch
@@ -23,7 +24,7 @@ from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 from finetune.run.recipes.image_cls import IMAGE_CLS
 from finetune.run.recipes.seq2seq import SEQ2SEQ
 from finetune.run.recipes.seq_cls import SEQ_CLS
-from finetune.run.resolve import resolve, resolve_here
+from finetune.run.resolve import resolve
 from finetune.run.run import Run
 from finetune.run.void import GIVEN, OF_ENGINES, VOID, VOID_HERE, Void, says, settle_void
 

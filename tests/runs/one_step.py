@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, default_data_collator
 
+from finetune.entry.main import run_recipe
 from finetune.models.mlp import MLPConfig, MLPForClassification
 from finetune.run.flags.common import RunArguments
-from finetune.run.main import run_recipe
 from finetune.run.recipe import Recipe
 from finetune.run.run import Run
 from finetune.training.start import start

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from path_flags import HAZARDS, before_torch, cases, path_flags, tried
 
+from finetune.entry.here import resolve_here
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch
 from finetune.run.path_name import unusable
-from finetune.run.resolve import resolve_here
 
 FLAGS = {
     "seq_cls": ("train_file", "output_dir", "config"),

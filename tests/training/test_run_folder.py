@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from finetune.data.columns import Labels
+from finetune.entry.here import resolve_here
 from finetune.errors import RunError
 from finetune.report.charts import confusion_picture
 from finetune.report.run_curves import training_curves
@@ -22,7 +23,6 @@ from finetune.run.engine import deepspeed_config_of
 from finetune.run.launch import Launch
 from finetune.run.parse import Setting
 from finetune.run.recipes.seq_cls import SEQ_CLS
-from finetune.run.resolve import resolve_here
 from finetune.run.run import Run
 from finetune.training.model_card import Card, model_card
 from finetune.training.results import write_predictions

@@ -10,7 +10,7 @@ from conftest import REPO
 
 ENDS = """
 import atexit, os, sys
-from finetune.run.main import run_main
+from finetune.entry.main import run_main
 
 class Torn:  # as gloo's threads may be, once Python itself is taken apart
     def __del__(self):

@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from finetune.entry.here import resolve_here
 from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError
 from finetune.privacy import shown
 from finetune.run.help import help_of
 from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.run.recipe import Recipe
-from finetune.run.resolve import resolve_here
 from finetune.run.run import Run
 
 SILENT_RANK_WAITS_SECONDS = 20.0
