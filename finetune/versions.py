@@ -8,6 +8,18 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# On which all tests were run, and in which tests/upstream/ read the private names that are leaned on.
+TESTED = {
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "accelerate": "1.15.0",
+    "deepspeed": "0.19.8",
+    "datasets": "5.2.0",
+    "evaluate": "0.4.6",
+    "peft": "0.21.2",
+    "bitsandbytes": "0.50.2",
+    "trl": "1.16.0",
+}
 PACKAGES = (
     *("finetune", "torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers", "safetensors", "numpy"),
     *("scikit-learn", "peft", "bitsandbytes", "trl"),

@@ -19,8 +19,7 @@ from finetune.dsconfig.context import release
 from finetune.host.hardware import cores_here, driver_version
 from finetune.host.network import hosts, hub, interfaces, meeting_place, names
 from finetune.host.result import FAILED, OK, WARNING, Asked, Result, verdict, warned
-from finetune.upstream.row import TESTED
-from finetune.versions import version
+from finetune.versions import TESTED, version
 
 GIB = 2**30
 # As pyproject.toml bounds them.
@@ -58,7 +57,7 @@ def packages(asked: Asked) -> Iterator[Result]:
             wanted = ".".join(map(str, LEAST[name]))
             yield Result(name, FAILED, text, f"Take {name} {wanted} or later: run install.sh.", needed=True)
         elif (tested := TESTED.get(name)) and installed[name] > release(tested):  # private names may be gone
-            mend = f"Should a run fail in it, take {name} {tested}. finetune/upstream/ lists what may have changed."
+            mend = f"Should a run fail in it, take {name} {tested}. Private names that it leans on may have changed."
             yield Result(name, WARNING, f"{text}, which is newer than {tested}, the release that was tested", mend)
         else:
             yield Result(name, OK, text, needed=True)

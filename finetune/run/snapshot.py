@@ -1,4 +1,4 @@
-"""What `make_trainer_flags` has written down of the installed transformers."""
+"""What `benchmarks/make_trainer_flags.py` has written down of the installed transformers."""
 
 from __future__ import annotations
 

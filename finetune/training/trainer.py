@@ -5,7 +5,7 @@ pushed. Everything else is the Trainer's own.
     class Seq2Seq(FinetuneMixin, Seq2SeqTrainer): ...
     class SFT(FinetuneMixin, trl.SFTTrainer): ...
 
-What is overridden here stands in finetune/upstream/, each with its reason; a test holds it against the releases."""
+What is overridden here stands in tests/upstream/, each with its reason; a test holds it against the releases."""
 
 from __future__ import annotations
 

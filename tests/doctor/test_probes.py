@@ -19,7 +19,7 @@ from finetune.dsconfig.context import release
 from finetune.host import network
 from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result
 from finetune.training import builds
-from finetune.upstream.row import TESTED
+from finetune.versions import TESTED
 
 
 def asked(tmp_path: Path, **changes: Any) -> Asked:

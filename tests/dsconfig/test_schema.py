@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from make_schema import SCHEMA, text
 
-from finetune.dsconfig.make_schema import SCHEMA, text
 from finetune.dsconfig.shape import REMOVED, schema, shape_findings
 from finetune.shipped import DS_CONFIGS
 
 
 def test_the_schema_is_made_from_the_installed_deepspeed() -> None:
-    assert SCHEMA.read_text() == text(), "run: python -m finetune.dsconfig.make_schema"
+    assert SCHEMA.read_text() == text(), "run: python benchmarks/make_schema.py"
 
 
 def test_the_schema_is_one_and_the_shipped_configs_keep_it() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from make_trainer_flags import snapshot
 
 from finetune.errors import RequestError
 from finetune.run.flags.trackers import TRACKERS, check_trackers
-from finetune.run.make_trainer_flags import snapshot
 from finetune.run.snapshot import SNAPSHOT
 
 
 def test_the_snapshot_is_of_the_installed_transformers() -> None:
-    """`python -m finetune.run.make_trainer_flags` makes it anew."""
+    """`python benchmarks/make_trainer_flags.py` makes it anew."""
     assert json.loads(SNAPSHOT.read_text()) == snapshot()
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from finetune.upstream.row import Row
+from conftest import REPO
+from upstream.row import Row
 
 MODEL = "transformers.modeling_utils:PreTrainedModel."
 GPTLITE, ALEXNET, MLP = "models/gptlite.py", "models/alexnet.py", "models/mlp.py"
@@ -178,7 +177,7 @@ STANDARD_LIBRARY = (
 )
 
 METRIC = "evaluate.module:EvaluationModule."
-METRIC_FILES = tuple(sorted(path.stem for path in (Path(__file__).parents[1] / "metrics").glob("[a-z]*.py")))
+METRIC_FILES = tuple(sorted(path.stem for path in (REPO / "finetune/metrics").glob("[a-z]*.py")))
 METRICS = tuple(
     Row(
         f"metrics/{file}.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.upstream.row import Row
+from upstream.row import Row
 
 PIPE = "deepspeed.runtime.pipe.engine:PipelineEngine."
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
@@ -80,14 +80,6 @@ ENGINE = (
         "as above",
         "ops/adam/cpu_adam.py",
         "as above",
-    ),
-    Row(
-        "dsconfig/make_schema.py",
-        "deepspeed.runtime.config:DtypeEnum._all_values",
-        "read",
-        "every word that a config may say for a type",
-        "runtime/config.py",
-        "a schema that DeepSpeed ships",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""finetune/upstream/: its rows against the installed releases, and against our code."""
+"""tests/upstream/: its rows against the installed releases, and against our code."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from importlib import metadata
 
 import pytest
 from packaging.requirements import Requirement
-from upstream_contract import ROOT, Hit, faults, hits, resolve, without_a_hit, without_a_row
+from upstream import of_trainer
+from upstream.contract import ROOT, Hit, faults, hits, resolve, without_a_hit, without_a_row
+from upstream.row import Row
+from upstream.table import ROWS
 
 from finetune.training.trainer import FinetuneTrainer
-from finetune.upstream import of_trainer
-from finetune.upstream.row import TESTED, Row
-from finetune.upstream.table import ROWS
+from finetune.versions import TESTED
 
 SAVE = next(row for row in ROWS if row.attribute == "_save_checkpoint")
 

@@ -1,4 +1,10 @@
-"""A row of the table, and the releases against which the table was written."""
+"""A row of the table: what of other packages we lean on that they do not promise to keep. A test holds every row
+against the installed releases, and every such name in our code against the rows.
+
+    override    a method of theirs that we replace, or a class attribute: `called_from` must go on calling it
+    call, read, write    what it says, of a private name, or of one inside an engine
+    patch       an object of theirs that we change
+"""
 
 from __future__ import annotations
 
@@ -7,18 +13,6 @@ from typing import Literal
 
 Kind = Literal["override", "call", "read", "write", "patch"]
 
-# Those that the rows were read in and all tests were run on.
-TESTED = {
-    "torch": "2.13.0",
-    "transformers": "5.23.0",
-    "accelerate": "1.15.0",
-    "deepspeed": "0.19.8",
-    "datasets": "5.2.0",
-    "evaluate": "0.4.6",
-    "peft": "0.21.2",
-    "bitsandbytes": "0.50.2",
-    "trl": "1.16.0",
-}
 # Begin with an underscore, and are documented all the same.
 DOCUMENTED = {"os._exit", "sys._current_frames", "output._replace", "evaluated._replace"}
 

@@ -1,4 +1,4 @@
-"""Write schema.json from the installed DeepSpeed: `python -m finetune.dsconfig.make_schema`.
+"""Write schema.json from the installed DeepSpeed: `python benchmarks/make_schema.py`.
 
 DeepSpeed checks some sections with pydantic models; they are read here field by field. The other keys it looks up as
 it needs them, and takes any unknown one without a word; they are listed here by the file that reads them. Every value
@@ -8,6 +8,7 @@ may be "auto" as well: who fills it depends on the run, and is a matter of the r
 from __future__ import annotations
 
 import enum
+import inspect
 import json
 import types
 import typing
@@ -15,9 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from finetune.dsconfig.schedules import schedule_parameters
-
-SCHEMA = Path(__file__).with_name("schema.json")
+SCHEMA = Path(__file__).resolve().parents[1] / "finetune/dsconfig/schema.json"
 Schema = dict[str, Any]
 
 BOOLEAN: Schema = {"type": "boolean"}
@@ -65,7 +64,7 @@ def make_schema() -> Schema:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "DeepSpeed configuration",
-        "$comment": "made by python -m finetune.dsconfig.make_schema; do not edit",
+        "$comment": "made by python benchmarks/make_schema.py; do not edit",
         "x-deepspeed": metadata.version("deepspeed"),
         **_section({name: _or_null(name, properties[name]) for name in sorted(properties)}),
     }
@@ -215,7 +214,7 @@ def _optimization() -> Schema:
                 | OPEN,
             }
         )
-        | schedule_parameters(),
+        | _schedule_parameters(),
         "torch_autocast": _section(
             {"enabled": BOOLEAN, "dtype": any_dtype, "lower_precision_safe_modules": {"type": "array"}}
         ),
@@ -289,6 +288,32 @@ def _memory_and_profiles() -> Schema:
         # With readers and checks of their own, far from a fine-tuning run.
         **{name: {} for name in ("autotuning", "data_efficiency", "expert_parallel", "datastates_ckpt")},
     }
+
+
+def _schedule_parameters() -> dict[str, dict[str, list[str]]]:
+    """Of DeepSpeed's schedules and torch's: what each takes (`x-params`) and must get (`x-required`), but for the
+    optimizer."""
+    from deepspeed.runtime import lr_schedules
+    from torch.optim import lr_scheduler
+
+    schedules = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
+    schedules |= {name: kind for name, kind in vars(lr_scheduler).items() if _is_schedule(kind)}
+    taken = {name: list(inspect.signature(kind).parameters.values())[1:] for name, kind in sorted(schedules.items())}
+    return {
+        "x-params": {name: [parameter.name for parameter in every] for name, every in taken.items()},
+        "x-required": {name: _required(every) for name, every in taken.items()},
+    }
+
+
+def _is_schedule(kind: object) -> bool:
+    from torch.optim.lr_scheduler import LRScheduler
+
+    is_one = isinstance(kind, type) and issubclass(kind, LRScheduler) and kind is not LRScheduler
+    return is_one and not kind.__name__.startswith("_")  # type: ignore[attr-defined]
+
+
+def _required(parameters: list[inspect.Parameter]) -> list[str]:
+    return [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
 
 
 def text() -> str:

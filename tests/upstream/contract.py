@@ -1,4 +1,4 @@
-"""What a row of finetune/upstream claims, held against the installed releases; and what our code leans on."""
+"""What a row of tests/upstream claims, held against the installed releases; and what our code leans on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from upstream.row import DOCUMENTED, Row
+
 import finetune
-from finetune.upstream.row import DOCUMENTED, Row
 
 ROOT = Path(finetune.__file__).parent
 Hit = tuple[str, str]  # our file, and a name of theirs

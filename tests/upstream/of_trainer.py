@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.upstream.row import Row
+from upstream.row import Row
 
 TRAINER = "transformers.trainer:Trainer."
 MIXIN, SAVING, EVALUATION = "training/trainer.py", "training/saving.py", "training/evaluation.py"
@@ -265,16 +265,4 @@ PUBLIC = (
     ),
 )
 
-SNAPSHOT = tuple(
-    Row(
-        "run/make_trainer_flags.py",
-        f"transformers.trainer_optimizer:{name}",
-        "read",
-        "which --optim_args an optimizer knows; the Trainer passes others over without a word",
-        "trainer_optimizer.py: each maker reads what it knows from ctx.optim_args",
-        "a public list of them",
-    )
-    for name in ("_OPTIMIZER_HANDLERS", "_get_bitsandbytes_optimizer")
-)
-
-ROWS = (*PRIVATE, *CALLED, *PUBLIC, *SNAPSHOT)
+ROWS = (*PRIVATE, *CALLED, *PUBLIC)

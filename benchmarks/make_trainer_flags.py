@@ -1,6 +1,6 @@
 """Write down the flags of the installed `TrainingArguments`, for what must not wait for transformers to be imported:
 
-python -m finetune.run.make_trainer_flags
+python benchmarks/make_trainer_flags.py
 """
 
 from __future__ import annotations
