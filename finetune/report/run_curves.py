@@ -21,6 +21,8 @@ TITLES = {
     "real_tokens_per_second": "Tokens a second, all ranks",
     "samples_per_second": "Samples a second, all ranks",
     "step_seconds": "Seconds a step",
+    "kl": "KL",
+    "eval_kl": "KL to the reference",
     "comm_bytes_per_step": "Bytes that rank 0 sends for gradients, a step",
 }
 # Of the evaluation's own speed, and what is on an axis already, or the same in every row.

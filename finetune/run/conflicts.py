@@ -13,6 +13,7 @@ from finetune.run.mixture import parts_of
 from finetune.run.optimizer import optim_mistakes
 from finetune.run.paths import METRICS
 from finetune.run.rates import schedule_mistakes
+from finetune.run.recipes.preference import OF_REFERENCE
 from finetune.run.sizes import IMAGE_SIZES
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def conflicts(run: Run) -> Iterator[str]:
     best, figures = run.value("metric_for_best_model"), run.recipe.figures
     if best and figures and not run.value("metrics") and best.removeprefix("eval_") not in figures:
         yield f"{run.said('metric_for_best_model')}, but an evaluation here gives {', '.join(figures)}. Give one."
+    if best in ("kl", "eval_kl") and "reference" in run.recipe.flags and run.value("loss") not in OF_REFERENCE:
+        yield f"{run.said('metric_for_best_model')}, but {run.said('loss')}, which has no reference. Give another."
     if "reference" in run.recipe.flags and run.given.get("preprocessing_num_workers"):
         said = run.said("preprocessing_num_workers")
         yield f"{said}, which does nothing: one process tokenizes preferences. Drop it."

@@ -7,6 +7,7 @@ LESS_IS_BETTER = ("loss", "error")  # at the end of a figure's name
 MORE_OF_OURS = ("accuracy", "reward_margin", "reward_chosen", "logp_chosen")
 LESS_OF_OURS = (
     *LESS_IS_BETTER,
+    "kl",
     "perplexity",
     "bits_per_byte",
     "bits_per_character",

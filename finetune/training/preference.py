@@ -24,17 +24,18 @@ from finetune.data.cache import cache_home
 from finetune.data.preferences import PreferenceData
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import LossHead, row_figures
-from finetune.run.recipes.preference import BETAS, PreferenceArguments
+from finetune.run.recipes.preference import BETAS, OF_REFERENCE, PreferenceArguments
 from finetune.training.checkpoints.writing import leads, of_first
 from finetune.training.metrics import first_output
-from finetune.training.preference_losses import LOSSES, Pairs, Settings, kto
+from finetune.training.preference_losses import LOSSES, Pairs, Settings, kto, squared_log_ratio
 from finetune.training.preference_model import MISSING, PIECE_ROWS, Reference, answers_of, read_pieces
 from finetune.training.run_folder import write_whole
 from finetune.training.samples import Answers
 from finetune.training.start import Session
 from finetune.training.trainer import FinetuneTrainer
 
-# What an evaluation has of each row. A row of KTO has one answer, and of the other's columns NaN.
+# What an evaluation has of each row. A row of KTO has one answer, and of the other's columns NaN. The divergence is
+# that of `squared_log_ratio`, of KTO's rows that of its baseline.
 COLUMNS = ("loss", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "divergence")
 
 
@@ -90,7 +91,7 @@ class PreferenceTrainer(FinetuneTrainer):
         margins = self.margins[inputs["places"][:count].cpu() // 2]
         pairs = Pairs(*[*sides, margins.to(logps.device)])
         losses, chosen, rejected = LOSSES[self.settings.loss](pairs, self.settings)
-        return torch.stack([losses, chosen, rejected, *sides[:2], torch.zeros_like(losses)], dim=1)
+        return torch.stack([losses, chosen, rejected, *sides[:2], squared_log_ratio(pairs)], dim=1)
 
     def _judge_single(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """In training the answers alone, by the baseline of their step; else that of the batch, which the metrics put
@@ -238,7 +239,7 @@ def _named(means: dict[str, float], settings: Settings, accuracy: float | None) 
     """Figures by name, but for the loss."""
     own = {name: means[name] for name in COLUMNS[1:5]}
     own["reward_margin"] = own["reward_chosen"] - own["reward_rejected"]
-    own |= {"kl": max(means["divergence"], 0.0)} if settings.loss == "kto" else {}
+    own |= {"kl": max(means["divergence"], 0.0)} if settings.loss in OF_REFERENCE else {}
     return own if accuracy is None else {"preference_accuracy": accuracy, **own}
 
 

@@ -57,6 +57,20 @@ def _ratios(pairs: Pairs, of: Settings) -> tuple[Tensor, Tensor]:
     return chosen, rejected
 
 
+def squared_log_ratio(pairs: Pairs) -> Tensor:
+    """Of B pairs (B,) the mean over both answers of log(policy / reference)^2 / 2, in nats an answer.
+
+    Schulman's k2 (http://joschu.net/blog/kl-approx.html). Over answers that the policy wrote it estimates KL(policy ||
+    reference), with a bias of third order in the log ratios. These answers are the data's, so it is a stand-in for
+    that: never below 0, 0 only where both models give all of them the same probability, and as far as the policy is
+    near its reference, KL on such answers. His unbiased k1 and k3 do not bear answers of others: k1 is then no
+    divergence (it is negative where both answers become less likely, as they do in DPO), and k3 has an exponential of
+    the log ratio, which one rejected answer carries away.
+    """
+    ratios = pairs.chosen - pairs.chosen_reference, pairs.rejected - pairs.rejected_reference
+    return (ratios[0].detach() ** 2 + ratios[1].detach() ** 2) / 4
+
+
 def _preferred(logits: Tensor, smoothing: float) -> Tensor:
     """Cross entropy of "the chosen one is better", which is wrong in a share `smoothing` of the pairs."""
     return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)

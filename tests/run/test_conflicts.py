@@ -99,6 +99,7 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (IMAGE_CLS, "--do_predict", "needs a test split.*--test_dir"),
         (TOKEN_CLS, "--dataset_name a/b --train_file t", "Keep one"),
         (CAUSAL_LM, "--dataset_name a/b --train_file t", "Keep one"),
+        (PREFERENCE, "--loss simpo --metric_for_best_model eval_kl", "'simpo' .*which has no reference"),
         (CAUSAL_LM, "--metric_for_best_model f1", "--metric_for_best_model is 'f1' .*perplexity"),
         (SEQ_CLS, "--metric_for_best_model acuracy", "an evaluation here gives loss, accuracy"),
         (TOKEN_CLS, "--metric_for_best_model eval_matthews", "gives loss, precision"),

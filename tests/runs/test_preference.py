@@ -70,6 +70,19 @@ def test_two_ranks_that_share_the_weights_answer_as_one_does(config: str, tmp_pa
     assert (one.folder / "samples.md").read_text() == (two.folder / "samples.md").read_text()
 
 
+def test_the_best_model_can_be_the_one_that_left_its_reference_least(one_rank: Finished, tmp_path: Path) -> None:
+    assert one_rank.steps[0]["kl"] == 0
+    by_step = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    flags = {**by_step, "per_device_train_batch_size": 8, "load_best_model_at_end": True}
+    done = run("python", tmp_path / "run", {**flags, "loss": "ipo", "metric_for_best_model": "eval_kl"})
+    rows = map(json.loads, (done.folder / "metrics.jsonl").read_text().splitlines())
+    found = [row["eval_kl"] for row in rows if "eval_kl" in row]
+    assert 0 < found[0] < found[1]
+    state = json.loads((done.folder / "trainer_state.json").read_text())
+    assert state["best_global_step"] == 2
+    assert done.json("eval_results.json")["eval_kl"] == pytest.approx(min(found), rel=1e-4)
+
+
 def test_the_first_loss_is_that_of_a_policy_that_is_its_reference(one_rank: Finished) -> None:
     assert one_rank.steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert one_rank.steps[0]["reward_margin"] == pytest.approx(0, abs=1e-5)
@@ -105,10 +118,10 @@ def test_the_loss_is_the_same_however_the_pairs_are_spread(
         ranks=2,
         env={"FINETUNE_CACHE": str(tmp_path / "cache")},
     )
-    for name in ("loss", "reward_margin", "logp_rejected"):
+    for name in ("loss", "reward_margin", "logp_rejected", "kl"):
         assert two.column(name) == pytest.approx(one_rank.column(name), rel=1e-3, abs=1e-4)
     found = [one.json("eval_results.json") for one in (one_rank, two)]
-    for name in ("eval_loss", "eval_reward_margin", "eval_preference_accuracy"):
+    for name in ("eval_loss", "eval_reward_margin", "eval_preference_accuracy", "eval_kl"):
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-3)
 
 

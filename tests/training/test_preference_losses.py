@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.training.preference_losses import LOSSES, Pairs, Settings, kto
+from finetune.training.preference_losses import LOSSES, Pairs, Settings, kto, squared_log_ratio
 
 RANDOM = np.random.default_rng(0)
 CHOSEN, REJECTED, OF_CHOSEN, OF_REJECTED = (-RANDOM.uniform(1, 30, 5) for _ in range(4))
@@ -44,6 +44,20 @@ def test_dpo_by_length_takes_the_mean_over_an_answers_tokens() -> None:
 def test_ipo_draws_the_difference_of_the_log_ratios_to_half_of_one_by_tau() -> None:
     h = (CHOSEN - REJECTED) - (OF_CHOSEN - OF_REJECTED)
     np.testing.assert_allclose(judged("ipo").losses, (h - 1 / (2 * 0.3)) ** 2, rtol=1e-10, atol=1e-14)
+
+
+def test_the_divergence_from_the_reference_is_half_the_mean_square_of_both_answers_log_ratios() -> None:
+    """Of answers that a policy near its reference writes, this is KL(policy || reference)."""
+    k2 = np.stack([0.5 * (CHOSEN - OF_CHOSEN) ** 2, 0.5 * (REJECTED - OF_REJECTED) ** 2])
+    np.testing.assert_allclose(squared_log_ratio(PAIRS), k2.mean(axis=0), rtol=1e-12)
+
+    reference = RANDOM.dirichlet(np.full(8, 20.0))
+    policy = reference * np.exp(0.02 * RANDOM.standard_normal(8))
+    policy /= policy.sum()
+    logs, zeros = torch.from_numpy(np.log(policy)), torch.zeros(8, dtype=torch.float64)
+    others = torch.from_numpy(np.log(reference))
+    every = squared_log_ratio(Pairs(logs, logs, zeros, zeros, others, others, zeros))
+    assert (policy * every.numpy()).sum() == pytest.approx((policy * np.log(policy / reference)).sum(), rel=0.02)
 
 
 def test_simpo_compares_mean_log_probabilities_by_its_target_margin() -> None:

@@ -202,7 +202,14 @@ def test_an_evaluation_is_a_table_of_before_now_and_best() -> None:
 
 @pytest.mark.parametrize(
     ("figure", "best"),
-    [("bits_per_character", "1"), ("token_accuracy", "3"), ("logp_rejected", "1"), ("reward_margin", "3"), ("kl", "")],
+    [
+        ("bits_per_character", "1"),
+        ("token_accuracy", "3"),
+        ("logp_rejected", "1"),
+        ("reward_margin", "3"),
+        ("kl", "1"),
+        ("answers", ""),
+    ],
 )
 def test_the_best_of_a_figure_is_the_less_or_the_more_or_there_is_none(figure: str, best: str) -> None:
     shown = Shown()

@@ -113,7 +113,7 @@ PREFERENCE = Recipe(
     ),
     figures=(
         *("loss", "preference_accuracy", "reward_margin", "reward_chosen", "reward_rejected"),
-        *("logp_chosen", "logp_rejected"),
+        *("logp_chosen", "logp_rejected", "kl"),
     ),
     defaults={
         **USUAL,
