@@ -16,10 +16,10 @@ from finetune.run.recipes.causal_lm import CAUSAL_LM
 def main(run):
     # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
     from finetune.data.causal_lm import prepare_corpus
+    from finetune.generation.causal import AnswerTrainer
     from finetune.models.chunked_loss import row_figures
     from finetune.training.chapters import finish, trainer_of
     from finetune.training.language import language_source
-    from finetune.training.metrics import language_metrics
     from finetune.training.results import write_language_report
     from finetune.training.samples import Samples
     from finetune.training.start import start
@@ -43,18 +43,28 @@ def main(run):
     # Model: built after `start`, with its adapter and its loss in chunks, where these are asked for; and a teacher.
     model, teacher = taught_language_model(session, source, data)
 
-    # Train, evaluate the whole held-out text, each token once, whatever the number of ranks; then report.
+    # Train, evaluate the whole held-out text, each token once, whatever the number of ranks, and answer its prompts
+    # where that is asked for; then report.
+    metrics = AnswerTrainer.metrics_for(session, data)
     samples = Samples(session[SampleArguments], session.folder, session.training.seed, data.is_chat)
     trainer = trainer_of(
         session,
         model,
         data,
-        compute_metrics=language_metrics(*data.account.rates),
+        compute_metrics=metrics,
         preprocess_logits=row_figures,
         callbacks=[samples],
+        kind=AnswerTrainer,
         teacher=teacher,
     )
-    finish(session, trainer, report=lambda done: write_language_report(session, data, source, samples))
+    trainer.judge_answers(session, source, data, metrics)
+    finish(
+        session,
+        trainer,
+        report=lambda done: write_language_report(
+            session, data, source, samples, tables=trainer.write_answers(session)
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def main(run):
 
     def report(done):
         samples.write_from_folder(trainer.state.global_step)
-        note = f"Pipeline of {trainer.parts.stages} stage(s), cut by {run.value('partition_method')}."
+        note = f"Pipeline of {trainer.parts.stages} stage(s), cut by {run.value('partition_method')}"
         return write_language_report(session, data, source, samples, note)
 
     finish(session, trainer, report=report)

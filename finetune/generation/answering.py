@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from collections import Counter
@@ -37,6 +38,7 @@ class Answerer:
     stop: Sequence[str]
     device: torch.device
     ends: frozenset[int]
+    synced: bool | None = None  # whether ranks that have done go on until the last has; None: transformers knows
 
     def answer(self, ids: Sequence[list[int]], batch: Batch, streamer: Any = None) -> list[dict[str, Any]]:
         """What is said to prompts of these token ids, which have the batch's numbers. Padding is on the left, so that
@@ -48,7 +50,7 @@ class Answerer:
         pads = [width - len(one) for one in ids]
         stops = Stops(self.tokenizer, self.stop, width, len(ids)) if self.stop else None
         try:
-            with torch.inference_mode():
+            with torch.no_grad():  # of what inference mode makes, such as gathered weights, training could not go on
                 made = self.model.generate(
                     input_ids=padded,
                     attention_mask=mask,
@@ -56,6 +58,7 @@ class Answerer:
                     logits_processor=self.decoding.processors(batch.numbers, pads, self.device),
                     stopping_criteria=[stops] if stops else [],
                     streamer=streamer,
+                    synced_gpus=self.synced,
                 )
         except torch.OutOfMemoryError as error:
             raise RunError(
@@ -82,8 +85,21 @@ class Answerer:
 
 def answerer_of(asked: argparse.Namespace, writer: Writer, launch: Launch) -> Answerer:
     """The ranks have met."""
-    model, tokenizer = writer.build(launch), writer.tokenizer
-    config = model.generation_config
+    return settled_answerer(
+        asked, writer.build(launch), writer.tokenizer, writer.embedded, device_of(launch, writer.has_cuda)
+    )
+
+
+def settled_answerer(
+    asked: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    embedded: int,
+    device: torch.device,
+    synced: bool | None = None,
+) -> Answerer:
+    """`model`, which embeds so many tokens, with another generation config: as `asked`, and for any padding."""
+    config = model.generation_config = copy.copy(model.generation_config)
     stop = [*(asked.stop or ()), *([config.stop_strings] if isinstance(config.stop_strings, str) else
             config.stop_strings or ())]  # fmt: skip
     known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -91,14 +107,15 @@ def answerer_of(asked: argparse.Namespace, writer: Writer, launch: Launch) -> An
     ends = [end for end in dict.fromkeys([*known, tokenizer.eos_token_id]) if end is not None]
     config.eos_token_id = ends or None
     # Its rows are masked, and what comes after an end is cut off: any token does.
-    pads = (i for i in (tokenizer.pad_token_id, *ends) if i is not None and i < writer.embedded)
+    pads = (i for i in (tokenizer.pad_token_id, *ends) if i is not None and i < embedded)
     config.pad_token_id = next(pads, 0)
     decoding = settle_decoding(asked, model)
-    return Answerer(model, tokenizer, decoding, stop, device_of(launch, writer.has_cuda), frozenset(ends))
+    return Answerer(model, tokenizer, decoding, stop, device, frozenset(ends), synced)
 
 
-def most_new_of(asked: argparse.Namespace, positions: int) -> int:
-    return int(asked.max_new_tokens or min(MOST_NEW, max(1, positions // 2)))
+def most_new_of(given: int | None, positions: int) -> int:
+    """Tokens of an answer, by a model of so many positions."""
+    return given or min(MOST_NEW, max(1, positions // 2))
 
 
 def answer_all(asked: argparse.Namespace, prompts: Sequence[Prompt], answers: Answers | None, launch: Launch) -> None:
@@ -106,7 +123,8 @@ def answer_all(asked: argparse.Namespace, prompts: Sequence[Prompt], answers: An
     on every rank NothingToDoError."""
     writer = open_writer(asked, launch)
     how = settle_template(writer.tokenizer, asked.chat_template)
-    ids, most_new = encode(writer.tokenizer, prompts, writer.embedded), most_new_of(asked, writer.positions)
+    ids = encode(writer.tokenizer, prompts, writer.embedded)
+    most_new = most_new_of(asked.max_new_tokens, writer.positions)
     cut = fit(ids, prompts, writer.positions, most_new, asked.truncate_prompts)
     there: Any = [(answers.open(), answers.is_done) if answers else None]
     meet(launch, writer)

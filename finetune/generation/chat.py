@@ -35,7 +35,7 @@ def chat(asked: argparse.Namespace) -> None:
             "...), or have it go on with texts: finetune generate."
         )
     meet(launch, writer)
-    answerer, most_new = answerer_of(asked, writer, launch), most_new_of(asked, writer.positions)
+    answerer, most_new = answerer_of(asked, writer, launch), most_new_of(asked.max_new_tokens, writer.positions)
     print(shown(f"chat: {writer.source.description} {how}; {answerer.decoding}; {RESET} forgets what was said, {QUIT} "
                 "ends"), flush=True)  # fmt: skip
     first = [{"role": "system", "content": asked.system}] if asked.system else []

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PredictionOutput
 
-from finetune.data.columns import Labels
 from finetune.data.seq2seq import PAIRS, SOURCE, TARGET, PairData
 from finetune.data.tables import ROW
 from finetune.errors import RequestError
-from finetune.generation.batches import batches_of, rounds_of
+from finetune.generation.batches import batches_of
+from finetune.generation.judging import USUAL_METRICS, TextMetrics, over_ranks, table_of, write_rows
 from finetune.models.adapters import check_adapter, kept_as, with_adapter
 from finetune.models.seq2seq import PairCollator, Seq2SeqSource, build_seq2seq, find_seq2seq_source, read_as
 from finetune.models.source import positions_of
@@ -28,17 +27,13 @@ from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.recipes.seq2seq import GeneratedTextArguments, PairArguments, Seq2SeqModelArguments
 from finetune.training.chapters import Data, Outcome
 from finetune.training.merging import merged
-from finetune.training.metric_modules import Metric, load_metrics
 from finetune.training.metrics import LOSS, settle_best_metric
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import named, pictures_of, sentences
-from finetune.training.run_folder import write_text
 from finetune.training.start import Session
 from finetune.training.trainer import FinetuneTrainer
 
-USUAL_METRICS = ("exact_match", "rouge")
-SAMPLES = {"predictions": ["one text", "another one"], "references": ["one text", "another"]}
-SHOWN_ROWS, SHOWN_CHARACTERS = 8, 160  # of the model card
+OWN_FIGURES = {LOSS: False, "perplexity": False, "token_accuracy": True}
 USE = """from {package} import {auto}
 from transformers import AutoTokenizer
 
@@ -71,38 +66,19 @@ def pair_model(session: Session, source: Seq2SeqSource, data: PairData) -> tuple
     return model, Data(data.splits, PairCollator(data.tokenizer, base), data.processor, data.lengths)
 
 
-class PairMetrics:
-    """A `compute_metrics` over the rows' figures (N, 3): loss in nats, right guesses, tokens (models.chunked_loss); and
-    `of_texts`, what the metrics called `names` say of written texts."""
-
-    labels: Labels = PAIRS
-
-    def __init__(self, names: Sequence[str]) -> None:
-        own = (LOSS, "perplexity", "token_accuracy")
-        self.metrics: tuple[Metric, ...] = load_metrics(names, None, SAMPLES, "text to text", own)
-
-    def __call__(self, evaluated: Any) -> dict[str, float]:
-        nats, right, count = np.asarray(evaluated.predictions, dtype=np.float64).sum(axis=0)
-        loss = nats / count
-        perplexity = math.exp(loss) if loss < math.log(1e300) else math.inf
-        return {LOSS: float(loss), "perplexity": perplexity, "token_accuracy": float(right / count)}
-
-    def of_texts(self, written: Sequence[str], truth: Sequence[str]) -> dict[str, float]:
-        """The figures, the same on each rank, and how long the written texts are."""
-        inputs = {"predictions": list(written), "references": list(truth)}
-        return {name: value for metric in self.metrics for name, value in metric.compute(inputs).items()}
-
-    @property
-    def greater_is_better(self) -> dict[str, bool]:
-        """Every figure of an evaluation, and whether the greater of two is the better one."""
-        own = {LOSS: False, "perplexity": False, "token_accuracy": True}
-        return own | {figure: better for metric in self.metrics for figure, better in metric.figures.items()}
+def pair_figures(evaluated: Any) -> dict[str, float]:
+    """Of the rows' figures (N, 3): loss in nats, right guesses, tokens (models.chunked_loss)."""
+    nats, right, count = np.asarray(evaluated.predictions, dtype=np.float64).sum(axis=0)
+    loss = nats / count
+    perplexity = math.exp(loss) if loss < math.log(1e300) else math.inf
+    return {LOSS: float(loss), "perplexity": perplexity, "token_accuracy": float(right / count)}
 
 
-def metrics_of_texts(session: Session) -> PairMetrics:
+def metrics_of_texts(session: Session) -> TextMetrics:
     """Those that --metrics names, or the usual; the Trainer is told of the best. Raises RequestError."""
     asked = session[GeneratedTextArguments]
-    metrics = PairMetrics((asked.metrics or USUAL_METRICS) if asked.predict_with_generate else ())
+    names = (asked.metrics or USUAL_METRICS) if asked.predict_with_generate else ()
+    metrics = TextMetrics(names, PAIRS.task, OWN_FIGURES, pair_figures)
     settle_best_metric(session.training, metrics, session.run.given)
     return metrics
 
@@ -112,10 +88,10 @@ class PairTrainer(FinetuneTrainer):
     order of their rows, by the prefix of its figures; the same on all ranks."""
 
     asked: GeneratedTextArguments
-    metrics: PairMetrics
+    metrics: TextMetrics
     most_new: int
 
-    def judge_texts(self, session: Session, source: Seq2SeqSource, metrics: PairMetrics) -> None:
+    def judge_texts(self, session: Session, source: Seq2SeqSource, metrics: TextMetrics) -> None:
         """Call it before the trainer is used. Raises RequestError for more tokens than the model can write."""
         self.asked, self.metrics = session[GeneratedTextArguments], metrics
         self.most_new = self.asked.generation_max_length or source.max_target_length
@@ -145,23 +121,8 @@ class PairTrainer(FinetuneTrainer):
         return output._replace(metrics={k: v for k, v in (output.metrics or {}).items() if k not in known})
 
     def _write(self, sources: Sequence[list[int]]) -> list[str]:
-        """All ranks must call it. Batches are the same whatever the number of ranks, and so is what is written. Where
-        weights are shared, a rank without a batch does another's once more, and transformers keeps ranks that have done
-        until the last has (`synced_gpus`)."""
-        rank, ranks = self.args.process_index, self.args.world_size
         batches = batches_of([len(ids) for ids in sources], NO_LIMIT, self.most_new, self.args.eval_batch_size)
-        own: list[tuple[int, list[int]]] = []
-        for some in rounds_of(batches, ranks):
-            self.progress()
-            mine = some[rank] if rank < len(some) else some[0] if self.shards_weights else None
-            rows = self._generate([sources[number] for number in mine.numbers]) if mine else []
-            own += zip(mine.numbers, rows, strict=True) if mine and rank < len(some) else []
-        every: list[Any] = [own]
-        if ranks > 1:
-            every = [None] * ranks
-            distributed.all_gather_object(every, own)
-        rows_of = dict(row for some in every for row in some)
-        ids = [rows_of[number] for number in range(len(sources))]
+        ids = over_ranks(self, batches, lambda batch: self._generate([sources[number] for number in batch.numbers]))
         return [str(text) for text in self.processing_class.batch_decode(ids, skip_special_tokens=True)]
 
     def _generate(self, sources: list[list[int]]) -> list[list[int]]:
@@ -185,8 +146,10 @@ def write_pair_report(
         write_texts(folder / "predictions.jsonl", data.splits["test"], written["predict"])
     tables = []
     if done.evaluated is not None and "eval" in written:
-        tables = [("Of the validation split, what was read, what is right and what the model wrote:",
-                   _table(data.splits["validation"], written["eval"]))]  # fmt: skip
+        held_out = data.splits["validation"]
+        columns = {SOURCE: held_out[SOURCE][:], TARGET: held_out[TARGET][:], "written": written["eval"]}
+        said = "Of the validation split, what was read, what is right and what the model wrote:"
+        tables = [(said, table_of(columns))]
     best = "eval_rougeL" if "rougeL" in trainer.metrics.greater_is_better else "eval_token_accuracy"
     adapted = session.run.value("use_peft") and session.training.do_train
     prefix = json.dumps(session[PairArguments].source_prefix or "", ensure_ascii=False)[1:-1]
@@ -215,21 +178,7 @@ def write_pair_report(
 
 
 def write_texts(path: Path, test: Any, texts: Sequence[str]) -> None:
-    """A line of JSON for each pair of the `test` split, in input order: its number in the file, what was read, what was
+    """A line for each pair of the `test` split, in input order: its number in the file, what was read, what was
     written, and the true text where it is known."""
     columns = {"index": test[ROW][:], SOURCE: test[SOURCE][:], "prediction": list(texts)}
-    columns |= {TARGET: test[TARGET][:]} if TARGET in test.column_names else {}
-    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def _table(table: Any, texts: Sequence[str]) -> list[Sequence[str]]:
-    """Rows that lie evenly in the split, which is sorted by length."""
-    places = np.unique(np.linspace(0, len(texts) - 1, SHOWN_ROWS).astype(int))
-    rows = [(table[int(i)][SOURCE], table[int(i)][TARGET], texts[i]) for i in places]
-    return [(SOURCE, TARGET, "written"), *([_short(text) for text in row] for row in rows)]
-
-
-def _short(text: str) -> str:
-    one = " ".join(text.split())
-    return one if len(one) <= SHOWN_CHARACTERS else f"{one[: SHOWN_CHARACTERS - 3]}..."
+    write_rows(path, columns | ({TARGET: test[TARGET][:]} if TARGET in test.column_names else {}))

@@ -280,10 +280,21 @@ def _of_language(run: Run) -> Iterator[str]:
             yield f"{run.said(name)}: nobody knows how long a stream is. Use steps, with --save_steps."
     if value("label_smoothing_factor"):
         yield f"{run.said('label_smoothing_factor')}: the Trainer shifts labels that are shifted here. Drop it."
-    if not trains and not value("do_eval"):
+    yield from _of_writing(run)
+
+
+def _of_writing(run: Run) -> Iterator[str]:
+    """By a language model."""
+    value = run.value
+    if not value("do_train") and not value("do_eval"):
         yield f"{run.said('do_train')}, and {run.said('do_eval')}: there is nothing to do. Set one to True."
     if value("do_predict"):
-        yield f"{run.said('do_predict')}: a language model writes samples instead (--sample_prompt). Drop it."
+        yield f"{run.said('do_predict')}: `finetune generate` answers a file of prompts. Drop it."
+    said = run.said("predict_with_generate")
+    if value("predict_with_generate") and not (_trains_on(run) or value("validation_file")):
+        yield f"{said}: the built-in data is plain text, which has no answers. Give --train_file, or drop it."
+    elif value("predict_with_generate") and value("train_on") == "all":
+        yield f"{said}, but {run.said('train_on')}: nobody knows where an answer begins then. Drop one of them."
 
 
 def _trains_on(run: Run) -> bool:

@@ -24,6 +24,9 @@ USUAL: Mapping[str, Any] = {
     "logging_steps": 10,
     "report_to": ["none"],
 }
+# Of texts that a model writes: the metrics of ours, and what those give that judge where --metrics says nothing.
+METRICS_OF_TEXTS = ("exact_match", "rouge", "bleu", "chrf", "ter")
+FIGURES_OF_TEXTS = ("exact_match", "rouge1", "rouge2", "rougeL", "rougeLsum")
 ENGINE_FLAG = "pipeline_parallel_size"  # by which a recipe of two engines is asked for the pipeline
 
 

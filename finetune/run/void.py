@@ -128,10 +128,13 @@ VOID = (
     Void(("test_file", "test_dir", "max_predict_samples"), "do_predict", (False,), "Add --do_predict True.", True),
     Void(("sample_prompt", "sample_temperature"), "sample_tokens", (0,)),
     Void(
-        ("num_beams", "generation_max_length", "metrics"), "predict_with_generate", (False,), "Nothing is written then."
+        ("num_beams", "generation_max_length", "generation_max_new_tokens", "metrics"),
+        "predict_with_generate",
+        (False,),
+        "Nothing is written then. Add --predict_with_generate True.",
     ),
     Void(
-        ("num_beams", "generation_max_length", "metrics"),
+        ("num_beams", "generation_max_length", "generation_max_new_tokens", "predict_with_generate", "metrics"),
         "do_eval",
         (False,),
         "Nothing is judged then. Add --do_eval True or --do_predict True.",

@@ -186,12 +186,13 @@ def write_image_report(
     return []
 
 
-def write_language_report(session: Session, data: Any, source: Any, samples: Samples, note: str = "") -> list[str]:
-    """`training_curve.png` and README.md of a language model, with what it wrote last and a `note` on how it was
-    trained; and the merged model where --merge_adapter asks for it."""
+def write_language_report(
+    session: Session, data: Any, source: Any, samples: Samples, note: str = "", tables: Sequence[Any] = ()
+) -> list[str]:
+    """`training_curve.png` and README.md of a language model, with what it wrote last, a `note` on how it was trained
+    and more `tables`; and the merged model where --merge_adapter asks for it."""
     folder, account, sample = session.folder, data.account, samples.last
-    said = ["sample:", sample] if sample else []
-    said = [*merged(session, source, data), *said]
+    said = [*merged(session, source, data), *(["sample:", sample] if sample else [])]
     blocks = f"Blocks of {account.block_size} tokens, packing {account.packing}"
     blocks += "" if account.padding_share is None else f", {account.padding_share:.1%} padding"
     blocks += f", {account.left_over} tokens at the end of the training text left over" if account.left_over else ""
@@ -209,12 +210,12 @@ def write_language_report(session: Session, data: Any, source: Any, samples: Sam
         facts=[
             f"{blocks}.",
             *sentences(account.columns, *account.notes, sentence_of_sources(results_of(folder).get("sources", {}))),
-            *sentences(of_teacher(session.run.value)),
-            *([note] if note else []),
+            *sentences(of_teacher(session.run.value), note),
         ],
         pictures=pictures_of(folder, "eval_bits_per_byte"),
         use=USE_LANGUAGE_MODEL,
         sample=sample,
+        tables=tables,
     )
     write_card(folder, card)
     return said
@@ -233,8 +234,7 @@ def sentences(*notes: str) -> list[str]:
 
 def rows_table(what: str, account: Any) -> list[Sequence[Any]]:
     """Of each split of text, for the model card."""
-    cut = account.truncated
-    rows = [(name, n, account.skipped.get(name, 0), cut.get(name, 0)) for name, n in account.rows.items()]
+    rows = [(name, n, account.skipped.get(name, 0), account.truncated.get(name, 0)) for name, n in account.rows.items()]
     return [("split", what, "left out", f"cut to {account.max_seq_length} tokens"), *rows]
 
 

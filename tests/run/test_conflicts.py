@@ -126,7 +126,9 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (CAUSAL_LM, "--streaming True --max_steps 3", "there is nothing to stream"),
         (CAUSAL_LM, "--streaming True --train_file a.jsonl --max_steps 3 --save_strategy epoch", "with --save_steps"),
         (CAUSAL_LM, "--validation_file a.txt", "--validation_file is 'a.txt' .*no --train_file"),
-        (CAUSAL_LM, "--do_predict True", "writes samples instead"),
+        (CAUSAL_LM, "--do_predict True", "`finetune generate` answers a file of prompts"),
+        (CAUSAL_LM, "--predict_with_generate True", "built-in data is plain text, which has no answers"),
+        (CAUSAL_LM, "--predict_with_generate True --train_file a.jsonl --train_on all", "where an answer begins"),
     ],
 )
 def test_a_conflict_is_refused_with_its_mend(recipe: Recipe, words: str, said: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.run.flag import FILE, NAME_OR_PATH, TEMPLATE, flag
+from finetune.run.flag import FILE, METRIC, NAME_OR_PATH, TEMPLATE, flag
 from finetune.run.flags.text import ENCODING
 from finetune.run.on_resume import EVALUATED, GOES_ON, MODEL, NEVER, ROWS
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, TIMEOUT, Range
@@ -136,3 +136,21 @@ class SampleArguments:
     sample_prompt: str = flag("The ", "start of the text to sample, or the question to a chat model", GOES_ON)
     sample_tokens: int = flag(200, "tokens to sample at each evaluation; 0: none", GOES_ON, range=NOT_NEGATIVE)
     sample_temperature: float = flag(0.8, "sampling temperature; 0: greedy", GOES_ON, range=NOT_NEGATIVE)
+
+
+@dataclass
+class GeneratedAnswerArguments:
+    """What the model answers to held-out prompts at each evaluation, and how it is scored."""
+
+    predict_with_generate: bool = flag(
+        False, "answer the held-out prompts at each evaluation, and score the answers", GOES_ON
+    )
+    generation_max_new_tokens: int | None = flag(
+        None, "longest answer, in tokens; default: 256, or half of what the model takes", GOES_ON, range=AT_LEAST_ONE
+    )
+    metrics: list[str] | None = flag(
+        None,
+        "names in finetune/metrics/, or files with an evaluate.Metric of texts; default: exact_match and rouge",
+        GOES_ON,
+        path=METRIC,
+    )

@@ -11,21 +11,26 @@ from finetune.run.flags.language import (
     BlockArguments,
     CausalModelArguments,
     CorpusArguments,
+    GeneratedAnswerArguments,
     SampleArguments,
 )
 from finetune.run.flags.profiling import ProfileArguments
-from finetune.run.recipe import USUAL, Recipe
+from finetune.run.recipe import FIGURES_OF_TEXTS, METRICS_OF_TEXTS, USUAL, Recipe
+
+LANGUAGE_FIGURES = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
 
 CAUSAL_LM = Recipe(
     name="causal_lm",
     task="text-generation",
-    figures=("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy"),
+    figures=(*LANGUAGE_FIGURES, *FIGURES_OF_TEXTS),
+    metrics=METRICS_OF_TEXTS,
     groups=(
         CausalModelArguments,
         AdapterArguments,
         CorpusArguments,
         BlockArguments,
         SampleArguments,
+        GeneratedAnswerArguments,
         DistillArguments,
         ProfileArguments,
         RunArguments,

@@ -8,12 +8,12 @@ from finetune.run.flags.language import BlockArguments, CausalModelArguments, Co
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.recipe import PIPELINE, USUAL, Recipe
-from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.recipes.causal_lm import CAUSAL_LM, LANGUAGE_FIGURES
 
 CAUSAL_LM_PIPELINE = Recipe(
     name="causal_lm_pipeline",
     task="text-generation",
-    figures=CAUSAL_LM.figures,
+    figures=LANGUAGE_FIGURES,
     groups=(
         CausalModelArguments,
         CorpusArguments,

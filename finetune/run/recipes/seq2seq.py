@@ -15,7 +15,7 @@ from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import FileArguments, PreparationArguments
 from finetune.run.on_resume import GOES_ON, MODEL, ROWS
 from finetune.run.range import AT_LEAST_ONE, RATE, Range
-from finetune.run.recipe import USUAL, Recipe
+from finetune.run.recipe import FIGURES_OF_TEXTS, METRICS_OF_TEXTS, USUAL, Recipe
 
 # Shapes of a T5 from scratch, but for its vocabulary, which is at most `vocab_size`. `small` and `base` are those of
 # arXiv 1910.10683, `tiny` suits two CPU cores.
@@ -121,8 +121,8 @@ SEQ2SEQ = Recipe(
         "output_dir": "runs/seq2seq",
         "remove_unused_columns": False,  # the texts stay beside their tokens, and the collator leaves them out
     },
-    figures=("loss", "perplexity", "token_accuracy", "exact_match", "rouge1", "rouge2", "rougeL", "rougeLsum"),
-    metrics=("exact_match", "rouge", "bleu", "chrf", "ter"),
+    figures=("loss", "perplexity", "token_accuracy", *FIGURES_OF_TEXTS),
+    metrics=METRICS_OF_TEXTS,
     # A model from scratch wants a higher rate and more rounds than a pretrained one. Of a function its head says most.
     scratch_defaults={
         "learning_rate": 2e-3,

@@ -1,0 +1,130 @@
+"""A causal language model in training that answers held-out prompts at each evaluation, and how its answers are judged.
+
+A prompt is what stands before the last answer of a held-out document, token for token as it is learnt, and the answer
+is judged against the one that is learnt after it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from finetune.data.causal_lm import CorpusData
+from finetune.data.columns import TEXT
+from finetune.data.exchanges import exchanges_of
+from finetune.errors import RequestError
+from finetune.generation.answering import counted, most_new_of, settled_answerer
+from finetune.generation.batches import batches_of
+from finetune.generation.encode import fit
+from finetune.generation.judging import USUAL_METRICS, TextMetrics, over_ranks, table_of, write_rows
+from finetune.models.causal import CausalSource
+from finetune.models.source import positions_of
+from finetune.run.flags.language import GeneratedAnswerArguments
+from finetune.training.figures import more_is_better
+from finetune.training.metrics import language_metrics, settle_best_metric
+from finetune.training.start import Session
+from finetune.training.trainer import FinetuneTrainer
+
+GREEDY = argparse.Namespace(temperature=0.0, top_p=None, seed=0, stop=None)
+OWN_FIGURES = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
+PREDICTIONS = "predictions.jsonl"
+
+
+class AnswerTrainer(FinetuneTrainer):
+    """Answers the prompts of the held-out documents once it has their loss; `written` are the answers of the last
+    evaluation, in the order of the documents, the same on all ranks."""
+
+    metrics: TextMetrics | None = None
+    written: Sequence[str] = ()
+
+    @staticmethod
+    def metrics_for(session: Session, data: CorpusData) -> Callable[[Any], dict[str, float]]:
+        """Those of a language model, and what --metrics says of answers, where they are asked for. Raises RequestError
+        for a metric that cannot be had, and for data in which nothing is answered."""
+        rates, asked = data.account.rates, session[GeneratedAnswerArguments]
+        of_rows = language_metrics(*rates)
+        if not asked.predict_with_generate:
+            return of_rows
+        if data.account.kind == TEXT:
+            raise RequestError(
+                f"{session.run.said('predict_with_generate')}: the data is plain text, which has no answers. "
+                "Give conversations, or rows of prompts and completions; --sample_prompt has a model go on with a text."
+            )
+        own = {name: more_is_better(name) is True for name in (*OWN_FIGURES, *(f"{name}_loss" for name in rates[2]))}
+        metrics = TextMetrics(asked.metrics or USUAL_METRICS, "text_to_text", own, of_rows)
+        settle_best_metric(session.training, metrics, session.run.given)
+        return metrics
+
+    def judge_answers(self, session: Session, source: CausalSource, data: CorpusData, metrics: Any) -> None:
+        """Call it before the trainer is used. Raises RequestError for more tokens than the model has positions."""
+        if not isinstance(metrics, TextMetrics):
+            return
+        config = source.config.get_text_config()
+        self.positions, given = positions_of(config), session[GeneratedAnswerArguments].generation_max_new_tokens
+        if given and given >= self.positions:
+            raise RequestError(
+                f"--generation_max_new_tokens is {given}, but the model has {self.positions} positions, the prompt's "
+                f"included. Give at most {self.positions - 1}."
+            )
+        self.metrics, self.embedded = metrics, self.model.get_input_embeddings().num_embeddings
+        self.most_new, self.exchanges = most_new_of(given, self.positions), exchanges_of(data.splits["validation"])
+        if not self.exchanges.prompts:
+            raise RequestError(
+                f"{session.run.said('predict_with_generate')}: no held-out document has both a question and an answer. "
+                "Give others by --validation_file, or drop it."
+            )
+        self.targets = self._texts(self.exchanges.answers)
+        self.shown_prompts = self._texts(self.exchanges.prompts)
+        cut = fit(self.exchanges.prompts, (), self.positions, self.most_new, truncates=True)
+        asked, every = len(self.targets), self.exchanges.documents
+        lacking = f", of {every:,} held-out documents; the others have no question or no answer" * (asked < every)
+        of_cut = f"; {cut:,} are longer than the model reads, and lose their beginning" if cut else ""
+        session.say(
+            f"evaluation: {counted(asked, 'prompt')} answered greedily, by at most {self.most_new:,} tokens"
+            f"{lacking}{of_cut}"
+        )
+
+    def more_figures(self, dataset: Any, prefix: str) -> dict[str, float]:
+        """What the answers are judged by."""
+        if self.metrics is None:
+            return {}
+        prompts = self.exchanges.prompts
+        batches = batches_of([len(ids) for ids in prompts], self.positions, self.most_new, self.args.eval_batch_size)
+        with settings_kept(self.model):
+            answerer = settled_answerer(
+                GREEDY, self.model, self.processing_class, self.embedded, self.args.device, self.shards_weights
+            )
+            rows = over_ranks(
+                self, batches, lambda batch: answerer.answer([prompts[number] for number in batch.numbers], batch)
+            )
+        self.written = [row["text"] for row in rows]
+        return self.metrics.of_texts(self.written, self.targets)
+
+    def write_answers(self, session: Session) -> list[tuple[str, Sequence[Sequence[str]]]]:
+        """Into predictions.jsonl of the run folder; and some as a table for the model card. Only rank 0."""
+        if not self.written:
+            return []
+        columns = {"prompt": self.shown_prompts, "target": self.targets, "prediction": self.written}
+        write_rows(session.folder / PREDICTIONS, {"index": self.exchanges.numbers, **columns})
+        said = "Of the held-out documents, what was asked, what is right and what the model answered last:"
+        return [(said, table_of({"asked": self.shown_prompts, "right": self.targets, "written": self.written}))]
+
+    def _texts(self, ids: Sequence[list[int]]) -> list[str]:
+        return [str(text) for text in self.processing_class.batch_decode(ids, skip_special_tokens=True)]
+
+
+@contextmanager
+def settings_kept(model: Any) -> Iterator[None]:
+    """What a model says of how it generates, which is saved with it, is the same afterwards; also of the one inside an
+    adapter, which peft 0.21 gives that of the adapter (peft_model.py, PeftModelForCausalLM.generate)."""
+    name = "generation_config"
+    before = {one: vars(one).get(name) for one in model.modules()}
+    try:
+        yield
+    finally:
+        for one, config in before.items():
+            if config is not None:
+                vars(one)[name] = config
+            else:
+                vars(one).pop(name, None)

@@ -1,0 +1,91 @@
+"""Texts that a model writes of held-out samples while it is trained: by all ranks, what they are judged by, and the
+file and the table in which they are to be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import distributed
+
+from finetune.data.columns import Labels
+from finetune.generation.batches import Batch, rounds_of
+from finetune.training.metric_modules import Metric, load_metrics
+from finetune.training.run_folder import write_text
+from finetune.training.trainer import FinetuneTrainer
+
+USUAL_METRICS = ("exact_match", "rouge")
+SAMPLES = {"predictions": ["one text", "another one"], "references": ["one text", "another"]}
+SHOWN_ROWS, SHOWN_CHARACTERS = 8, 160  # of the model card
+Row = TypeVar("Row")
+
+
+class TextMetrics:
+    """A `compute_metrics` that is `of_rows`, whose figures are `own` (whether more of each is better); and `of_texts`,
+    what the metrics called `names` say of written texts. Raises RequestError for one that cannot be had."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        task: str,
+        own: Mapping[str, bool],
+        of_rows: Callable[[Any], dict[str, float]],
+    ) -> None:
+        self.labels, self.own, self.of_rows = Labels(task, ()), own, of_rows
+        self.metrics: tuple[Metric, ...] = load_metrics(names, None, SAMPLES, task.replace("_", " "), tuple(own))
+
+    def __call__(self, evaluated: Any) -> dict[str, float]:
+        return self.of_rows(evaluated)
+
+    def of_texts(self, written: Sequence[str], truth: Sequence[str]) -> dict[str, float]:
+        """The figures, the same on each rank."""
+        inputs = {"predictions": list(written), "references": list(truth)}
+        return {name: value for metric in self.metrics for name, value in metric.compute(inputs).items()}
+
+    @property
+    def greater_is_better(self) -> dict[str, bool]:
+        """Every figure of an evaluation, and whether the greater of two is the better one."""
+        return {**self.own, **{figure: better for one in self.metrics for figure, better in one.figures.items()}}
+
+
+def over_ranks(
+    trainer: FinetuneTrainer, batches: Sequence[Batch], write: Callable[[Batch], Sequence[Row]]
+) -> list[Row]:
+    """What `write` gives for the samples of all batches, in the order of their numbers, on every rank. All ranks must
+    call it. Batches are the same whatever the number of ranks, and so is what is written. Where weights are shared, a
+    rank without a batch does another's once more, and `write` has to keep ranks that have done until the last has
+    (`synced_gpus` of transformers' `generate`)."""
+    rank, ranks = trainer.args.process_index, trainer.args.world_size
+    own: list[tuple[int, Row]] = []
+    for some in rounds_of(batches, ranks):
+        trainer.progress()
+        mine = some[rank] if rank < len(some) else some[0] if trainer.shards_weights else None
+        rows = write(mine) if mine else []
+        own += zip(mine.numbers, rows, strict=True) if mine and rank < len(some) else []
+    every: list[Any] = [own]
+    if ranks > 1:
+        every = [None] * ranks
+        distributed.all_gather_object(every, own)
+    of_number = dict(row for some in every for row in some)
+    return [of_number[number] for number in sorted(of_number)]
+
+
+def write_rows(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    """A line of JSON for each row of `columns`, which are as long as each other."""
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def table_of(columns: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
+    """Rows that lie evenly in `columns`, for the model card, with the names in front."""
+    count = len(next(iter(columns.values())))
+    places = np.unique(np.linspace(0, count - 1, SHOWN_ROWS).astype(int))
+    return [tuple(columns), *([_short(texts[int(i)]) for texts in columns.values()] for i in places)]
+
+
+def _short(text: str) -> str:
+    one = " ".join(text.split())
+    return one if len(one) <= SHOWN_CHARACTERS else f"{one[: SHOWN_CHARACTERS - 3]}..."
