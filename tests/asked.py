@@ -25,7 +25,6 @@ def run_of(
 ) -> Run:
     recipe = Recipe(
         name="test",
-        task="",
         groups=(RunArguments, *groups),
         defaults={"output_dir": "out", "do_train": True, **defaults},
         scratch_defaults=scratch or {},

@@ -18,15 +18,7 @@ from finetune.models.source import from_pretrained, named, with_labels
 from finetune.run.choose import recipes
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ModelArguments
-
-AUTO = {
-    "text-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "text-generation": "AutoModelForCausalLM",
-    "text2text-generation": "AutoModelForSeq2SeqLM",
-    "image-classification": "AutoModelForImageClassification",
-    "feature-extraction": "AutoModel",
-}
+from finetune.run.task import Task
 
 
 def open_model(folder: Path, recipe: Mapping[str, Any]) -> Any:
@@ -38,7 +30,7 @@ def open_model(folder: Path, recipe: Mapping[str, Any]) -> Any:
 
 def open_processor(folder: Path, recipe: Mapping[str, Any]) -> Any:
     """The tokenizer, or the image processor. Raises RequestError."""
-    kind = "AutoImageProcessor" if _task(folder, recipe) == "image-classification" else "AutoTokenizer"
+    kind = "AutoImageProcessor" if "Image" in _task(folder, recipe).auto else "AutoTokenizer"
     arguments = ModelArguments(model_name_or_path=str(folder))
     with _without_flag():
         found = named(str(folder), False)
@@ -53,23 +45,23 @@ def _without_flag() -> Iterator[None]:
         raise RequestError(str(error).replace("--model_name_or_path ", "")) from error
 
 
-def _task(folder: Path, recipe: Mapping[str, Any]) -> str:
-    """What the model is for; one of rewards is a classifier."""
+def _task(folder: Path, recipe: Mapping[str, Any]) -> Task:
+    """What the model is for."""
     known, name = recipes(), recipe.get("recipe")
     if not isinstance(name, str) or name not in known:
         raise RequestError(
             f"{folder}: its recipe.yaml names none of {', '.join(known)}, so it is not known which kind of model this "
             "is. Open it with transformers' own Auto classes."
         )
-    return "text-classification" if (name, recipe.get("loss")) == ("preference", "reward") else known[name].task
+    return known[name].task_of(recipe.get)
 
 
-def _opened(folder: Path, task: str) -> Any:
+def _opened(folder: Path, task: Task) -> Any:
     found, arguments = named(str(folder), False), ModelArguments(model_name_or_path=str(folder))
     for module in OWN_MODELS:
         importlib.import_module(f"finetune.models.{module}")
     config = with_labels(from_pretrained(transformers.AutoConfig, found.flag, found.base, arguments), found.adapter)
-    auto = getattr(transformers, AUTO[task])
+    auto = getattr(transformers, task.auto)
     try:
         model = auto.from_pretrained(
             found.base,
@@ -83,4 +75,4 @@ def _opened(folder: Path, task: str) -> Any:
         raise RequestError(f"{folder}: the model cannot be opened ({plain(first_line(error, 300))}).") from error
     if found.adapter is None:
         return model
-    return with_adapter(model, AdapterArguments(), found.adapter, task)
+    return with_adapter(model, AdapterArguments(), found.adapter, task.adapter)

@@ -29,7 +29,6 @@ class BenchmarkArguments:
 
 BENCHMARK = Recipe(
     name="benchmark",
-    task="",
     groups=(BenchmarkArguments, ProfileArguments, RunArguments),
     pipeline_groups=(PipelineArguments,),
     engines=(TRAINER, PIPELINE),

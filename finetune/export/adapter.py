@@ -11,17 +11,12 @@ import torch
 
 from finetune.errors import RequestError, first_line
 from finetune.export.source import ADAPTER_CONFIG
+from finetune.run.choose import recipes
 from finetune.run.files import LABELS
 from finetune.safe_read import read_json_object
 from finetune.safe_read.checkpoint_files import refuse_unsafe
 from finetune.safe_read.folders import check_model_folder
 
-CLASSES = {
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
 OWN_MODELS = ("gptlite", "alexnet", "resnet_group_norm")  # which transformers knows once their module is imported
 
 
@@ -36,13 +31,14 @@ def write_merged(adapter: Path, out: Path, base: str | None, dtype: torch.dtype,
         refuse_unsafe(path)
     config = read_json_object(adapter / ADAPTER_CONFIG)
     named = base or config.get("base_model_name_or_path")
-    kind = CLASSES.get(str(config.get("task_type")))
+    classes = {task.adapter: task.auto for recipe in recipes().values() if (task := recipe.task).adapter}
+    kind = classes.get(str(config.get("task_type")))
     if not isinstance(named, str) or not named:
         raise RequestError(
             f"--merge_adapter: {adapter / ADAPTER_CONFIG} names no base model. Give --base_model FOLDER."
         )
     if kind is None:
-        raise RequestError(f"--merge_adapter: the adapter is for {config.get('task_type')!r}; known are {[*CLASSES]}.")
+        raise RequestError(f"--merge_adapter: the adapter is for {config.get('task_type')!r}; known are {[*classes]}.")
     model = _base(named, kind, adapter)
     try:
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()

@@ -22,6 +22,7 @@ from finetune.models.source import Kept, load_weights, positions_of
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.launch import Launch, accelerate_uses_deepspeed
+from finetune.run.task import TEXT_GENERATION
 from finetune.training import runtime
 
 WAIT = timedelta(hours=2)  # for ranks whose answers are longer
@@ -71,7 +72,7 @@ class Writer:
         model = load_weights(
             AutoModelForCausalLM, self.source.pretrained, self.source.config, is_local, self.arguments, kept
         )
-        model = with_adapter(model, AdapterArguments(), self.source.adapter, "text-generation").eval()
+        model = with_adapter(model, AdapterArguments(), self.source.adapter, TEXT_GENERATION.adapter).eval()
         if not self.shards:
             return model.to(device_of(launch, self.has_cuda))
         import deepspeed

@@ -62,7 +62,7 @@ def pair_model(session: Session, source: Seq2SeqSource, data: PairData) -> tuple
     kept = kept_as(session.run, source.adapter, session.training.bf16)
     base = build_seq2seq(session[Seq2SeqModelArguments], source, data.tokenizer, kept)
     base.accepts_loss_kwargs = False  # the recipe's loss divides by itself
-    model = with_adapter(base, session[AdapterArguments], source.adapter, session.run.recipe.task)
+    model = with_adapter(base, session[AdapterArguments], source.adapter, session.run.task.adapter)
     return model, Data(data.splits, PairCollator(data.tokenizer, base), data.processor, data.lengths)
 
 

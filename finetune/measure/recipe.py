@@ -40,7 +40,6 @@ class TrialArguments:
 
 TRIAL = Recipe(
     name="trial",
-    task="",
     groups=(TrialArguments, RunArguments),
     pipeline_groups=(PipelineArguments,),
     engines=(TRAINER, PIPELINE),

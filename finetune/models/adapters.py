@@ -19,13 +19,6 @@ from finetune.run.run import Run
 
 MERGED_FOLDER = "merged"  # in the run folder
 MAX_SHOWN = 20
-TASKS = {
-    "text-generation": "CAUSAL_LM",
-    "text-classification": "SEQ_CLS",
-    "token-classification": "TOKEN_CLS",
-    "text2text-generation": "SEQ_2_SEQ_LM",
-    "feature-extraction": "FEATURE_EXTRACTION",
-}
 WITHOUT_NEW_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")  # it was there before, or there is none
 ALL_LINEAR = "all-linear"  # peft's word
 POOLER = "pooler"  # of BERT's kind, which a masked language model is trained without
@@ -55,12 +48,12 @@ def kept_as(run: Run, adapter: Path | None, bf16: bool) -> Kept:
 
 
 def with_adapter(model: Any, arguments: AdapterArguments, adapter: Path | None, task: str) -> Any:
-    """`model` with the adapter of a folder, or with a new one where it is to be trained; else as it is. `task` is the
-    recipe's. Raises RequestError."""
+    """`model` with the adapter of a folder, or with a new one where it is to be trained; else as it is. `task` is
+    peft's TaskType. Raises RequestError."""
     if adapter is not None:
         model = _opened(model, adapter, arguments.use_peft)
     elif arguments.use_peft:
-        model = _new(model, arguments, TASKS[task])
+        model = _new(model, arguments, task)
     else:
         return model
     for weight in model.parameters():  # peft leaves a copied module as its base is

@@ -40,6 +40,7 @@ HEADS = {  # by the ends of class names
     "ForSequenceClassification": CLASSES,
     "ForTokenClassification": TAGS,
     "ForConditionalGeneration": SEQ2SEQ,
+    "ForSeq2SeqLM": SEQ2SEQ,
     "ForImageClassification": IMAGES,
     "ForClassification": CLASSES,  # the benchmark MLP's
 }
@@ -174,11 +175,16 @@ def with_lora(model: Model, lora: Lora) -> Model:
     return replace(model, tensors=tuple(tensors), lora=lora)
 
 
+def head_of_class(name: str) -> str | None:
+    """By the name of a class of transformers; None where its head is not known."""
+    return next((head for suffix, head in HEADS.items() if name.endswith(suffix)), None)
+
+
 def _head(config: dict[str, Any], family: Family, where: str) -> str:
     names = config.get("architectures") or []
     if not names or (str(names[0]).endswith("Model") and not str(names[0]).endswith("LMHeadModel")):
         return family.default_head  # BertModel and the like are without a head
-    found = next((head for suffix, head in HEADS.items() if str(names[0]).endswith(suffix)), None)
+    found = head_of_class(str(names[0]))
     if found is None:
         raise RequestError(f"{where}: architectures is {names[0]}, but it must end in one of {', '.join(HEADS)}.")
     return found

@@ -9,8 +9,8 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
-from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, SEQ2SEQ, TAGS, VECTORS, Sizes
-from finetune.plan.model import Model, is_block_linear, model_of, read_config
+from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, TAGS, VECTORS, Sizes
+from finetune.plan.model import Model, head_of_class, is_block_linear, model_of, read_config
 from finetune.plan.named import CHARACTERS, Named, find_model, gptlite_config
 from finetune.plan.values import Lora
 from finetune.run.choose import candidates, is_told
@@ -26,14 +26,6 @@ from finetune.run.run import Run
 from finetune.run.sizes import DISTILBERT_SIZES, distilbert_shape, gptlite_shape, resnet_shape
 from finetune.safe_read import read_json_object
 
-HEADS = {
-    "text-generation": CAUSAL,
-    "text-classification": CLASSES,
-    "token-classification": TAGS,
-    "image-classification": IMAGES,
-    "text2text-generation": SEQ2SEQ,
-    "feature-extraction": VECTORS,
-}
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
 BYTES = 256 + 1  # and one that ends a text
 ADAPTER_CONFIG = "adapter_config.json"
@@ -51,7 +43,7 @@ def described(argv: Sequence[str], launch: Launch, named: str | None = None) -> 
             refused.append(error)
     if not runs:
         raise refused[0]
-    run = min(runs, key=lambda run: HEADS.get(run.recipe.task) not in _likely_heads(run))
+    run = min(runs, key=lambda run: _head_of(run) not in _likely_heads(run))
     if is_told(argv, named):
         return run, list(run.notes)
     why = "the one that reads tagged words" if _has_tagged_words(run) else "the likeliest that has these flags"
@@ -71,10 +63,13 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
         own = model_of(config, str(given)).head
     except (RequestError, KeyError):  # which is said when the model is looked at
         return (CAUSAL,)
-    trained = [
-        head for head in (own, CAUSAL, CLASSES, TAGS, IMAGES, SEQ2SEQ) if head in heads and head in HEADS.values()
-    ]
+    trained = [head for head in (own, CAUSAL, CLASSES, TAGS, IMAGES, SEQ2SEQ) if head in heads and head != MASKED]
     return tuple(trained[:1])
+
+
+def _head_of(run: Run) -> str | None:
+    """By the class that opens the models of its task; None of a script that trains none."""
+    return VECTORS if run.task.auto == "AutoModel" else head_of_class(run.task.auto)
 
 
 def _has_tagged_words(run: Run) -> bool:
@@ -103,17 +98,17 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Mo
     """With its adapter. What is assumed of it is added to `notes`. Raises RequestError."""
     given = run.value("model_name_or_path")
     if not given:
-        return model_of(_scratch_config(run, notes), "the model from scratch", HEADS.get(run.recipe.task))
+        return model_of(_scratch_config(run, notes), "the model from scratch", _head_of(run))
     found = _found(str(given))
     config = found.config
     notes += found.notes
     if found.is_packed and not run.value("load_in_4bit"):
         notes.append("its weights are planned whole; --load_in_4bit True, with --use_peft True, plans them in 4 bits")
-    if HEADS.get(run.recipe.task) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
+    if _head_of(run) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
         notes.append(f"{Sizes(config, str(given)).labels} labels are taken for granted; the data decides")
     if str(config.get("model_type")) not in FAMILIES:
         config = _alike(config, str(given), params_per_layer, notes)
-    model, head = model_of(config, str(given)), HEADS.get(run.recipe.task)
+    model, head = model_of(config, str(given)), _head_of(run)
     if head is not None and model.head != head:
         if head in (*FAMILIES[model.family].heads, VECTORS):
             model = model_of(config, str(given), head=head)
@@ -156,7 +151,7 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
         **distilbert_shape(size, run.value("dropout"), run.value("max_seq_length")),
     }
     granted = f"a vocabulary of {config['vocab_size']:,} tokens"
-    if HEADS[run.recipe.task] == VECTORS:
+    if _head_of(run) == VECTORS:
         notes.append(f"{granted} is taken for granted; the data decides")
     else:
         notes.append(f"{granted} and {Sizes(config, '').labels} labels are taken for granted; the data decides")

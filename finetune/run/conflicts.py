@@ -185,7 +185,7 @@ def _of_metrics(run: Run) -> Iterator[str]:
         if times > 1:
             yield f"{said}, which names {name} twice. Name it once."
         if name in METRICS and name not in fit:
-            task = (asked or run.recipe.task).replace("-", " ").replace("_", " ")
+            task = (asked or str(run.task)).replace("_", " ")
             yield f"{said}, but {name} is not for a {task}. Of ours {', '.join(fit)} are: give some."
 
 

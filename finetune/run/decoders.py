@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.run.run import Run
 from finetune.safe_read import read_json_object
 
 # transformers 5.23, models/auto/modeling_auto.py: those that fill in masks, and those that read one text and write
@@ -68,19 +67,10 @@ def refuse_writer(read: Callable[[str], Any], said: str) -> None:
         )
 
 
-# By the recipe's task.
-REFUSES = {
-    "text-generation": refuse_encoder,
-    "text2text-generation": refuse_one_sided,
-    "text-classification": refuse_writer,
-    "token-classification": refuse_writer,
-}
-
-
-def look_at_model(run: Run) -> None:
-    """Raises RequestError as loading the model would, by a folder's config.json, for one that the recipe does not
-    train."""
+def look_at_model(run: Any) -> None:
+    """Raises RequestError as loading the model would, by a folder's config.json, for one that the run's task is not
+    for."""
     name = run.value("model_name_or_path")
     file = Path(str(name)).expanduser() / "config.json"
-    if name and run.recipe.task in REFUSES and file.is_file():
-        REFUSES[run.recipe.task](read_json_object(file).get, run.said("model_name_or_path"))
+    if name and run.task.refuses is not None and file.is_file():
+        run.task.refuses(read_json_object(file).get, run.said("model_name_or_path"))

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from finetune.run.flag import OUTPUT, Flag, flags_of
+from finetune.run.task import NO_TASK, Task
 from finetune.run.trainer_flags import trainer_flags
 
 TRAINER, PIPELINE = "trainer", "pipeline"
@@ -42,9 +43,10 @@ class Recipe:
     """
 
     name: str  # of the file in recipes/
-    task: str  # as transformers' `pipeline` calls it
     groups: tuple[type, ...]
     defaults: Mapping[str, Any]
+    task: Task = NO_TASK
+    tasks: Mapping[tuple[str, Any], Task] = field(default_factory=dict)  # others, by a flag and its value
     scratch_defaults: Mapping[str, Any] = field(default_factory=dict)
     engines: tuple[str, ...] = (TRAINER,)
     trainer_groups: tuple[type, ...] = ()
@@ -71,6 +73,10 @@ class Recipe:
     def inputs(self) -> Sequence[str]:
         """The flags that name what a run reads, which nothing may delete."""
         return [flag.name for flag in self.flags.values() if flag.path not in (None, OUTPUT)]
+
+    def task_of(self, read: Callable[[str], Any]) -> Task:
+        """Of a run; `read` gives the values of its flags by name."""
+        return next((task for (name, value), task in self.tasks.items() if read(name) == value), self.task)
 
     def default(self, name: str) -> Any:
         """Of any flag; None for a name that is none."""

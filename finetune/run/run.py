@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from finetune.run.launch import Launch
 from finetune.run.parse import Setting
 from finetune.run.recipe import ENGINE_FLAG, PIPELINE, TRAINER, Recipe
+from finetune.run.task import Task
 
 Group = TypeVar("Group")
 SHOWN_CHARACTERS = 1_000  # of a value: a list may have thousands
@@ -34,6 +35,11 @@ class Run:
     def given(self) -> dict[str, Any]:
         """By flag, what the command line and its YAML say."""
         return {name: setting.value for name, setting in self.settings.items() if setting.is_given}
+
+    @property
+    def task(self) -> Task:
+        """What the model is trained for."""
+        return self.recipe.task_of(self.value)
 
     def value(self, name: str) -> Any:
         """Of any flag: as given, or the recipe's default, or the flag's own; None for a name that is no flag."""

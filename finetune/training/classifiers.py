@@ -35,7 +35,7 @@ def text_classifier(session: Session, source: Source, data: ClassificationData) 
     )
     is_float = labels.task in ("regression", MULTI_LABEL)
     settle_loss_scaling(model, label_is_float=is_float, label_per_token=labels.task == TOKENS)
-    model = with_adapter(model, adapter, source.adapter, session.run.recipe.task)
+    model = with_adapter(model, adapter, source.adapter, session.run.task.adapter)
     counts = [data.account.label_counts.get(name, 0) for name in labels.names]
     weights = session[ClassArguments].class_weights if training.do_train else "none"
     rows = data.account.rows.get("train", 0)

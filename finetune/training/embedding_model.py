@@ -62,7 +62,7 @@ def embedding_model(session: Session, source: EncoderSource, data: EmbeddingData
             f"--matryoshka_dims {wrong[0]}: the model's vectors have {size} numbers. Give {size} or less."
         )
     model.accepts_loss_kwargs = False  # the trainer divides by itself
-    return with_adapter(model, session[AdapterArguments], source.model.adapter, session.run.recipe.task)
+    return with_adapter(model, session[AdapterArguments], source.model.adapter, session.run.task.adapter)
 
 
 def write_embedding_report(session: Session, data: EmbeddingData, source: EncoderSource) -> list[str]:

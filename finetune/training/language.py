@@ -47,7 +47,7 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
     kept = kept_as(session.run, source.adapter, training.bf16)
     base = build_causal_lm(arguments, source, data.tokenizer, training.seed, kept)
     stop_at(base, data.account.turn_ends)
-    model = with_adapter(base, adapter, source.adapter, session.run.recipe.task)
+    model = with_adapter(base, adapter, source.adapter, session.run.task.adapter)
     chunk = choose_chunk_tokens(arguments.loss_chunk_tokens, base, training.device.type)  # not of a head of peft's
     if chunk:
         base.accepts_loss_kwargs = True  # see use_chunked_loss

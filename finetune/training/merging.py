@@ -24,17 +24,13 @@ names = json.loads((folder / "labels.json").read_text())["id2label"]
 model = {auto}.from_pretrained(folder, id2label={{int(i): name for i, name in names.items()}})
 {name} = pipeline("{task}", model, tokenizer=AutoTokenizer.from_pretrained(folder))
 """
-CLASSES = {
-    "text-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-}
 
 
 def use_of(session: Session, name: str, whole: str) -> str:
     """Python that opens the folder of a classifier as `name`; `whole`: that for one that is no adapter."""
-    task = session.run.recipe.task
+    task = session.run.task
     adapted = session.run.value("use_peft") and session.training.do_train
-    return USE_ADAPTER.format(auto=CLASSES[task], name=name, task=task) if adapted else whole
+    return USE_ADAPTER.format(auto=task.auto, name=name, task=task.name) if adapted else whole
 
 
 def merged(session: Session, source: Any, data: Any, build: Callable[[], Any] | None = None) -> list[str]:

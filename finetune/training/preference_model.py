@@ -124,8 +124,7 @@ def preference_model(session: Session, source: CausalSource, data: PreferenceDat
     else:
         base = build_causal_lm(arguments, source, data.tokenizer, training.seed, kept)
     base.accepts_loss_kwargs = False  # the trainer divides by itself
-    task = "text-classification" if is_reward else run.recipe.task
-    model = with_adapter(base, session[AdapterArguments], source.adapter, task)
+    model = with_adapter(base, session[AdapterArguments], source.adapter, run.task.adapter)
     chunk = 0 if is_reward else choose_chunk_tokens(arguments.loss_chunk_tokens, base, training.device.type)
     if chunk:
         use_chunked_loss(model, chunk, by_row=True)
@@ -180,7 +179,7 @@ def write_preference_report(
     is_reward = loss == "reward"
     card = Card(
         task="model of rewards" if is_reward else f"language model trained on preferences ({loss})",
-        pipeline_tag="text-classification" if is_reward else "text-generation",
+        pipeline_tag=session.run.task.name,
         **named(session, source, account),
         table=rows_table("rows", account),
         facts=sentences(account.columns, *account.notes),

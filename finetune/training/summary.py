@@ -15,6 +15,7 @@ from rich.tree import Tree
 from finetune.privacy import shown
 from finetune.run.files import DELETING, IDENTITY, LAST_WRITTEN, LOCK, RUN_RECORD, SUPERSEDED
 from finetune.run.run import Run
+from finetune.run.task import TEXT_GENERATION
 
 FILES = (  # in the order in which they are shown; the first pattern that fits counts
     (LAST_WRITTEN, "model card: results, pictures, how to use the model"),
@@ -83,7 +84,7 @@ def rows_of(folder: Path) -> Iterator[tuple[str, str]]:
 def next_commands(folder: Path, run: Run) -> list[str]:
     place = shlex.quote(str(folder))
     generate = f"finetune generate {place} --prompts prompts.jsonl --output answers.jsonl"
-    writes = run.recipe.task == "text-generation" and run.value("loss") != "reward"
+    writes = run.task == TEXT_GENERATION
     return [f"finetune report {place}", *([generate] if writes else [])]
 
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import TINY
 from page_reader import is_plain
+from peft import TaskType
 from transformers import T5Config, T5ForConditionalGeneration
 
 from finetune import load_run, train
-from finetune.api.opening import AUTO
 from finetune.api.training import _why
 from finetune.api.words import words_of
 from finetune.entry.here import resolve_here
@@ -179,8 +180,12 @@ def test_a_value_that_begins_as_a_flag_does_is_a_value() -> None:
     assert words[1:] == ["--metrics", "chrf", "ter", "--bf16", "False"]
 
 
-def test_every_recipe_has_a_class_that_its_models_open_by() -> None:
-    assert {recipe.task for recipe in recipes().values()} <= AUTO.keys()
+def test_every_task_has_a_class_of_transformers_and_a_type_of_adapter_that_peft_knows() -> None:
+    for recipe in recipes().values():
+        for task in (recipe.task, *recipe.tasks.values()):
+            assert hasattr(transformers, task.auto)
+            assert bool(task.adapter) == ("use_peft" in recipe.flags or recipe.name == "causal_lm_pipeline")
+            assert not task.adapter or task.adapter in {one.value for one in TaskType}
 
 
 @pytest.mark.parametrize(("recipe", "kind"), [("recipe: seq2seq\n", T5ForConditionalGeneration),

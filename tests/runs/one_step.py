@@ -31,7 +31,7 @@ class Counted(TrainerCallback):  # type: ignore[misc]
             print("COUNTS " + json.dumps({event.key: event.count for event in self.profile.key_averages()}))
 
 
-ONE_STEP = Recipe(name="one_step", task="", groups=(RunArguments,), defaults={})
+ONE_STEP = Recipe(name="one_step", groups=(RunArguments,), defaults={})
 
 
 def main(run: Run) -> None:

@@ -16,12 +16,13 @@ from finetune.run.flags.language import (
 )
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.recipe import FIGURES_OF_TEXTS, METRICS_OF_TEXTS, USUAL, Recipe
+from finetune.run.task import TEXT_GENERATION
 
 LANGUAGE_FIGURES = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
 
 CAUSAL_LM = Recipe(
     name="causal_lm",
-    task="text-generation",
+    task=TEXT_GENERATION,
     figures=(*LANGUAGE_FIGURES, *FIGURES_OF_TEXTS),
     metrics=METRICS_OF_TEXTS,
     groups=(

@@ -9,10 +9,11 @@ from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.recipe import PIPELINE, USUAL, Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM, LANGUAGE_FIGURES
+from finetune.run.task import TEXT_GENERATION
 
 CAUSAL_LM_PIPELINE = Recipe(
     name="causal_lm_pipeline",
-    task="text-generation",
+    task=TEXT_GENERATION,
     figures=LANGUAGE_FIGURES,
     groups=(
         CausalModelArguments,

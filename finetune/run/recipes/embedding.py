@@ -14,6 +14,7 @@ from finetune.run.flags.text import ModelArguments, PreparationArguments, Sequen
 from finetune.run.on_resume import GOES_ON, NEVER, ROWS, VALUES
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from finetune.run.recipe import USUAL, Recipe
+from finetune.run.task import Task
 
 POOLINGS = ("mean", "cls", "last")
 
@@ -56,7 +57,7 @@ class EmbeddingArguments:
 
 EMBEDDING = Recipe(
     name="embedding",
-    task="feature-extraction",
+    task=Task("feature-extraction", "AutoModel", "FEATURE_EXTRACTION"),
     groups=(
         ModelArguments,
         AdapterArguments,

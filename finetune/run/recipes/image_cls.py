@@ -10,10 +10,11 @@ from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ClassArguments, PreparationArguments
 from finetune.run.recipe import PIPELINE, TRAINER, USUAL, Recipe
+from finetune.run.task import Task
 
 IMAGE_CLS = Recipe(
     name="image_cls",
-    task="image-classification",
+    task=Task("image-classification", "AutoModelForImageClassification"),
     groups=(
         ImageModelArguments,
         ImageArguments,

@@ -15,6 +15,7 @@ from finetune.run.flags.text import ENCODING, PreparationArguments
 from finetune.run.on_resume import EVALUATED, GOES_ON, NEVER, ROWS, VALUES
 from finetune.run.range import NOT_NEGATIVE, POSITIVE, Range
 from finetune.run.recipe import USUAL, Recipe
+from finetune.run.task import TEXT_CLASSIFICATION, TEXT_GENERATION
 
 # By loss, its --beta where none is given, as in the papers.
 BETAS = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0, "reward": 1.0}
@@ -99,7 +100,8 @@ class PreferenceArguments:
 
 PREFERENCE = Recipe(
     name="preference",
-    task="text-generation",
+    task=TEXT_GENERATION,
+    tasks={("loss", "reward"): TEXT_CLASSIFICATION},
     groups=(
         CausalModelArguments,
         AdapterArguments,

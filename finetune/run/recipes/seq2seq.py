@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.run.decoders import refuse_one_sided
 from finetune.run.flag import METRIC, NAME_OR_PATH, flag
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.common import RunArguments
@@ -16,6 +17,7 @@ from finetune.run.flags.text import FileArguments, PreparationArguments
 from finetune.run.on_resume import GOES_ON, MODEL, ROWS
 from finetune.run.range import AT_LEAST_ONE, RATE, Range
 from finetune.run.recipe import FIGURES_OF_TEXTS, METRICS_OF_TEXTS, USUAL, Recipe
+from finetune.run.task import Task
 
 # Shapes of a T5 from scratch, but for its vocabulary, which is at most `vocab_size`. `small` and `base` are those of
 # arXiv 1910.10683, `tiny` suits two CPU cores.
@@ -104,7 +106,7 @@ def t5_shape(read: Callable[[str], Any]) -> dict[str, Any]:
 
 SEQ2SEQ = Recipe(
     name="seq2seq",
-    task="text2text-generation",
+    task=Task("text2text-generation", "AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM", refuse_one_sided),
     groups=(
         Seq2SeqModelArguments,
         AdapterArguments,

@@ -10,10 +10,11 @@ from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ClassArguments, DataArguments, ModelArguments, PreparationArguments
 from finetune.run.recipe import USUAL, Recipe
+from finetune.run.task import TEXT_CLASSIFICATION
 
 SEQ_CLS = Recipe(
     name="seq_cls",
-    task="text-classification",
+    task=TEXT_CLASSIFICATION,
     groups=(
         ModelArguments,
         AdapterArguments,

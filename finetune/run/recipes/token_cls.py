@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from finetune.run.decoders import refuse_writer
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
@@ -9,10 +10,11 @@ from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ClassArguments, ModelArguments, PreparationArguments, TokenDataArguments
 from finetune.run.recipe import USUAL, Recipe
+from finetune.run.task import Task
 
 TOKEN_CLS = Recipe(
     name="token_cls",
-    task="token-classification",
+    task=Task("token-classification", "AutoModelForTokenClassification", "TOKEN_CLS", refuse_writer),
     groups=(
         ModelArguments,
         AdapterArguments,
