@@ -41,19 +41,24 @@ def cache_key(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def file_state(path: str | None) -> tuple[str, int, int] | None:
-    """Name, size in bytes and time of change in nanoseconds: a file that differs in these is prepared anew."""
+FileState = tuple[str, int, int, int]
+
+
+def file_state(path: str | None) -> FileState | None:
+    """Name, size in bytes, and when its content and inode last changed, in nanoseconds. A file that differs in these
+    is prepared anew. Programs set the first time as they like (`cp -p`, `rsync -t`, `tar`, `touch`), the kernel alone
+    sets the second."""
     if path is None:
         return None
     place = Path(path).expanduser().resolve()
     try:
         state = place.stat()
     except OSError:
-        return str(place), -1, -1
-    return str(place), state.st_size, state.st_mtime_ns
+        return str(place), -1, -1, -1
+    return str(place), state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
-def file_states(dataset_name: str | None, *files: str | None) -> list[tuple[str, int, int] | None]:
+def file_states(dataset_name: str | None, *files: str | None) -> list[FileState | None]:
     """The state of each file that data come from, those of a data set in a local folder included."""
     place = Path(dataset_name or "").expanduser()
     is_folder = dataset_name is not None and place.is_dir()

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from finetune.data.cache import cache_key, file_states
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.hub import hub_is_reachable
 from finetune.data.open_quotes import refuse_open_quotes
@@ -78,7 +79,14 @@ def open_file(
     if options:
         options["features"] = Features({column: Value("string") for column in options["names"]})
     try:
-        data = load_dataset(kind, data_files=str(path), split="train", streaming=streaming, **options)
+        data = load_dataset(
+            kind,
+            data_files=str(path),
+            split="train",
+            streaming=streaming,
+            cache_dir=_cache_of(None, str(path)),
+            **options,
+        )
         if streaming:
             next(iter(data))
     except (DatasetGenerationError, UnicodeDecodeError, ValueError, StopIteration) as error:
@@ -103,7 +111,8 @@ def open_hub(
         away = ConnectionError("the hub cannot be reached, and no copy is cached here")
         raise RequestError(_not_found(name, away, mend))
     try:
-        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+        cache = _cache_of(name) if is_local else None
+        return datasets.load_dataset(name, config, split=split, streaming=streaming, cache_dir=cache)
     except DatasetNotFoundError as error:
         raise RequestError(_not_found(name, error, mend)) from error
     except ValueError as error:
@@ -112,6 +121,14 @@ def open_hub(
         raise RequestError(f"--dataset_name {name}: {error}") from error
     except Exception as error:  # whatever files made to break it can raise
         raise RequestError(_not_found(name, error, mend)) from error
+
+
+def _cache_of(folder: str | None, *files: str) -> str:
+    """Where `datasets` keeps what it makes of local files: by itself it knows them by name and time of change alone
+    (5.2, data_files.py, _get_single_origin_metadata), and would give the rows of an older file."""
+    import datasets
+
+    return str(Path(datasets.config.HF_DATASETS_CACHE, f"local-{cache_key(file_states(folder, *files))}"))
 
 
 def _not_found(name: str, error: Exception, mend: str) -> str:

@@ -6,7 +6,6 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
 from finetune.run.mixture import parts_of
@@ -14,10 +13,8 @@ from finetune.run.optimizer import optim_mistakes
 from finetune.run.paths import METRICS
 from finetune.run.rates import schedule_mistakes
 from finetune.run.recipes.preference import OF_REFERENCE
+from finetune.run.run import Run
 from finetune.run.sizes import IMAGE_SIZES
-
-if TYPE_CHECKING:
-    from finetune.run.run import Run
 
 FILES = ("train_file", "validation_file", "test_file")
 FOLDERS = ("train_dir", "validation_dir", "test_dir")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from pathlib import Path
 
@@ -79,3 +80,12 @@ def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
     path.write_text("three")
     assert cache.file_state(str(path)) != before
     assert cache.cache_key("a", before) != cache.cache_key("a", cache.file_state(str(path)))
+
+
+def test_a_file_that_was_given_its_old_time_back_has_another_key(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("one")
+    before, times = cache.file_state(str(path)), path.stat()
+    path.write_text("two")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert cache.file_state(str(path)) != before

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from finetune.data.files import open_file
+from finetune.data.files import open_file, open_hub
 from finetune.data.tables import clean_tables, load_tables
 from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
@@ -140,3 +141,17 @@ def test_a_text_of_one_column_is_told_what_it_lacks(tmp_path: Path) -> None:
     tables, _ = load_tables(DataArguments(train_file=str(path)))
     with pytest.raises(RequestError, match=r"has one column, 'One line of text.', and no label .*txt lie between tabs"):
         clean_tables(tables, DataArguments(), PreparationArguments(), 1)
+
+
+@pytest.mark.parametrize(("name", "row"), [("a.csv", "text,label\n{0},1\n"), ("a.jsonl", '{{"text": "{0}"}}\n')])
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_rows_are_those_of_the_file_as_it_is_now_though_it_has_its_old_time(
+    name: str, row: str, as_folder: bool, tmp_path: Path
+) -> None:
+    """As `rsync -t`, `cp -p` and archives leave it."""
+    for said in ("one", "two"):
+        path = write(tmp_path, name, row.format(said))
+        os.utime(path, (1_650_000_000, 1_650_000_000))
+        data = open_hub(str(tmp_path), None, "train") if as_folder else open_file("train_file", path)
+        assert data is not None
+        assert [given["text"] for given in data] == [said]
