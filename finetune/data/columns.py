@@ -129,6 +129,12 @@ def find_labels(
     """
     counts = by_text(values)
     numbers = {name: number for name in counts if (number := _number(name)) is not None}
+    infinite = [name for name in counts if name not in numbers and _is_infinite(name)]
+    if task is None and infinite and is_regression([name for name in counts if name not in infinite]):
+        raise RequestError(
+            f"{where}: the label {infinite[0]!r} is not finite, and the others are numbers to predict. Fix or drop its "
+            "rows; or give --task classification, if each label is the name of a class."
+        )
     was_regression = trained is not None and trained.task == "regression" and len(numbers) == len(counts)
     by_itself = not class_names and (was_regression or is_regression(values))
     if task == "regression" or (task is None and by_itself):
@@ -183,6 +189,13 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
+
+
+def _is_infinite(text: str) -> bool:
+    try:
+        return math.isinf(float(text))
+    except ValueError:
+        return False
 
 
 def is_number(text: str) -> bool:

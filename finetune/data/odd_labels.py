@@ -98,8 +98,9 @@ def _note_of_missing(names: Sequence[str], label: str) -> list[str]:
 
 
 def _note_of_spellings(names: Sequence[str], label: str) -> list[str]:
-    folded = {name: "".join(name.split()).casefold() for name in names}
-    are_truths = all(name in TRUTHS for name in folded.values())
+    are_numbers = all(map(is_number, names))
+    folded = {name: str(float(name)) if are_numbers else "".join(name.split()).casefold() for name in names}
+    are_truths = not are_numbers and all(name in TRUTHS for name in folded.values())
     alike: dict[str, list[str]] = defaultdict(list)
     for name, key in folded.items():
         alike[TRUTHS[key] if are_truths else key].append(plain(name)[:SHOWN_CHARACTERS])
@@ -107,5 +108,6 @@ def _note_of_spellings(names: Sequence[str], label: str) -> list[str]:
     if not several:
         return []
     more = f", and {len(several) - MAX_SHOWN} more" if len(several) > MAX_SHOWN else ""
-    what = "that may be one truth value in several spellings" if are_truths else "that differ only in case or blanks"
+    one = "truth value" if are_truths else "number" if are_numbers else ""
+    what = f"that may be one {one} in several spellings" if one else "that differ only in case or blanks"
     return [f"{label}: labels {what}, each a class of its own: {', '.join(several[:MAX_SHOWN])}{more}"]

@@ -45,6 +45,13 @@ VOID = (
     Void(("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"), "do_eval", (False,), "Add --do_eval True."),
     Void(("early_stopping_patience", "load_best_model_at_end"), "do_eval", (False,), "Add --do_eval True."),
     Void(("max_eval_samples",), "do_eval", (False,), "Add --do_eval True."),
+    Void(
+        ("eval_accumulation_steps", "batch_eval_metrics", "prediction_loss_only", "bf16_full_eval", "fp16_full_eval"),
+        "do_eval",
+        (False,),
+        "Nothing is evaluated then. Drop it.",
+        unless=("do_predict",),
+    ),
     Void(("eval_steps",), "eval_strategy", ("no", "epoch"), "Give --eval_strategy steps.", "steps"),
     Void(("eval_delay", "early_stopping_patience"), "eval_strategy", ("no",), "Give --eval_strategy steps or epoch."),
     Void(("logging_steps",), "logging_strategy", ("no", "epoch"), "Give --logging_strategy steps.", "steps"),
@@ -114,6 +121,7 @@ VOID = (
     Void(("dataset_config_name", "image_column_name"), "dataset_name", (None,), "Add --dataset_name."),
     Void(("group_by_length",), "packing", ("wrapped", "bfd"), "Blocks have one length. Drop it."),
     Void(("group_by_length",), "streaming", (True,), "A stream is taken as it comes. Drop it."),
+    Void(("preprocessing_num_workers",), "streaming", (True,), "Texts are tokenized as they come. Drop it."),
     Void(("drop_duplicates",), "streaming", (True,), "A stream is not compared with itself. Drop one of them."),
     Void(("document_mask",), "packing", ("none",), "A block has one document. Drop it."),
     Void(("encoding",), "train_file", (None,), "It is of files. Drop it.", unless=("validation_file", "test_file")),
@@ -158,7 +166,12 @@ VOID = (
     Void(("reference",), "loss", ("orpo", "reward", "simpo"), "It has no reference. Drop it."),
     Void(("beta", "loss_chunk_tokens", "sample_tokens"), "loss", ("reward",)),
     Void(("resume",), "do_train", (False,), "Give the checkpoint as --model_name_or_path, or drop it."),
-    Void(("resume_changed", "ignore_data_skip"), "resume", (None,), "Add --resume auto, or drop it."),
+    Void(
+        ("resume_changed", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
+        "resume",
+        (None,),
+        "Add --resume auto, or drop it.",
+    ),
 )
 
 OTHER_DATA = ("dataset_name", *FILES[1:])

@@ -173,6 +173,14 @@ def test_fractions_are_a_regression_whatever_classes_the_model_was_trained_on() 
     assert find_labels(Counter(["pos", "neg"]), None, ["pos", "neg"], "here").names == ("pos", "neg")
 
 
+def test_an_infinite_number_among_numbers_to_predict_is_refused_unless_they_are_said_to_be_classes() -> None:
+    values = Counter(["0.5", "inf", "0.7", "1.3"])
+    with pytest.raises(RequestError, match="here: the label 'inf' is not finite, and the others are numbers"):
+        find_labels(values, None, None, "here")
+    assert find_labels(values, "classification", None, "here").names == ("0.5", "0.7", "1.3", "inf")
+    assert find_labels(Counter(["1", "2", "inf"]), None, None, "here").task == "classification"
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

@@ -86,13 +86,16 @@ def test_a_text_that_is_such_a_word_stays_text() -> None:
         (["pos", "Pos", "NEG", "neg"], "labels that differ only in case or blanks, each a class of its own: 'NEG' and"),
         (["sci fi", "scifi"], "'sci fi' and 'scifi'"),
         (["true", "FALSE", "0"], "one truth value in several spellings, .*'0' and 'FALSE'"),
+        (["1", "01", "2"], "one number in several spellings, .*'1' and '01'"),
     ],
 )
 def test_labels_that_may_be_one_are_said(labels: list[Any], said: str) -> None:
     assert re.search(said, notes(labels * 10))
 
 
-@pytest.mark.parametrize("labels", [["0", "1"], ["yes", "no"], [True, False], ["y", "x", "1"], ["a", "b"]])
+@pytest.mark.parametrize(
+    "labels", [["0", "1"], ["yes", "no"], [True, False], ["y", "x", "1"], ["a", "b"], ["1", "2", "11"]]
+)
 def test_labels_that_are_different_are_not_said(labels: list[Any]) -> None:
     assert notes(labels * 10) == ""
 

@@ -59,7 +59,7 @@ def voiding(recipe: Recipe, row: Void) -> Any:
     return value_of(recipe.flags[row.by]) if row.values == GIVEN else row.values[0]
 
 
-@pytest.mark.parametrize(("recipe", "row", "name"), cases())
+@pytest.mark.parametrize(("recipe", "row", "name"), list(cases()))
 def test_a_pair_that_is_said_is_refused_with_both_and_their_sources(recipe: Recipe, row: Void, name: str) -> None:
     value, by = value_of(recipe.flags[name]), voiding(recipe, row)
     _, mistakes = settled(recipe, {row.by: (by, YAML_LINE), name: (value, COMMAND_LINE)})
@@ -67,7 +67,7 @@ def test_a_pair_that_is_said_is_refused_with_both_and_their_sources(recipe: Reci
     assert any(f"--{row.by} is {by!r} (a.yaml line 1)" in one for one in said)
 
 
-@pytest.mark.parametrize(("recipe", "row", "name"), cases())
+@pytest.mark.parametrize(("recipe", "row", "name"), list(cases()))
 def test_what_is_void_by_a_default_is_implied_or_refused(recipe: Recipe, row: Void, name: str) -> None:
     value = value_of(recipe.flags[name])
     run, mistakes = settled(recipe, {name: (value, COMMAND_LINE)})
@@ -82,7 +82,7 @@ def test_what_is_void_by_a_default_is_implied_or_refused(recipe: Recipe, row: Vo
         assert run.value(row.by) == was
 
 
-@pytest.mark.parametrize(("recipe", "row", "name"), cases())
+@pytest.mark.parametrize(("recipe", "row", "name"), list(cases()))
 def test_the_command_line_overrules_a_yaml_and_says_so(recipe: Recipe, row: Void, name: str) -> None:
     by = voiding(recipe, row)
     given = {row.by: (by, COMMAND_LINE), name: (value_of(recipe.flags[name]), YAML_LINE)}
