@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from finetune.data.numbered import Numbered
 from finetune.data.packing import PackedDataset
 from finetune.data.sampling import GlobalBatchSampler
 
@@ -45,6 +46,7 @@ def joined(
 def taken_of_each(split: Any, sampler: GlobalBatchSampler, samples: int) -> dict[str, dict[str, int]]:
     """Of several files the blocks, documents and tokens that the first `samples` of a run were; nothing of one file. A
     document counts where it begins: one that is cut is in several blocks."""
+    split = split.rows if isinstance(split, Numbered) else split
     if not isinstance(split, Joined):
         return {}
     times: npt.NDArray[np.int64] = np.zeros(len(split), dtype=np.int64)  # that each block was taken

@@ -94,6 +94,8 @@ def find_preferences(names: Sequence[str], where: str, wants_single: bool) -> tu
     other = ""
     if {"messages", "conversations", "text"} & set(names) or {"prompt", "completion"} <= set(names):
         other = " Texts and conversations without a worse answer are for recipes/causal_lm.py."
+    elif {"source", "target"} <= set(names):
+        other = " Texts and what is made of them are for recipes/seq2seq.py."
     raise RequestError(
         f"{where}: has no preferences: `chosen` and `rejected` (with `prompt`, or whole conversations each), or "
         f"`completion` and `label`. It has {', '.join(names)}. Rename columns by --column_mapping OLD=NEW.{other}"

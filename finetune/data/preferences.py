@@ -96,8 +96,13 @@ class PreferenceData:
     @property
     def collator(self) -> Any:
         """Rows of one side, then those of the other, padded on the right."""
+        return partial(collate, self.sides, self.pad)
+
+    @property
+    def pad(self) -> int:
+        """What stands behind the shorter rows of a batch."""
         pad = self.tokenizer.pad_token_id
-        return partial(collate, self.sides, pad if pad is not None else self.tokenizer.eos_token_id or 0)
+        return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
     def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
@@ -119,12 +124,8 @@ def collate(sides: tuple[str, str], pad: int, rows: Sequence[Mapping[str, Any]])
     ids = [row[f"{side}_ids"] for side in sides for row in rows]
     learnt = [row[f"{side}_learnt"] for side in sides for row in rows]
     shape = len(ids), max(map(len, ids))
-    one_each = torch.ones(len(rows), dtype=torch.long)
     batch = {
-        "labels": one_each,
-        "shift_labels": one_each,
-        "desirable": torch.tensor([bool(row["label"]) for row in rows]),
-        "places": torch.tensor([2 * row["row"] + side for side in (0, 1) for row in rows]),
+        **of_rows(rows),
         "input_ids": torch.full(shape, pad),
         "attention_mask": torch.zeros(shape, dtype=torch.long),
         "targets": torch.full(shape, IGNORED),
@@ -135,6 +136,17 @@ def collate(sides: tuple[str, str], pad: int, rows: Sequence[Mapping[str, Any]])
         batch["attention_mask"][i, : len(own)] = 1
         batch["targets"][i, : len(own) - 1] = torch.where(counts, own, IGNORED)[1:]
     return batch
+
+
+def of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """What a batch has of each row, whatever its sides are."""
+    one_each = torch.ones(len(rows), dtype=torch.long)
+    return {
+        "labels": one_each,
+        "shift_labels": one_each,
+        "desirable": torch.tensor([bool(row["label"]) for row in rows]),
+        "places": torch.tensor([2 * row["row"] + side for side in (0, 1) for row in rows]),
+    }
 
 
 def prepare_preferences(

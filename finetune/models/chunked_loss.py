@@ -44,7 +44,7 @@ class LossHead(nn.Linear):
     chunk_tokens: int
     targets: torch.Tensor | None = None  # (B, T): the token that follows each position
     items: Any = None  # what the sum is divided by; None for the targets' number
-    by_row = False  # always give what an evaluation gets, of which gradients flow back
+    by_token = False  # always give the figures of each token, of which gradients flow back
     lesson: Any = None  # a teacher's: gives the loss of rows, weight, bias, targets, items and chunk_tokens
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,8 +55,8 @@ class LossHead(nn.Linear):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        if self.by_row:
-            return self._learnt_row_sums(rows, weight, bias, targets)
+        if self.by_token:
+            return self._figures_of_tokens(rows, weight, bias, targets)
         if not torch.is_grad_enabled():
             return self._row_sums(rows, weight, bias, targets)
         if self.lesson is not None:
@@ -92,15 +92,16 @@ class LossHead(nn.Linear):
             parts.append(token_figures(nn.functional.linear(some, weight, bias), wanted))
         return torch.cat(parts).reshape(*self.targets.shape, 3).sum(dim=1)
 
-    def _learnt_row_sums(self, rows: Any, weight: Any, bias: Any, targets: Any) -> torch.Tensor:
-        """The same (B, 3), with logits of what is learnt alone: a chunk at a time, and once more on the way back."""
+    def _figures_of_tokens(self, rows: Any, weight: Any, bias: Any, targets: Any) -> torch.Tensor:
+        """Of each token the same, (B, T, 3), with logits of what is learnt alone: a chunk at a time, and once more on
+        the way back."""
         assert self.targets is not None
         learnt = (targets != IGNORED).nonzero()[:, 0]
         parts = [rows.new_zeros(0, 3, dtype=torch.float32) + 0 * rows.float().sum()]  # a graph, where none is learnt
         for some in learnt.split(self.chunk_tokens):
             parts.append(checkpoint(_figures, rows[some], weight, bias, targets[some], use_reentrant=False))
-        sums = rows.new_zeros(len(self.targets), 3, dtype=torch.float32)
-        return sums.index_add(0, learnt // self.targets.shape[1], torch.cat(parts))
+        figures = rows.new_zeros(len(targets), 3, dtype=torch.float32)
+        return figures.index_copy(0, learnt, torch.cat(parts)).reshape(*self.targets.shape, 3)
 
 
 def _figures(rows: torch.Tensor, weight: Any, bias: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -155,14 +156,14 @@ def refusal(model: Any) -> str | None:
     return None
 
 
-def use_chunked_loss(model: Any, chunk_tokens: int, by_row: bool = False) -> None:
+def use_chunked_loss(model: Any, chunk_tokens: int, by_token: bool = False) -> None:
     """Give `model` a `LossHead` in place of its head, with the same weight, and have it return that one's loss, or
-    `by_row` as `logits` the (B, 3) of `row_figures`. Ask `refusal` first. `model` is what the Trainer gets, an
+    `by_token` as `logits` the (B, T, 3) of `token_figures`. Ask `refusal` first. `model` is what the Trainer gets, an
     adapter's wrapper included."""
     old = model.get_output_embeddings()
     head = LossHead(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
     head.weight, head.bias = old.weight, old.bias
-    head.chunk_tokens, head.by_row = chunk_tokens, by_row
+    head.chunk_tokens, head.by_token = chunk_tokens, by_token
     model.set_output_embeddings(head)
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -185,7 +186,7 @@ def use_chunked_loss(model: Any, chunk_tokens: int, by_row: bool = False) -> Non
         if given.dim() == 0:
             output.loss = given
         else:
-            output.loss = given[:, 0].sum() / given[:, 2].sum().clamp(min=1)
+            output.loss = given[..., 0].sum() / given[..., 2].sum().clamp(min=1)
             output.logits = given
         return output
 

@@ -27,6 +27,7 @@ class EncoderSource:
     model: Source
     pooling: str
     prompts: Mapping[str, str]
+    default_prompt: str | None = None
 
     @property
     def description(self) -> str:
@@ -52,7 +53,7 @@ def find_encoder_source(
         raise RequestError(TWO_PARTS.format(name))
     found = {kind: told.prompts.get(kind, "") if (said := prompts[kind]) is None else said for kind in PROMPTS}
     found = {**told.prompts, **found}  # it may have some for other tasks, which stay
-    return EncoderSource(source, told.pooling or ("last" if _is_causal(config) else "mean"), found)
+    return EncoderSource(source, told.pooling or ("last" if _is_causal(config) else "mean"), found, told.default_prompt)
 
 
 def _is_causal(config: Any | None) -> bool:

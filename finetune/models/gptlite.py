@@ -205,7 +205,8 @@ class GPTLiteModel(GPTLitePreTrainedModel):
         x = self.embeddings.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        if past + x.shape[1] > self.config.max_position_embeddings:
+        is_plain = attention_mask is None or attention_mask.dim() < 4  # else texts share a row, with positions of each
+        if is_plain and past + x.shape[1] > self.config.max_position_embeddings:
             raise ValueError(
                 f"{past + x.shape[1]} tokens, but this GPT-lite has {self.config.max_position_embeddings} positions "
                 "(max_position_embeddings): give it fewer."

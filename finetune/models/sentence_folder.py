@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import cached_file
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from finetune.data.hub import hub_is_reachable
-from finetune.errors import RequestError, plain
+from finetune.errors import RequestError, first_line, plain
 from finetune.run.files import SENTENCE_FILES, SENTENCE_MODULES, SENTENCE_POOLING, SENTENCE_SETTINGS, SENTENCE_SIZES
 from finetune.safe_read import parse_json, read_bounded
 
@@ -41,6 +42,7 @@ class SentenceModel:
     pooling: str | None = None
     max_seq_length: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None  # which of these a text gets where nobody says
 
 
 def read_sentence_model(name: str, revision: str, asked: str | None) -> SentenceModel:
@@ -66,7 +68,13 @@ def read_sentence_model(name: str, revision: str, asked: str | None) -> Sentence
     known = {str(key): str(value) for key, value in prompts.items()} if isinstance(prompts, dict) else {}
     if "document" not in known and "passage" in known:  # E5's word
         known["document"] = known["passage"]
-    return SentenceModel(asked or _mode(pooling, name), most if isinstance(most, int) and most > 0 else None, known)
+    default = settings.get("default_prompt_name")
+    return SentenceModel(
+        asked or _mode(pooling, name),
+        most if isinstance(most, int) and most > 0 else None,
+        known,
+        default if isinstance(default, str) and default in known else None,
+    )
 
 
 def _mode(pooling: Mapping[str, Any], name: str) -> str | None:
@@ -83,20 +91,33 @@ def _mode(pooling: Mapping[str, Any], name: str) -> str | None:
 
 
 def _read(name: str, file: str, revision: str) -> Any:
-    """None where the folder, or the hub, has no such file. Raises RequestError for what is no JSON."""
+    """None where the folder, or the hub, has no such file. Raises RequestError for what is no JSON, and where nobody
+    can say whether the hub has it: a model that pools otherwise would be trained by its mean without a word."""
     folder, said = Path(name).expanduser(), f"--model_name_or_path {name}: {file}"
     if folder.is_dir():
         place = folder / file
         return parse_json(read_bounded(place, inside=folder, name=said), said) if place.exists() else None
     try:
-        found = cached_file(name, file, revision=revision, local_files_only=not hub_is_reachable())
-    except OSError:  # it is not there
-        return None
+        found = hf_hub_download(name, file, revision=revision, local_files_only=not hub_is_reachable())
+    except Exception as error:  # by the client's transport, too
+        is_known = not isinstance(error, LocalEntryNotFoundError)  # which says that the hub was not asked
+        known = try_to_load_from_cache(name, file, revision=revision)
+        if (is_known and isinstance(error, EntryNotFoundError)) or known is _CACHED_NO_EXIST:
+            return None
+        raise RequestError(
+            f"{said} says how its texts become vectors, and could not be looked for on the hub ({first_line(error)}). "
+            "Try again, or give a folder with all of its files."
+        ) from error
     return parse_json(read_bounded(Path(found), name=said), said)
 
 
 def write_sentence_model(
-    folder: Path, pooling: str, size: int, max_seq_length: int, prompts: Mapping[str, str]
+    folder: Path,
+    pooling: str,
+    size: int,
+    max_seq_length: int,
+    prompts: Mapping[str, str],
+    default_prompt: str | None = None,
 ) -> None:
     """Beside the weights. `size` is that of a vector."""
     parts = zip(("", "1_Pooling", "2_Normalize"), READ, strict=True)
@@ -104,7 +125,7 @@ def write_sentence_model(
         {"idx": i, "name": str(i), "path": path, "type": f"{MODULE}{kind}"} for i, (path, kind) in enumerate(parts)
     ]
     modes = {flag: OURS.get(mode) == pooling for flag, mode in FLAGS.items()}
-    settings = {"prompts": dict(prompts), "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    settings = {"prompts": dict(prompts), "default_prompt_name": default_prompt, "similarity_fn_name": "cosine"}
     written: dict[str, Any] = {
         SENTENCE_MODULES: modules,
         SENTENCE_POOLING: {"word_embedding_dimension": size, **modes, "include_prompt": True},

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 
-def small_copy(model: Any, vocab_size: int) -> Any:
-    """A copy of `model` with a layer of each type that its config names, `vocab_size` tokens and weights drawn anew, on
-    the CPU and in evaluation mode. The run's random numbers stay as they are. Raises whatever a config or a model says
-    to being shortened."""
+def small_copy(model: Any, vocab_size: int, changes: Mapping[str, Any] | None = None) -> Any:
+    """A copy of `model` with a layer of each type that its config names, `vocab_size` tokens, `changes` of its config
+    and weights drawn anew, on the CPU and in evaluation mode. The run's random numbers stay as they are. Raises
+    whatever a config or a model says to being shortened."""
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
@@ -22,6 +23,8 @@ def small_copy(model: Any, vocab_size: int) -> Any:
     config.vocab_size = vocab_size
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     config.use_cache = False
+    for name, value in (changes or {}).items():
+        setattr(config, name, value)
     if config._attn_implementation not in ("eager", "sdpa"):
         config._attn_implementation = "eager"  # the others run on no CPU
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):

@@ -129,6 +129,9 @@ def _precision(run: Run, flags: dict[str, bool], machine: Machine, asked: str | 
 def _teacher(run: Run, bf16: bool, params_per_layer: int | None, notes: list[str]) -> dict[str, Any]:
     if not (run.value("teacher") and run.value("distill_alpha")):
         return {}
+    if run.value("teacher_top_k"):
+        notes.append("the teacher is asked before training, beside the model's weights alone; that is not counted")
+        return {}
     notes.append("the teacher's weights and activations are counted; the time in which it is asked is not")
     named = run.settled("--teacher", model_name_or_path=run.value("teacher"))
     model = model_of_run(named, params_per_layer, notes)

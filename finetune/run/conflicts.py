@@ -255,6 +255,8 @@ def _of_language(run: Run) -> Iterator[str]:
     except RequestError as error:
         yield str(error)
         return
+    if streaming and value("teacher_top_k"):
+        yield f"{run.said('teacher_top_k')}, but {run.said('streaming')}: a stream is not read ahead. Drop one of them."
     if streaming and len(parts) > 1:
         yield f"{run.said('streaming')}, but {run.said('train_file')}: a stream is of one file. Drop --streaming."
     if run.given.get("group_by_length") and any(part.weight for part in parts):

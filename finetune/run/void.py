@@ -148,7 +148,8 @@ VOID = (
         "Nothing is judged then. Add --do_eval True or --do_predict True.",
         unless=("do_predict",),
     ),
-    Void(("distill_alpha", "distill_temperature"), "teacher", (None,), "Add --teacher, or drop it."),
+    Void(("distill_alpha", "distill_temperature", "teacher_top_k"), "teacher", (None,), "Add --teacher, or drop it."),
+    Void(("teacher_top_k",), "distill_alpha", (0,), "The teacher has no say. Drop it."),
     Void(("teacher",), "do_train", (False,), "Only training asks a teacher. Drop it."),
     Void(("profile_first_step",), "profile", (0,), "Give --profile the number of steps.", unless=OF_PROFILES[:2]),
     Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
@@ -164,6 +165,9 @@ VOID = (
         "Give --loss kto, or drop it.",
     ),
     Void(("reference",), "loss", ("orpo", "reward", "simpo"), "It has no reference. Drop it."),
+    Void(
+        ("share_prompt",), "loss", ("kto", "reward"), "It is for losses that compare answers' probabilities. Drop it."
+    ),
     Void(("beta", "loss_chunk_tokens", "sample_tokens"), "loss", ("reward",)),
     Void(("resume",), "do_train", (False,), "Give the checkpoint as --model_name_or_path, or drop it."),
     Void(

@@ -11,6 +11,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from finetune.data.mixture import taken_of_each
+from finetune.data.numbered import Numbered, NumberedCollator
 from finetune.models.pipeline import PipelineModel
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
@@ -65,13 +66,16 @@ def trainer_of(
     """The Trainer over `data`, which has what `Data` has. Build the model after `start`, for ZeRO-3 shards it while it
     is built."""
     identity = settle_identity(session, model.config, data) if session.training.do_train else None
+    train, collator = data.splits.get("train"), data.collator
+    if teacher is not None and teacher.kept is not None:
+        train, collator = Numbered(train), NumberedCollator(collator)
     trainer = kind(
         model=model,
         args=session.training,
-        train_dataset=data.splits.get("train"),
+        train_dataset=train,
         eval_dataset=data.splits.get("validation"),
         processing_class=data.processor,
-        data_collator=data.collator,
+        data_collator=collator,
         compute_metrics=compute_metrics,
         compute_loss_func=compute_loss,
         preprocess_logits_for_metrics=preprocess_logits,

@@ -13,16 +13,19 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from finetune.data.numbered import ROW
 from finetune.data.packing import IGNORED
 from finetune.models.chunked_loss import LossHead
 
 READ = ("input_ids", "attention_mask", "position_ids", "token_type_ids")  # of a batch, what a teacher may be given
 TAUGHT = "taught"  # among a classifier's outputs: the teacher's logits
+# Of the student's logits (N, V) of some of the learnt tokens, and which these are, the sum of divergences.
+Say = Callable[[Tensor, slice], Tensor]
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -40,10 +43,18 @@ class HiddenHead(nn.Linear):
         return x
 
 
+class Kept(Protocol):
+    """What a teacher has said before training (finetune.training.cached_teacher)."""
+
+    def say(self, rows: Tensor, device: Any) -> Say:
+        """Of the learnt tokens of these rows (B,), in their order."""
+
+
 @dataclass
 class Teacher:
-    """`model` is frozen and placed; `reads` are names of what it is given, `classes` where it has the student's classes
-    among its own. `head` is the student's and `hidden` the teacher's, where the loss is computed in chunks."""
+    """`model` is frozen and placed, or None where what it said is `kept`; `reads` are names of what it is given,
+    `classes` where it has the student's classes among its own. `head` is the student's and `hidden` the teacher's,
+    where the loss is computed in chunks."""
 
     model: Any
     alpha: float
@@ -53,10 +64,11 @@ class Teacher:
     classes: Sequence[int] | None = None
     head: LossHead | None = None
     hidden: HiddenHead | None = None
+    kept: Kept | None = None
     sums: Tensor | None = None  # since the last log: hard loss, divergence, items
 
     def beside(self, student: Any) -> Callable[..., Any]:
-        """To be called in place of the student, in training: gives its outputs, with the teacher's say."""
+        """To be called in place of the student: gives its outputs, in training with the teacher's say."""
         return partial(self._ask, student)
 
     def mixed(self, hard_loss: Any) -> Any:
@@ -83,46 +95,68 @@ class Teacher:
         (hard, soft, items), self.sums = sum_over_ranks(self.sums).tolist(), None
         return {"hard_loss": hard / max(items, 1), "kl": soft / max(items, 1)}
 
-    def _ask(self, student: Any, **given: Any) -> Any:
-        targets = given.get("shift_labels")
+    def answers(self, given: dict[str, Any]) -> Callable[[slice], Tensor]:
+        """Its logits (n, V) of some of a batch's learnt tokens, with its `head_weights` gathered."""
+        answer = self._answer(given)[given["shift_labels"] != IGNORED]
+        if (head := self.hidden) is None:
+            return lambda some: answer[some]
+        return lambda some: nn.functional.linear(answer[some], head.weight, head.bias)
+
+    def head_weights(self) -> contextlib.AbstractContextManager[Any]:
+        """Whole on each rank, those that ZeRO-3 has sharded and no forward pass gathers."""
+        own = [] if self.hidden is None else [self.hidden.weight, self.hidden.bias]
+        return _gathered([weight for weight in own if weight is not None])
+
+    def _answer(self, given: dict[str, Any]) -> Tensor:
         with torch.no_grad(), self.autocast():
-            answer = self.model(**{name: given[name] for name in self.reads if name in given})["logits"]
+            logits: Tensor = self.model(**{name: given[name] for name in self.reads if name in given})["logits"]
+        return logits
+
+    def _ask(self, student: Any, **given: Any) -> Any:
+        rows, targets = given.pop(ROW, None), given.get("shift_labels")
+        if not torch.is_grad_enabled():
+            return student(**given)
         if targets is None:
+            answer = self._answer(given)
             of_classes = answer if self.classes is None else answer[:, self.classes]
             return {**student(**given), TAUGHT: of_classes}
-        learnt = targets != IGNORED
-        answer = answer[learnt]  # (N, vocabulary), or of a `HiddenHead` (N, its hidden size)
+        say = self._say(given) if self.kept is None else self.kept.say(rows, targets.device)
         if self.head is not None:
-            return self._ask_in_chunks(student, answer, given)
+            return self._ask_in_chunks(student, say, given)
+        learnt = targets != IGNORED
         outputs = dict(student(**given))
         count, items = learnt.sum(), given.get("num_items_in_batch")
         items = count.clamp(min=1) if items is None else items
-        soft = divergence(outputs["logits"][learnt], answer, self.temperature)
+        soft = say(outputs["logits"][learnt], slice(None))
         self._count(outputs["loss"] * items, soft, count)
         return outputs | {"loss": self.mix(outputs["loss"], soft / items)}
 
-    def _ask_in_chunks(self, student: Any, answer: Tensor, given: dict[str, Any]) -> Any:
+    def _say(self, given: dict[str, Any]) -> Say:
+        answers = self.answers(given)
+
+        def say(logits: Tensor, some: slice) -> Tensor:
+            with torch.no_grad():
+                others = answers(some)
+            return divergence(logits, others, self.temperature)
+
+        return say
+
+    def _ask_in_chunks(self, student: Any, say: Say, given: dict[str, Any]) -> Any:
         assert self.head is not None
-        assert self.hidden is not None
-        own = [weight for weight in (self.hidden.weight, self.hidden.bias) if weight is not None]
-        self.head.lesson = partial(self._lesson, answer)
+        self.head.lesson = partial(self._lesson, say)
         try:
-            with _gathered(own):
+            with self.head_weights():
                 return student(**given)
         finally:
             self.head.lesson = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it differentiates on its way forward
     def _lesson(
-        self, answer: Tensor, rows: Tensor, weight: Tensor, bias: Any, targets: Tensor, items: Any, chunk: int
+        self, say: Say, rows: Tensor, weight: Tensor, bias: Any, targets: Tensor, items: Any, chunk: int
     ) -> Tensor:
         """What a `LossHead` gives in place of its own loss, of `rows` (B x T, hidden size)."""
-        assert self.hidden is not None
         learnt = (targets != IGNORED).nonzero()[:, 0]
-        taught = partial(nn.functional.linear, weight=self.hidden.weight, bias=self.hidden.bias)
-        total, hard, soft = _InChunks.apply(
-            rows[learnt], weight, bias, targets[learnt], answer, taught, self.mix, self.temperature, chunk
-        )
+        total, hard, soft = _InChunks.apply(rows[learnt], weight, bias, targets[learnt], say, self.mix, chunk)
         self._count(hard, soft, len(learnt))
         items = len(learnt) if items is None else items
         return total / (items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1))
@@ -144,10 +178,8 @@ class _InChunks(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        answer: Tensor,
-        taught: Callable[[Tensor], Tensor],
+        say: Say,
         mix: Callable[[Tensor, Tensor], Tensor],
-        temperature: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wanted = ctx.needs_input_grad[:3]
@@ -163,9 +195,7 @@ class _InChunks(torch.autograd.Function):
                 own = rows[some].detach().requires_grad_(wanted[0])
                 logits = nn.functional.linear(own, *shared)
                 hard = nn.functional.cross_entropy(logits.float(), targets[some], reduction="sum")
-                with torch.no_grad():
-                    others = taught(answer[some])
-                soft = divergence(logits, others, temperature)
+                soft = say(logits, some)
                 loss = mix(hard, soft)
             sums += torch.stack([loss, hard, soft]).detach()
             inputs = [x for x in (own, *shared) if x is not None and x.requires_grad]
@@ -185,7 +215,7 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         kept = iter(ctx.saved_tensors)
-        return (*((next(kept) * upstream[0] if w else None) for w in ctx.needs_input_grad[:3]), *[None] * 6)
+        return (*((next(kept) * upstream[0] if w else None) for w in ctx.needs_input_grad[:3]), *[None] * 4)
 
 
 def _gathered(weights: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -135,7 +135,8 @@ class EmbeddingTrainer(FinetuneTrainer):
     def write_beside(self, folder: Path) -> None:
         """What sentence-transformers asks for."""
         size, source = self.model.config.hidden_size, self.source
-        write_sentence_model(folder, source.pooling, size, source.model.max_seq_length, source.prompts)
+        longest, usual = source.model.max_seq_length, source.default_prompt
+        write_sentence_model(folder, source.pooling, size, longest, source.prompts, usual)
 
     def mine(self) -> None:
         """Negatives of all training rows, once, by the model as it is before its first step. All ranks must call it."""

@@ -22,8 +22,10 @@ from transformers import TrainerCallback
 
 from finetune.data.cache import cache_home
 from finetune.data.preferences import PreferenceData
+from finetune.data.shared_prompts import CHOSEN, REJECTED, collate_shared
 from finetune.errors import RequestError
-from finetune.models.chunked_loss import LossHead, row_figures
+from finetune.models.chunked_loss import LossHead, token_figures
+from finetune.models.shared_prompt import shared_mask
 from finetune.run.recipes.preference import BETAS, OF_REFERENCE, PreferenceArguments
 from finetune.training.checkpoints.writing import leads, of_first
 from finetune.training.metrics import first_output
@@ -59,7 +61,9 @@ class PreferenceTrainer(FinetuneTrainer):
     def judge_by(self, session: Session, reference: Reference, data: PreferenceData) -> None:
         """The loss, and what the policy is measured by."""
         self.settings, self.reference, self.margins, self.seen = settings_of(session), reference, data.margins, []
-        self.by_row = any(isinstance(module, LossHead) for module in self.model.modules())
+        self.by_token = any(isinstance(module, LossHead) for module in self.model.modules())
+        if session[PreferenceArguments].share_prompt:
+            self.data_collator = partial(collate_shared, data.pad)
         if reference.form == "cached":
             self.add_callback(_Precomputes(self))
         self.answers = answers_of(session, self.model.config, data)
@@ -112,12 +116,18 @@ class PreferenceTrainer(FinetuneTrainer):
         """Of each text's learnt tokens, in fp32: the sum of their log-probabilities and their number, (texts,) each. No
         logits of all tokens are made, unless the model does more than its head."""
         given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        targets = inputs["targets"]
-        if self.by_row:
+        targets, segments = inputs["targets"], inputs.get("segments")
+        if segments is not None:
+            given |= {"attention_mask": shared_mask(segments), "position_ids": inputs["position_ids"]}
+        if self.by_token:
             figures = model(**given, labels=targets, shift_labels=targets).logits
         else:
-            figures = row_figures(model(**given).logits, targets)
-        return -figures[:, 0].float(), figures[:, 2].float().clamp(min=1)
+            logits = model(**given).logits
+            figures = token_figures(logits.flatten(0, 1), targets.flatten()).reshape(*targets.shape, 3)
+        if segments is not None:
+            figures = torch.cat([figures * (segments == side).unsqueeze(-1) for side in (CHOSEN, REJECTED)])
+        sums = figures.float().sum(1)
+        return -sums[:, 0], sums[:, 2].clamp(min=1)
 
     def _of_reference(self, model: Any, inputs: dict[str, Any], like: Tensor) -> Tensor:
         """Its log-probabilities of the same texts, without gradients."""

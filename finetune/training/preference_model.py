@@ -20,6 +20,7 @@ from finetune.models.causal import CausalSource, build_causal_lm, find_causal_so
 from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
 from finetune.models.gptlite import GPTLiteForSequenceClassification
 from finetune.models.gptlite_weights import draw_weights
+from finetune.models.shared_prompt import check_shared_prompt
 from finetune.models.source import load_weights, positions_of
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
@@ -124,17 +125,19 @@ def preference_model(session: Session, source: CausalSource, data: PreferenceDat
     else:
         base = build_causal_lm(arguments, source, data.tokenizer, training.seed, kept)
     base.accepts_loss_kwargs = False  # the trainer divides by itself
+    if session[PreferenceArguments].share_prompt and session.launch.speaks:
+        check_shared_prompt(base, source.block_size)
     model = with_adapter(base, session[AdapterArguments], source.adapter, run.task.adapter)
     chunk = 0 if is_reward else choose_chunk_tokens(arguments.loss_chunk_tokens, base, training.device.type)
     if chunk:
-        use_chunked_loss(model, chunk, by_row=True)
+        use_chunked_loss(model, chunk, by_token=True)
     reference = reference_of(session, source)
     if reference.form == "cached":
         reference.key = reference_key(session, source, data, base.config)
     if reference.form == "online":
         second = build_causal_lm(arguments, source, data.tokenizer, training.seed, kept).requires_grad_(False)
         if chunk:
-            use_chunked_loss(second, chunk, by_row=True)
+            use_chunked_loss(second, chunk, by_token=True)
         reference.model = placed(session, second)
     return model, reference
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from transformers import (
     AutoTokenizer,
 )
 
+from finetune.data import digests
+from finetune.data.cache import cache_home, cache_key
 from finetune.data.tokenizer import rows_of
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import LossHead, refusal
@@ -23,15 +26,19 @@ from finetune.models.classifier import trained_labels
 from finetune.models.document_mask import check_document_mask
 from finetune.models.source import Kept, from_pretrained, load_weights, positions_of, refuse_without_weights
 from finetune.run.facts import base_dtype
-from finetune.run.flags.distillation import DistillArguments
+from finetune.run.flags.distillation import CachedTeacherArguments, DistillArguments
 from finetune.run.flags.language import BlockArguments, CausalModelArguments
 from finetune.run.flags.text import ModelArguments
+from finetune.training.cached_teacher import PIECE_TOKENS, Asked, TopK, asked_before
 from finetune.training.distilling import READ, HiddenHead, Teacher
 from finetune.training.language import language_model
 from finetune.training.loss import weighted_loss
 from finetune.training.resuming import kept_random_states
 from finetune.training.second_model import placed
 from finetune.training.start import Session
+
+FORMAT = 1  # of what is kept of a teacher: raise it when that changes
+ANSWERED_TOKENS = 1024  # whose logits are looked through at a time, where the loss is not computed in chunks
 
 
 def classifier_teacher(session: Session, source: Any, data: Any, loss: Any) -> tuple[Teacher | None, Any]:
@@ -73,16 +80,58 @@ def language_teacher(session: Session, source: Any, data: Any, student: Any) -> 
     config = _config(session, arguments, data.tokenizer, source.block_size)
     attention = arguments.attn_implementation
     chosen = {"attn_implementation": attention} if attention else {}
-    model = _opened(session, AutoModelForCausalLM, config, arguments, **chosen)
-    if session[BlockArguments].document_mask and session.launch.speaks:
-        check_document_mask(model, max(training.train_batch_size, training.eval_batch_size))
     head = next((module for module in student.modules() if isinstance(module, LossHead)), None)
-    if head is not None and (reason := refusal(model)):
-        raise RequestError(f"--teacher {name}: {reason}. Add --loss_chunk_tokens 0, which compares whole logits.")
-    hidden = _with_hidden_head(model) if head is not None else None
-    teacher = _teacher(session, model)
-    teacher.head, teacher.hidden = head, hidden
-    return teacher
+
+    def opened() -> Teacher:
+        model = _opened(session, AutoModelForCausalLM, config, arguments, **chosen)
+        if session[BlockArguments].document_mask and session.launch.speaks:
+            check_document_mask(model, max(training.train_batch_size, training.eval_batch_size))
+        if head is not None and (reason := refusal(model)):
+            raise RequestError(f"--teacher {name}: {reason}. Add --loss_chunk_tokens 0, which compares whole logits.")
+        hidden = _with_hidden_head(model) if head is not None else None
+        teacher = _teacher(session, model)
+        teacher.head, teacher.hidden = head, hidden
+        return teacher
+
+    if session[CachedTeacherArguments].teacher_top_k is None:
+        return opened()
+    shared = min(one.get_text_config().vocab_size for one in (student.config, config))
+    kept, asked = _kept(session, data, config, shared, opened), session[DistillArguments]
+    return Teacher(None, asked.distill_alpha, asked.distill_temperature, (), nullcontext, head=head, kept=kept)
+
+
+def _kept(session: Session, data: Any, config: Any, classes: int, opened: Any) -> TopK:
+    """What the teacher says of the training data, of `classes` tokens that the student has, too."""
+    asked, training, run = session[DistillArguments], session.training, session.run
+    k = int(session[CachedTeacherArguments].teacher_top_k or 0)
+    if k > classes:
+        raise RequestError(
+            f"{run.said('teacher_top_k')}, but teacher and student share {classes:,} tokens. Give at most those."
+        )
+    train = data.splits["train"]
+    key = cache_key(
+        FORMAT,
+        digests.of_rows(train),
+        config.to_json_string(use_diff=False),
+        digests.of_base(asked.teacher, "main", whole=True),
+        [k, classes, asked.distill_temperature],
+        [training.bf16, training.fp16, run.value("dtype")],
+    )
+    request = Asked(
+        train,
+        data.collator,
+        k,
+        classes,
+        asked.distill_temperature,
+        cache_home() / "teacher" / key,
+        max(1, PIECE_TOKENS // data.account.block_size),
+        training.eval_batch_size,
+        session.launch.leads_its_node,
+    )
+    chunk = session[CausalModelArguments].loss_chunk_tokens or ANSWERED_TOKENS
+    found = asked_before(request, opened, training.device, chunk)
+    session.say(f"teacher: its {k:,} likeliest tokens a position are kept, {found.bytes / 2**20:,.1f} MiB in the cache")
+    return found
 
 
 def _is_asked(session: Session) -> bool:
@@ -90,7 +139,10 @@ def _is_asked(session: Session) -> bool:
     asked = session[DistillArguments]
     if asked.teacher and not asked.distill_alpha:
         session.say("note: --distill_alpha is 0: the teacher has no say, and is not loaded")
-    return bool(asked.teacher and asked.distill_alpha and session.training.do_train)
+    if not (asked.teacher and asked.distill_alpha and session.training.do_train):
+        return False
+    session.say(f"teacher: {asked.teacher}, alpha {asked.distill_alpha:g}, temperature {asked.distill_temperature:g}")
+    return True
 
 
 def _config(session: Session, arguments: Any, tokenizer: Any, tokens: int) -> Any:
@@ -144,5 +196,4 @@ def _teacher(session: Session, model: Any) -> Teacher:
     half = torch.bfloat16 if training.bf16 else torch.float16
     is_cast = (training.bf16 or training.fp16) and not session.ds_config  # DeepSpeed casts the weights
     autocast = partial(torch.autocast, training.device.type, half, enabled=is_cast)
-    session.say(f"teacher: {asked.teacher}, alpha {asked.distill_alpha:g}, temperature {asked.distill_temperature:g}")
     return Teacher(placed(session, model), asked.distill_alpha, asked.distill_temperature, reads, autocast)

@@ -197,7 +197,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        model = self.teacher.beside(model) if self.teacher and torch.is_grad_enabled() else model
+        model = self.teacher.beside(model) if self.teacher else model
         given = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return poisoned(given) if self.suspect and not return_outputs and torch.is_grad_enabled() else given
 

@@ -212,20 +212,21 @@ def test_a_batch_without_a_label_has_a_loss_of_zero() -> None:
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_figures_by_row_and_their_gradients_are_those_of_all_logits() -> None:
+def test_figures_by_token_and_their_gradients_are_those_of_all_logits() -> None:
     """Rows of unlike lengths, one of which learns nothing, weighed apart as a loss of preferences weighs them."""
     torch.manual_seed(0)
     config = GPTLiteConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     plain, chunked = GPTLiteForCausalLM(config), GPTLiteForCausalLM(config)
     chunked.load_state_dict(plain.state_dict())
-    use_chunked_loss(chunked, 4, by_row=True)
+    use_chunked_loss(chunked, 4, by_token=True)
     ids = torch.randint(0, 50, (3, 9))
     targets = ids.roll(-1, 1)
     targets[0, 5:] = targets[1, :] = targets[2, :3] = IGNORED
     found = []
     for model in (plain, chunked):
         given = {} if model is plain else {"labels": targets, "shift_labels": targets}
-        figures = row_figures(model(input_ids=ids, **given).logits, targets)
+        logits = model(input_ids=ids, **given).logits
+        figures = row_figures(logits, targets) if model is plain else logits.sum(1)
         (figures[:, 0] * torch.tensor([1.0, 2.0, -3.0])).sum().backward()
         found.append((figures.detach(), [weight.grad for weight in model.parameters()]))
     torch.testing.assert_close(found[0][0], found[1][0])

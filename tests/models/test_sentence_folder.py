@@ -47,6 +47,13 @@ def test_a_folder_that_says_nothing_has_nothing(tmp_path: Path) -> None:
     assert read_sentence_model(str(tmp_path), "main", "cls").pooling == "cls"
 
 
+def test_the_prompt_that_a_text_gets_by_itself_is_kept(tmp_path: Path) -> None:
+    settings = {"prompts": {"query": "q: "}, "default_prompt_name": "query"}
+    found = read_sentence_model(write(tmp_path, config_sentence_transformers=settings), "main", "mean")
+    write_sentence_model(tmp_path, "mean", 32, 77, found.prompts, found.default_prompt)
+    assert read_sentence_model(str(tmp_path), "main", None).default_prompt == "query"
+
+
 def test_a_module_that_would_be_lost_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"modules\.json has Dense, which would be lost"):
         read_sentence_model(write(tmp_path, kinds=["Transformer", "Pooling", "Dense"]), "main", None)

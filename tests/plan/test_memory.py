@@ -11,6 +11,7 @@ from conftest import REPO
 from zero_paper import LAYERS, PAPER_GB, RANKS, VOCABULARY, WIDTH, planned_gb, table
 
 from finetune.dsconfig.config import Config
+from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import plan_memory
@@ -20,6 +21,9 @@ from finetune.plan.notes import notes
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.plan import plan
 from finetune.plan.zero import read_zero
+from finetune.run.launch import Launch
+from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.resolve import resolve
 from finetune.shipped import DS_CONFIGS
 
 GIB = 2**30
@@ -117,6 +121,18 @@ def test_checkpointing_keeps_one_input_a_layer() -> None:
     whole, less = plan_memory(base, V100), plan_memory(replace(base, checkpoint_interval=1), V100)
     kept = whole.peak.by_kind["activations"] - less.peak.by_kind["activations"]
     assert kept > 0.8 * whole.peak.by_kind["activations"]
+
+
+def test_a_teacher_that_is_asked_before_training_is_not_held() -> None:
+    words = "--model_name_or_path gpt2 --teacher gpt2-medium --packing wrapped --block_size 512".split()
+    asked, before, alone = (
+        job_of(resolve(CAUSAL_LM, flags, Launch()), V100)
+        for flags in (words, [*words, "--teacher_top_k", "64"], [*words[:2], *words[4:]])
+    )
+    assert asked[0].teacher is not None
+    assert before[0].teacher is None
+    assert plan_memory(before[0], V100).step_peak.bytes == plan_memory(alone[0], V100).step_peak.bytes
+    assert any("asked before training" in note for note in before[2])
 
 
 def test_an_evaluation_keeps_nothing_of_its_forward_pass() -> None:

@@ -111,6 +111,7 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (SEQ_CLS, f"--config {REPO}/recipes/configs/bench_laptop.yaml", "is a grid, which `finetune bench"),
         (CAUSAL_LM, "--packing tight", "one of wrapped, bfd, none"),
         (CAUSAL_LM, "--tokenizer word", "one of char, byte, bpe"),
+        (CAUSAL_LM, "--streaming --max_steps 3 --train_file a --teacher t --teacher_top_k 4", "is not read ahead"),
         (CAUSAL_LM, "--streaming --max_steps 3 --train_file a", "--tokenizer is 'char' .*Give --tokenizer byte"),
         (CAUSAL_LM, "--use_peft True", "Give --model_name_or_path"),
         (CAUSAL_LM, "--merge_adapter True", "Add --use_peft True"),

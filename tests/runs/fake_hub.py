@@ -26,7 +26,7 @@ class FakeHub:
     blobs: dict[str, bytes] = field(default_factory=dict)
     tokens: set[str] = field(default_factory=set)
     role: str = "write"
-    broken: bool = False  # what is committed is refused
+    broken: bool = False  # what is committed is refused, and what is asked for fails
 
     def environment(self) -> dict[str, str]:
         plain = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -49,6 +49,8 @@ class FakeHub:
             names = [file["path"] for file in json.loads(body)["files"]]
             mode = {name: "lfs" if name.endswith((".safetensors", ".bin", ".png")) else "regular" for name in names}
             return 200, {"files": [{"path": n, "shouldIgnore": False, "uploadMode": mode[n]} for n in names]}
+        if "/resolve/" in path:  # of which it has none
+            return (500 if self.broken else 404), {"error": "EntryNotFound"}
         if path.endswith("/info/lfs/objects/batch"):
             every = json.loads(body)["objects"]
             to = lambda oid: {"upload": {"href": f"{self.endpoint}/blob/{oid}"}}  # noqa: E731
@@ -102,6 +104,8 @@ def fake_hub(**changes: Any) -> Iterator[FakeHub]:
             told = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
+            if "/resolve/" in self.path and status == 404:
+                self.send_header("X-Error-Code", content["error"])
             self.send_header("Content-Length", str(len(told)))
             self.end_headers()
             self.wfile.write(told)

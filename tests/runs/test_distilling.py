@@ -135,6 +135,75 @@ def test_a_run_goes_on_with_its_teacher_bit_by_bit_and_with_no_other(
         assert again.column(name)[-2:] == one_process.column(name)[-2:]
 
 
+def kept(taught: dict[str, Any], k: int | None = None) -> dict[str, Any]:
+    """Flags by which so many tokens of the teacher are kept, or all."""
+    shape = json.loads((taught["teacher"] / "config.json").read_text())
+    return {**taught, "teacher_top_k": k or shape["vocab_size"]}
+
+
+@pytest.fixture(scope="module")
+def one_without(taught: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    values = {**kept(taught, 4), "per_device_train_batch_size": 8, "save_strategy": "steps", "save_steps": 2}
+    return train("python", tmp_path_factory.mktemp("kept") / "run", values)
+
+
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_all_that_a_teacher_said_before_teaches_what_it_says(
+    chunk: int, taught: dict[str, Any], one_process: Finished, tmp_path: Path
+) -> None:
+    flags = {"per_device_train_batch_size": 8, "loss_chunk_tokens": chunk}
+    run = train("python", tmp_path / "run", {**kept(taught), **flags})
+    assert_same(run, one_process, rel=1e-6 if chunk == 0 else 1e-5)
+
+
+@pytest.mark.parametrize(("config", "batch", "accumulation", "chunk"), gate_has([("zero3", 4, 1, 16)], LAYOUTS))
+def test_two_ranks_learn_without_their_teacher_what_one_learns(
+    config: str,
+    batch: int,
+    accumulation: int,
+    chunk: int,
+    taught: dict[str, Any],
+    one_without: Finished,
+    tmp_path: Path,
+) -> None:
+    spread = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    values = {**kept(taught, 4), **engine(config), **spread, "loss_chunk_tokens": chunk}
+    own = {"FINETUNE_CACHE": str(tmp_path / "cache")}  # two ranks ask, too
+    run = train("torchrun", tmp_path / "run", values, ranks=2, env=own)
+    assert_same(run, one_without)
+    assert "4 likeliest tokens" in run.output
+
+
+def test_a_run_goes_on_without_its_teacher_bit_by_bit(
+    taught: dict[str, Any], one_without: Finished, tmp_path: Path
+) -> None:
+    """Also where the cache is lost: the teacher is asked again."""
+    shutil.copytree(one_without.folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    values = {**kept(taught, 4), "per_device_train_batch_size": 8, "resume": "auto"}
+    again = train("python", tmp_path / "run", values, env={"FINETUNE_CACHE": str(tmp_path / "cache")})
+    assert "going on from" in again.output
+    for name in FIGURES:
+        assert again.column(name)[-2:] == one_without.column(name)[-2:]
+    other = train("python", tmp_path / "run", {**values, "teacher_top_k": 3}, check=False)
+    assert other.status == 2
+    assert "--teacher_top_k" in other.errors[0]
+
+
+@pytest.mark.nightly
+def test_a_mixture_that_is_packed_finds_what_its_teacher_said(
+    uneven: Path, taught: dict[str, Any], tmp_path: Path
+) -> None:
+    shutil.copy(uneven, tmp_path / "b.jsonl")
+    mixed = {"train_file": [f"{uneven}:0.7", f"{tmp_path / 'b.jsonl'}:0.3"], "packing": "bfd", "block_size": 32}
+    mixed |= {"document_mask": True, "num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 4}
+    asked, before = (train("python", tmp_path / name, {**flags, **mixed}) for name, flags in
+                     (("asked", taught), ("before", kept(taught))))  # fmt: skip
+    assert_same(before, asked, rel=1e-6)
+    sources = [one.json("train_results.json")["sources"] for one in (asked, before)]
+    assert sources[0] == sources[1]
+
+
 def test_a_teacher_of_other_tokens_is_refused_before_the_first_step(
     uneven: Path, teacher: Finished, tmp_path: Path
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -109,3 +112,20 @@ def test_what_of_a_run_folder_is_no_model_is_not_pushed() -> None:
     names += " unfinished-checkpoint-8/checkpoint-8/a replaced-checkpoint-4/a _nan/step-5/batch.pt final/config.json"
     models = "model.safetensors model-00001-of-00002.safetensors README.md predictions.csv plots/loss.png finale.txt"
     assert set(filter_repo_objects([*names.split(), *models.split()], ignore_patterns=LEFT_OUT)) == set(models.split())
+
+
+def asked_of_the_hub(hub: FakeHub, home: Path) -> str:
+    """By a process of its own, for the client reads the hub's address when it is imported."""
+    words = (
+        "from finetune.models.sentence_folder import read_sentence_model as read; print(read('me/model', 'main', None))"
+    )
+    environment = {**os.environ, **hub.environment(), "HF_HOME": str(home)}
+    done = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def test_a_model_of_the_hub_without_the_file_is_told_from_a_hub_that_does_not_answer(tmp_path: Path) -> None:
+    with fake_hub(broken=True) as hub:
+        assert "could not be looked for on the hub" in asked_of_the_hub(hub, tmp_path)
+    with fake_hub() as hub:
+        assert "SentenceModel(pooling=None" in asked_of_the_hub(hub, tmp_path)

@@ -143,6 +143,37 @@ def test_a_second_model_that_is_named_is_beside_a_sharded_one(config: str, one_r
     assert done.steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
+SHARED = [
+    ("python", "none", 8, 1),
+    ("torchrun", "zero2", 4, 1),
+    ("torchrun", "zero3", 2, 2),
+    ("torchrun", "fsdp", 4, 1),
+]
+
+
+@pytest.mark.parametrize(("launcher", "config", "batch", "accumulation"), gate_has(SHARED[0], SHARED))
+@pytest.mark.usefixtures("built_ops")
+def test_pairs_that_share_their_prompts_pass_are_learnt_as_others(
+    launcher: str, config: str, batch: int, accumulation: int, one_rank: Finished, tmp_path: Path
+) -> None:
+    flags = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, **engine(config)}
+    ranks = 1 if launcher == "python" else 2
+    done = run(launcher, tmp_path / "run", {**flags, "share_prompt": True}, ranks=ranks)
+    for name in ("loss", "logp_chosen", "logp_rejected", "grad_norm"):
+        assert done.column(name) == pytest.approx(one_rank.column(name), rel=1e-5 if ranks == 1 else 1e-3, abs=1e-5)
+    found = [one.json("eval_results.json")["eval_loss"] for one in (one_rank, done)]
+    assert found[0] == pytest.approx(found[1], rel=1e-5 if ranks == 1 else 1e-3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loss", ["ipo", "orpo", "simpo"])
+def test_other_losses_learn_of_shared_prompts_the_same(loss: str, one_rank: Finished, tmp_path: Path) -> None:
+    """By an adapter, whose reference is asked in each step."""
+    flags = {"model_name_or_path": one_rank.folder, "use_peft": True, "loss": loss, "loss_chunk_tokens": 100}
+    runs = [run("python", tmp_path / str(shared), {**flags, "share_prompt": shared}) for shared in (False, True)]
+    assert runs[1].column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
+
+
 def test_a_run_goes_on_bit_by_bit_and_keeps_its_reference(one_rank: Finished, tmp_path: Path) -> None:
     shutil.copytree(one_rank.folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-6")

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.run.flag import NAME_OR_PATH, flag
 from finetune.run.on_resume import MODEL, VALUES
-from finetune.run.range import POSITIVE, Range
+from finetune.run.range import AT_LEAST_ONE, POSITIVE, Range
 
 
 @dataclass
@@ -26,9 +26,24 @@ class DistillArguments:
     )
 
 
+@dataclass
+class CachedTeacherArguments:
+    """Ask the teacher before training, and train without it."""
+
+    teacher_top_k: int | None = flag(
+        None,
+        "ask the teacher once, before training, and keep the probabilities of so many tokens a position; default: ask "
+        "it at each step",
+        VALUES,
+        range=AT_LEAST_ONE,
+    )
+
+
 def of_teacher(value: Callable[[str], Any]) -> str:
     """Which one, for the model card, by the values of flags; "" without."""
     if not (value("teacher") and value("distill_alpha")):
         return ""
     alpha, temperature = value("distill_alpha"), value("distill_temperature")
-    return f"learnt from the teacher {value('teacher')}, with alpha {alpha:g} at temperature {temperature:g}"
+    kept = value("teacher_top_k")
+    of_these = f", of whose probabilities the {kept:,} greatest a position count one by one" if kept else ""
+    return f"learnt from the teacher {value('teacher')}, with alpha {alpha:g} at temperature {temperature:g}{of_these}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
-from finetune.run.flags.distillation import DistillArguments
+from finetune.run.flags.distillation import CachedTeacherArguments, DistillArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.language import (
     BlockArguments,
@@ -33,6 +33,7 @@ CAUSAL_LM = Recipe(
         SampleArguments,
         GeneratedAnswerArguments,
         DistillArguments,
+        CachedTeacherArguments,
         ProfileArguments,
         RunArguments,
         CompressionArguments,

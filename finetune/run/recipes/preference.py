@@ -90,6 +90,9 @@ class PreferenceArguments:
         GOES_ON,
         choices=REFERENCES,
     )
+    share_prompt: bool = flag(
+        False, "compute a prompt once for both of its answers, which are hidden from each other by a mask", GOES_ON
+    )
     sample_tokens: int = flag(
         64,
         "longest answer to three held-out prompts, before training and at each evaluation; 0: none",

@@ -1,0 +1,37 @@
+"""Rows that know their number, by which what was computed of them before training is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+ROW = "row"
+
+
+class Numbered(Dataset[dict[str, Any]]):
+    """The `rows` of a data set that is read by number, in its order and shares, each with its ROW."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+        self.weights, self.sizes = getattr(rows, "weights", None), getattr(rows, "sizes", None)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {**self.rows[number], ROW: number}
+
+
+class NumberedCollator:
+    """As `collator`, of rows with or without a ROW."""
+
+    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]]) -> None:
+        self.collator = collator
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        plain = [{name: value for name, value in row.items() if name != ROW} for row in rows]
+        numbers = [row[ROW] for row in rows if ROW in row]
+        return {**self.collator(plain), **({ROW: torch.tensor(numbers)} if numbers else {})}

@@ -1,0 +1,68 @@
+"""A prompt that two answers share, computed once for both. The model is asked whether it can, for a mask that is not
+honoured is not missed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.data.shared_prompts import CHOSEN, PROMPT, REJECTED
+from finetune.errors import RequestError, first_line
+from finetune.models.small_copy import small_copy
+
+PROMPT_TOKENS, ANSWER_TOKENS = 5, 3
+# Of configs, how far a token sees. A mask that is given takes the place of the window's (transformers 5.23,
+# masking_utils.py, _preprocess_mask_arguments: one with four dimensions is returned as it is).
+WINDOWS = ("sliding_window", "attention_chunk_size")
+TOLERANCE = 1e-5  # of logits of a small copy, which are below 1
+
+
+def shared_mask(segments: Tensor) -> Tensor:
+    """Of rows of a prompt and its two answers, by `segments` (B, T), who sees whom (B, 1, T, T): each token itself and
+    those before it of the prompt and of its own segment. Padding sees as much, for scores of nothing would be NaN."""
+    own = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == PROMPT)
+    return torch.tril(own)[:, None]
+
+
+def check_shared_prompt(model: Any, block_size: int) -> None:
+    """Raises RequestError where `model` gives other logits for texts of up to `block_size` tokens if they share a
+    prompt."""
+    name, attention = type(model).__name__, str(model.config._attn_implementation)
+    if attention != "sdpa":
+        raise RequestError(
+            f"--share_prompt: {attention} attention takes no mask that hides one answer from the other. Give "
+            "--attn_implementation sdpa, or drop it."
+        )
+    config = model.config.get_text_config()
+    sees = {key: value for key in WINDOWS if isinstance(value := getattr(config, key, None), int)}
+    short = {key: ANSWER_TOKENS for key, value in sees.items() if value < block_size}
+    try:
+        alike = answers_are_apart(model, short)
+    except Exception as error:  # whatever a config or a model says to it
+        raise RequestError(
+            f"--share_prompt: whether {name} can share a prompt could not be found out ({first_line(error)}). Drop it."
+        ) from error
+    if not alike:
+        more = f", or give --block_size {min(sees.values())} at most" if short else ""
+        raise RequestError(
+            f"--share_prompt: {name} says something else of answers that share their prompt than of each by itself. "
+            f"Drop it{more}."
+        )
+
+
+def answers_are_apart(model: Any, windows: dict[str, int]) -> bool:
+    """True if two answers' logits behind one prompt are those that each has in a row of its own, in a small copy of
+    `model` with these `windows`."""
+    twin = small_copy(model, PROMPT_TOKENS + 2 * ANSWER_TOKENS, windows)
+    ids = torch.arange(PROMPT_TOKENS + 2 * ANSWER_TOKENS)
+    prompt, *answers = ids.split([PROMPT_TOKENS, ANSWER_TOKENS, ANSWER_TOKENS])
+    parts = zip((PROMPT, CHOSEN, REJECTED), (prompt, *answers), strict=True)
+    segments = torch.cat([torch.full_like(some, part) for part, some in parts])[None]
+    positions = torch.arange(PROMPT_TOKENS + ANSWER_TOKENS)
+    both = torch.cat([positions, positions[PROMPT_TOKENS:]])[None]
+    with torch.no_grad():
+        shared = twin(input_ids=ids[None], attention_mask=shared_mask(segments), position_ids=both).logits[0]
+        alone = [twin(input_ids=torch.cat([prompt, answer])[None]).logits[0, PROMPT_TOKENS:] for answer in answers]
+    return bool(torch.allclose(shared[PROMPT_TOKENS:], torch.cat(alone), rtol=0, atol=TOLERANCE))

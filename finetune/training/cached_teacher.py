@@ -1,0 +1,174 @@
+"""What a teacher says of the training tokens, asked once before training by all ranks and kept in the cache: of each
+learnt token the log-probabilities of its k likeliest tokens and that of all others together, at the temperature of the
+run. Then no teacher is in memory.
+
+The others count as one bucket: what is learnt is
+
+    KL_k = sum over the k of p log(p / q) + p' log(p' / q')
+
+with p' and q' what teacher and student give all others. It is the divergence of both distributions once these are
+joined, and so a lower bound (Cover & Thomas, Elements of Information Theory, 2.7.1, the log sum inequality):
+KL - KL_k = p' KL(the teacher's others || the student's others), each scaled to 1. With k = vocabulary they are equal.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from finetune.data.cache import kept_in
+from finetune.data.packing import IGNORED
+from finetune.training.checkpoints.writing import barrier, every, leads, rank, ranks
+from finetune.training.distilling import Say, Teacher
+from finetune.training.run_folder import write_whole
+
+PIECE_TOKENS = 2**16  # are kept at a time, so that a run that is killed goes on there
+LEAST = -1e4  # for the logarithm of 0
+Records: TypeAlias = npt.NDArray[Any]  # of `record_type`, one for each learnt token
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The `k` likeliest of the first `classes` tokens, at this `temperature`, of `rows`, which `collator` batches:
+    `piece_rows` of them to a file in `folder`, and `batch` of them to a forward pass."""
+
+    rows: Any
+    collator: Any
+    k: int
+    classes: int
+    temperature: float
+    folder: Path
+    piece_rows: int
+    batch: int
+    leads_its_node: bool
+
+    @property
+    def pieces(self) -> list[range]:
+        count = len(self.rows)
+        return [range(at, min(at + self.piece_rows, count)) for at in range(0, count, self.piece_rows)]
+
+    def file(self, piece: range, of: str) -> Path:
+        """Of its "records", or of their "counts" in each row."""
+        return self.folder / f"{piece.start}.{of}.npy"
+
+
+class TopK:
+    """What is kept, mapped into memory: only what is read takes any."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.records = asked, list[Records]()
+        self.ends = list[npt.NDArray[np.int64]]()
+        for piece in asked.pieces:
+            self.records.append(np.load(asked.file(piece, "records"), mmap_mode="r"))
+            self.ends.append(np.cumsum(np.load(asked.file(piece, "counts"))))
+
+    @property
+    def bytes(self) -> int:
+        return sum(records.nbytes for records in self.records)
+
+    def of_row(self, row: int) -> Records:
+        """Those of its learnt tokens."""
+        piece, place = divmod(row, self.asked.piece_rows)
+        ends = self.ends[piece]
+        return self.records[piece][int(ends[place - 1]) if place else 0 : int(ends[place])]
+
+    def say(self, rows: Tensor, device: Any) -> Say:
+        """Of the learnt tokens of these rows (B,), in their order."""
+        found = np.concatenate([self.of_row(row) for row in rows.tolist()])
+        logs, rest = (torch.from_numpy(np.ascontiguousarray(found[name])).to(device) for name in ("logs", "rest"))
+        tokens = torch.from_numpy(found["tokens"].astype(np.int64)).to(device)
+        classes, temperature = self.asked.classes, self.asked.temperature
+        return lambda logits, some: divergence_of_top(
+            logits[:, :classes], logs[some], tokens[some], rest[some], temperature
+        )
+
+
+def divergence_of_top(student: Tensor, logs: Tensor, tokens: Tensor, rest: Tensor, temperature: float) -> Tensor:
+    """The sum over N rows of KL_k (above), in nats: of the student's logits (N, V), and the teacher's log-probabilities
+    `logs` (N, k) of its likeliest `tokens` (N, k) and of the `rest` (N,), at this temperature."""
+    own = torch.nn.functional.log_softmax(student.float() / temperature, -1)
+    total = (logs.exp() * (logs - own.gather(1, tokens))).sum()
+    if tokens.shape[1] < own.shape[1]:
+        others = own.scatter(1, tokens, -torch.inf).logsumexp(1)
+        total = total + (rest.exp() * (rest - others)).sum()
+    return total
+
+
+def likeliest(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits (N, V) the greatest log-probabilities (N, k), whose tokens (N, k), and that of all others (N,)."""
+    own = torch.nn.functional.log_softmax(logits.float() / temperature, -1)
+    logs, tokens = own.topk(k, dim=-1)
+    return logs, tokens, own.scatter(1, tokens, -torch.inf).logsumexp(1).clamp(min=LEAST)
+
+
+def record_type(k: int, classes: int) -> np.dtype[Any]:
+    return np.dtype([("logs", "f4", (k,)), ("tokens", "u2" if classes <= 2**16 else "u4", (k,)), ("rest", "f4")])
+
+
+def asked_before(asked: Asked, opened: Callable[[], Teacher], device: Any, chunk: int) -> TopK:
+    """What the cache has, and what it lacks as the teacher says it, who is `opened` only then and let go afterwards.
+    `chunk` learnt tokens have logits at a time. All ranks must call it."""
+    with kept_in(asked.folder):
+        asked.folder.mkdir(parents=True, exist_ok=True)
+    lacks = {piece.start for piece in asked.pieces if not asked.file(piece, "records").is_file()}
+    wanted = set().union(*every(lacks))  # hosts may have caches of their own
+    if wanted:
+        teacher = opened()
+        for piece in asked.pieces:
+            if piece.start in wanted:
+                _keep(asked, piece, _answered(asked, teacher, piece, device, chunk))
+        if hasattr(teacher.model, "destroy"):  # DeepSpeed's engine, which its weights' hooks hold on to
+            teacher.model.destroy()
+        del teacher
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return TopK(asked)
+
+
+def _answered(asked: Asked, teacher: Teacher, piece: range, device: Any, chunk: int) -> list[Records]:
+    """The records of each row. Every rank asks as often, as ZeRO-3 needs, and of a share of the rows."""
+    share = -(-len(piece) // ranks())
+    first = rank() * share
+    found: list[Records] = []
+    for begin in range(first, first + share, asked.batch):
+        places = range(begin, min(begin + asked.batch, first + share))
+        batch = asked.collator([asked.rows[piece[min(place, len(piece) - 1)]] for place in places])
+        inputs = {name: value.to(device) for name, value in batch.items()}
+        counts = (inputs["shift_labels"] != IGNORED).sum(1).tolist()
+        found += np.split(np.concatenate(list(_of_batch(asked, teacher, inputs, chunk))), np.cumsum(counts)[:-1])
+    return [records for own in every(found) for records in own][: len(piece)]
+
+
+def _of_batch(asked: Asked, teacher: Teacher, inputs: dict[str, Tensor], chunk: int) -> Iterator[Records]:
+    """The records of a batch's learnt tokens, some at a time."""
+    kind, count = record_type(asked.k, asked.classes), int((inputs["shift_labels"] != IGNORED).sum())
+    answers = teacher.answers(inputs)
+    yield np.empty(0, kind)
+    with torch.no_grad(), teacher.head_weights():  # not around a forward pass, which puts them away again
+        for begin in range(0, count, chunk):
+            logits = answers(slice(begin, begin + chunk))[:, : asked.classes]
+            some = np.empty(len(logits), kind)
+            said = likeliest(logits, asked.k, asked.temperature)
+            some["logs"], some["tokens"], some["rest"] = (value.cpu().numpy() for value in said)
+            yield some
+
+
+def _keep(asked: Asked, piece: range, records: Sequence[Records]) -> None:
+    """Rank 0 writes, and where hosts share no folder, one rank of each."""
+    counts = np.array([len(some) for some in records], dtype=np.int64)
+    arrays = {"counts": counts, "records": np.concatenate(records)}  # the last says that both are there
+    for writes in (leads(), asked.leads_its_node):
+        if writes and not asked.file(piece, "records").is_file():
+            for of, array in arrays.items():
+                write_whole(asked.file(piece, of), partial(np.save, arr=array))
+        barrier()
