@@ -95,8 +95,15 @@ def job_of(
         **_teacher(run, flags["bf16"], params_per_layer, notes),
     )
     if not asked:
+        if job.trains_half:
+            notes.append(
+                "trained weights, gradients and optimizer states are counted in 16 bits, without masters (--dtype); "
+                "DeepSpeed's layouts have fp32 masters, and a run under them takes no such --dtype"
+            )
         return replace(job, optimizer=optimizer_of(run.value("optim"), None)), None, notes
     loaded = load_deepspeed(run, asked, context_of(run, flags, has_cuda=job.device == "cuda", is_here=False))
+    if Config(loaded.config).is_on("bf16.bf16_master_weights_and_grads"):
+        notes.append("bf16_master_weights_and_grads: masters and states are counted in fp32; the run takes less")
     zero = read_zero(Config(loaded.config), model.hidden_size, run.value("max_grad_norm"), precision)
     if zero.stage == 3:
         check_sharded(run)

@@ -44,7 +44,7 @@ class Job:
     attention: str = "sdpa"
     loss_chunk_tokens: int = 0
     device: str = "cuda"
-    dtype: str = "float32"  # of frozen weights under the Trainer alone; DeepSpeed has them as it computes
+    dtype: str = "float32"  # of weights under the Trainer alone, frozen ones or all; DeepSpeed has them as it computes
     teacher: Model | None = None  # a frozen model beside it, asked in each micro-batch
     teacher_dtype: str = "float32"  # likewise
 
@@ -68,12 +68,24 @@ class Job:
 
     @property
     def uses_autocast(self) -> bool:
-        """Half precision without DeepSpeed: weights stay in fp32; FSDP gathers them in half precision."""
+        """Half precision without DeepSpeed: weights stay in fp32 as a rule; FSDP gathers them in half precision."""
         return self.engine in (TRAINER, FSDP) and self.precision != "fp32"
 
     @property
+    def trains_half(self) -> bool:
+        """Whether trained weights, their gradients and states are in 16 bits, without masters (--dtype)."""
+        is_half = self.precision != "fp32" and self.dtype != "float32"
+        return is_half and self.engine == TRAINER and self.model.lora is None
+
+    @property
+    def stepping(self) -> Optimizer:
+        """The optimizer, with states as precise as the weights that it steps."""
+        return replace(self.optimizer, bytes_each=HALF_BYTES) if self.trains_half else self.optimizer
+
+    @property
     def weight_bytes(self) -> int:
-        return FP32_BYTES if self.precision == "fp32" or self.engine == TRAINER else HALF_BYTES
+        is_whole = self.precision == "fp32" or (self.engine == TRAINER and not self.trains_half)
+        return FP32_BYTES if is_whole else HALF_BYTES
 
     @property
     def frozen_bytes(self) -> int:
@@ -91,8 +103,8 @@ class Job:
 
     @property
     def numbers(self) -> Numbers:
-        is_fp16, is_gathered = self.precision == "fp16", self.engine == FSDP
-        return Numbers(self.frozen_bytes, self.device, self.attention, self.uses_autocast, is_fp16, is_gathered)
+        is_fp16, half_weights = self.precision == "fp16", self.engine == FSDP or self.trains_half
+        return Numbers(self.frozen_bytes, self.device, self.attention, self.uses_autocast, is_fp16, half_weights)
 
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:

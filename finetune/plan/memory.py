@@ -167,7 +167,7 @@ def _ask_teacher(job: Job, device: Ledger) -> int:
     given = (
         Weights(asked.model.tensors, asked.weight_bytes),
         Zero(stage=3),
-        job.optimizer,
+        job.stepping,
         job.world_size,
         0,
         Ledger(),
@@ -218,7 +218,7 @@ def _pipe_bytes(job: Job, stage: int) -> int:
 def _layout(job: Job, tensors: tuple[Tensor, ...], rank: int, host: Ledger) -> Resident:
     zero = job.zero
     weights = Weights(tensors, job.weight_bytes, job.frozen_bytes)
-    given = (weights, zero, job.optimizer, job.data_parallel_size, rank, host)
+    given = (weights, zero, job.stepping, job.data_parallel_size, rank, host)
     if job.engine == FSDP:
         return Fsdp(*given)
     if job.engine == TRAINER:

@@ -35,31 +35,36 @@ KINDS = {
     "momentum": Rule(32, 3),
     "adafactor": Rule(88, 25),
     "adam8bit": Rule(16, 1),
+    "kahan_adam": Rule(80, 16),  # in bf16 with Kahan summation (torch-optimi 0.3); beside weights in fp32 104 in 11
 }
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`kind` is one of KINDS. States are in fp32 but for 8-bit ones."""
+    """`kind` is one of KINDS. States are of `bytes_each`, as the weights that it steps, but for 8-bit ones."""
 
     kind: str
+    bytes_each: int = FP32_BYTES
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
         """For one parameter, or for one flat partition."""
-        size = math.prod(shape)
+        size, each = math.prod(shape), self.bytes_each
+        if self.kind == "kahan_adam":
+            # Moments, the square of epsilon, and of weights in 16 bits what has been rounded away.
+            return (2 + (each < FP32_BYTES)) * each * size + each
         if self.kind in ("adam", "adam_foreach", "cpu_adam", "onebit_adam"):
             # Moments, and a step counter. 1-bit Adam keeps worker and server errors, too (arXiv 2102.02888, section 4).
             errors = 2 * FP32_BYTES * size if self.kind == "onebit_adam" else 0
-            return 2 * FP32_BYTES * size + FP32_BYTES + errors
+            return 2 * each * size + FP32_BYTES + errors
         if self.kind == "sgd":
             return 0
         if self.kind == "momentum":
-            return FP32_BYTES * size
+            return each * size
         if self.kind == "adafactor":
             # Shazeer and Stern, arXiv 1804.04235: row and column means of matrices, a full second moment of vectors.
             rows = math.prod(shape[:-1]) if len(shape) > 1 else size
             columns = math.prod((*shape[:-2], shape[-1])) if len(shape) > 1 else 0
-            return FP32_BYTES * (rows + columns + 1)  # and the root mean square of the weights
+            return each * (rows + columns + 1)  # and the root mean square of the weights
         assert self.kind == "adam8bit"
         if size < SMALLEST_QUANTIZED:
             return 2 * FP32_BYTES * size
@@ -70,9 +75,11 @@ class Optimizer:
         foreach one the roots of all second moments (torch/optim/adam.py, _multi_tensor_adam), Adafactor the update of
         one tensor (transformers, optimization.py, Adafactor.step: squares, then the update, each as large)."""
         if self.kind == "adam_foreach":
-            return FP32_BYTES * sum(sizes)
+            return self.bytes_each * sum(sizes)
         if self.kind == "adafactor":
             return 3 * FP32_BYTES * max(sizes, default=0)
+        if self.kind == "kahan_adam":  # the squared gradient, and what it is divided by
+            return 2 * self.bytes_each * max(sizes, default=0)
         return 0
 
 
@@ -85,6 +92,7 @@ OPTIM = {
     "adamw_bnb_8bit": "adam8bit",
     "adamw_8bit": "adam8bit",
     "paged_adamw_8bit": "adam8bit",
+    "stable_adamw": "kahan_adam",
 }
 # And the type of a DeepSpeed config's optimizer section.
 DEEPSPEED_TYPES = {

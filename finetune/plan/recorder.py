@@ -30,7 +30,7 @@ class Recorder:
 
     def casts(self, weight: str) -> bool:
         """For each product: under autocast what is not half precise yet."""
-        is_half = self.numbers.is_half and (self.numbers.is_gathered or not self.trains(weight))
+        is_half = self.numbers.is_half and (self.numbers.half_weights or not self.trains(weight))
         return self.numbers.autocast and not is_half and weight not in self.packed
 
     @property

@@ -56,7 +56,10 @@ def _whole(job: Job, kernels: Kernels, weights: Weights, tensors: list[int]) -> 
     if job.engine in (TRAINER, FSDP) or job.zero.gradient_clipping:
         seconds = sum(kernels.moved("norm", FP32_BYTES * n) + kernels.moved("scale", 8 * n) for n in tensors)
         work += Work(seconds, 2 * each * len(tensors))
-    if weights.bytes_each < FP32_BYTES and job.engine != FSDP:  # gradients to fp32, and new weights from it
+    if weights.bytes_each < FP32_BYTES and job.engine not in (
+        TRAINER,
+        FSDP,
+    ):  # gradients to fp32, and new weights from it
         seconds = sum(2 * kernels.moved("cast", n * (weights.bytes_each + FP32_BYTES)) for n in tensors)
         work += Work(seconds, 2 * len(tensors))
     return work

@@ -22,7 +22,7 @@ class Numbers:
     attention: str = "sdpa"  # or "eager", "flash_attention_2"
     autocast: bool = False
     is_fp16: bool = False  # what is half precise is fp16, not bf16
-    is_gathered: bool = False  # by FSDP, trained weights too in half precision
+    half_weights: bool = False  # under autocast trained weights too are half precise: gathered by FSDP, or kept so
 
     @property
     def is_half(self) -> bool:

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from finetune.errors import RequestError
 from finetune.run.mixture import parts_of
-from finetune.run.optimizer import optim_mistakes
+from finetune.run.optimizer import dtype_mistakes, optim_mistakes
 from finetune.run.paths import METRICS
 from finetune.run.rates import schedule_mistakes
 from finetune.run.recipes.preference import OF_REFERENCE
@@ -77,11 +77,7 @@ def conflicts(run: Run) -> Iterator[str]:
             "to save none."
         )
     yield from _of_ddp(run)
-    if run.value("dtype") in ("bfloat16", "float16") and run.value("do_train") and not run.value("use_peft"):
-        yield (
-            f"{run.said('dtype')}: weights that are trained stay in fp32, for most of an optimizer's steps would round "
-            "away on 16 bits. --bf16 True computes in 16 bits; or add --use_peft True, which leaves them as they are."
-        )
+    yield from dtype_mistakes(run)
     if run.value("use_peft") and run.value("resize_embeddings"):
         yield (
             f"{run.said('resize_embeddings')}, and {run.said('use_peft')}: an adapter leaves the embeddings as they "

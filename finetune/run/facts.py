@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.run.flags.adapter import PURE
 from finetune.run.flags.language import LEAST_BLOCK
 from finetune.run.flags.text import LEAST_TOKENS
 from finetune.run.run import Run
@@ -24,7 +25,7 @@ TOKENS = {
 }
 # RoBERTa's family keeps two positions for itself (padding_idx + 1).
 RESERVED = dict.fromkeys(("roberta", "xlm-roberta", "camembert", "longformer"), 2)
-OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # of --dtype, the precision
+OF_DTYPE = {"bfloat16": "bf16", PURE: "bf16", "float16": "fp16", "float32": "fp32"}  # of --dtype, the precision
 LEAST_SIDE, MOST_SIDE = 32, 224  # pixels of pictures for a model from scratch, unless --image_size says otherwise
 # Rows of logits at a time. On two CPU cores 512 rows were fastest at a vocabulary of 50,304 (3.3 s against 16 s with
 # torch's own choice); on a GPU a chunk should hold enough rows to fill it.
@@ -122,8 +123,8 @@ def check_sharded(run: Run) -> None:
 
 def base_dtype(run: Run, bf16: bool, has_adapter: bool = False) -> str:
     """What the weights of a named model are loaded as: "bfloat16", "float16" or "float32". Those that are trained are
-    in fp32; AdamW's steps round away on 16 bits. `has_adapter`: what is named is one."""
-    asked = str(run.value("dtype") or "auto")
+    in fp32 unless another is asked for (`optimizer.dtype_mistakes`). `has_adapter`: what is named is one."""
+    asked = "bfloat16" if run.value("dtype") == PURE else str(run.value("dtype") or "auto")
     if asked != "auto":
         return asked
     return "bfloat16" if bf16 and (run.value("use_peft") or has_adapter) else "float32"

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
+from finetune.run.engine import deepspeed_by_accelerate, fsdp_by_accelerate
 from finetune.run.flag import FALSE, NUMBER, TRUE
+from finetune.run.flags.adapter import PURE
 from finetune.run.snapshot import snapshot
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ SWITCHES = {
 }
 TURNED_ON = ("decouple_lr", "kahan_sum")
 WORDS = ("proj", "proj_type", "scale_type")
+# They sum what a weight on 16 bits loses of each step, and add it later (Kahan summation; torch-optimi,
+# optimi/stableadamw.py: by itself where weights are in bf16).
+KEEPS_ROUNDED = ("stable_adamw",)
 TAKES_ANY = "rmsprop_bnb"  # and its like: all are handed on to bitsandbytes
 
 
@@ -52,6 +57,40 @@ def optim_mistakes(run: Run) -> Iterator[str]:
             yield f"{run.said('optim_args')}: {name} is {value!r}, {wrong}."
 
 
+def trains_half(run: Run) -> bool:
+    """Whether the weights that are trained are kept in 16 bits, where `dtype_mistakes` has nothing to say."""
+    asked = str(run.value("dtype")) in ("bfloat16", PURE)
+    return bool(asked and run.value("do_train") and not run.value("use_peft"))
+
+
+def dtype_mistakes(run: Run) -> Iterator[str]:
+    """In --dtype: weights that are trained on 16 bits lose most of an optimizer's steps, unless it keeps what rounds
+    away, and the engine leaves them so."""
+    dtype, said = str(run.value("dtype")), run.said("dtype")
+    if dtype in ("None", "auto", "float32") or not run.value("do_train"):
+        return
+    if run.value("use_peft"):
+        if dtype == PURE:
+            yield f"{said}: the weights beside an adapter take no steps. Give --dtype bfloat16."
+    elif dtype == "float16":
+        yield f"{said}: its range is too small for weights that are trained. Give bfloat16, or --fp16 True alone."
+    elif not run.value("model_name_or_path"):
+        yield f"{said}, but a model from scratch is trained in fp32. Give --model_name_or_path, or drop it."
+    elif run.value("deepspeed") or run.value("deepspeed_config") or deepspeed_by_accelerate(run):
+        yield (
+            f"{said}, but DeepSpeed keeps fp32 masters beside weights in bf16. Drop one of them; its config has "
+            "bf16.bf16_master_weights_and_grads and bf16_optimizer_states for masters that round."
+        )
+    elif run.value("fsdp") or fsdp_by_accelerate(run):
+        yield f"{said}, but FSDP by accelerate trains weights in fp32. Drop one of them."
+    elif dtype != PURE and run.value("optim") not in KEEPS_ROUNDED:
+        yield (
+            f"{said}, but {run.said('optim')}: most of its steps would round away on 16 bits. Give --optim "
+            f"{KEEPS_ROUNDED[0]}, which keeps what does, --bf16 True alone, which computes so beside weights in fp32, "
+            f"--use_peft True, or --dtype {PURE}, which lets it."
+        )
+
+
 def _wrong(name: str, value: str) -> str:
     if name in SWITCHES:
         return "" if value.lower() in SWITCHES[name] else "and must be True or False"
@@ -65,6 +104,8 @@ def _wrong(name: str, value: str) -> str:
 def missing_package(run: Run) -> Iterator[str]:
     """That an optimizer needs, which would end the run once the model is loaded."""
     name = str(run.value("optim"))
+    if name in KEEPS_ROUNDED and importlib.util.find_spec("optimi") is None:
+        yield f"{run.said('optim')}: needs torch-optimi, which is not installed. pip install torch-optimi."
     package = "torchao" if name.startswith("adamw_torch_") and name.endswith("bit") else None
     if package is None and ("8bit" in name or "bnb" in name or name.startswith("paged_")):
         package = "bitsandbytes"

@@ -21,7 +21,10 @@ from finetune.data.image_samples import Pictures
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.training.reshard.portable import settings_of
 
-RATES = ("lr", "initial_lr")  # of an optimizer's groups; they follow from the schedule
+# Of an optimizer's groups what flags say that may change; rates follow from the schedule. The rest is the optimizer's
+# own, and may be of its state, such as `setup` in torch-optimi's (optimi/stableadamw.py), which counts steps anew where
+# it is False.
+FROM_FLAGS = ("betas", "beta1", "beta2", "eps", "weight_decay")
 
 
 class RunningLoss(TrainerCallback, ExportableState):
@@ -182,7 +185,7 @@ class OwnSettings:
         """After a checkpoint has been loaded. Where the flags are those of before, no bit changes."""
         inner, schedule = innermost(optimizer), _schedule(scheduler)
         for group, own in zip(inner.param_groups, self.groups, strict=True):
-            group.update({name: value for name, value in own.items() if name in group and name not in RATES})
+            group.update({name: value for name, value in own.items() if name in FROM_FLAGS and name in group})
         for one in around(optimizer):
             if self.clip is not None and hasattr(one, "clip_grad"):  # ZeRO-1, 2 and BF16_Optimizer keep the old one
                 one.clip_grad = self.clip

@@ -28,6 +28,7 @@ from finetune.run.facts import checkpointing_kwargs, object_of, precision_flags
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.profiling import check_profile
 from finetune.run.launch import Launch, accelerate_uses_deepspeed, accelerate_uses_fsdp
+from finetune.run.optimizer import trains_half
 from finetune.run.run import Run
 from finetune.run.schedules import Schedule
 from finetune.training import builds, runtime
@@ -93,6 +94,7 @@ def start(run: Run) -> Session:
     chosen = checkpoint_to_resume(run)
     asked = deepspeed_config_of(run)
     precision = choose_precision(run, has_cuda, asked)
+    check_kernels(run, has_cuda)
     run, note = keep_global_batch(run, chosen.checkpoint)
     check_profile(run, asked, chosen.checkpoint)
     check_comm_hook(run, asked or ("by accelerate" if accelerate_uses_deepspeed() else None), precision)
@@ -221,6 +223,19 @@ def checkpointing(run: Run) -> dict[str, Any]:
     return {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs or None, **older}
 
 
+def check_kernels(run: Run, has_cuda: bool) -> None:
+    """Raises RequestError for kernels that only a GPU runs."""
+    if has_cuda:
+        return
+    if run.value("use_liger_kernel"):
+        raise RequestError(f"{run.said('use_liger_kernel')}: its kernels are Triton's, and there is no GPU. Drop it.")
+    if run.value("attn_implementation") == "flex_attention" and run.value("do_train"):
+        # torch 2.13, nn/attention/flex_attention.py: NotImplementedError in the first step.
+        raise RequestError(
+            f"{run.said('attn_implementation')}: on a CPU it has no backward pass. Give sdpa, or leave it out."
+        )
+
+
 def choose_precision(run: Run, has_cuda: bool, deepspeed: str | None) -> dict[str, bool]:
     """The Trainer's `bf16` and `fp16`: as asked for by flag, or stated in the config, or what is fastest here."""
     by_accelerate = precision_by_accelerate()
@@ -245,6 +260,8 @@ def choose_precision(run: Run, has_cuda: bool, deepspeed: str | None) -> dict[st
 def _opening_line(session: Session, deepspeed: str | None) -> str:
     training, launch = session.training, session.launch
     precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
+    if trains_half(session.run):
+        precision += ", its weights and optimizer too"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {session.threads} thread(s) a rank"
     engines = (
         (deepspeed, f"DeepSpeed {deepspeed}"),

@@ -467,6 +467,24 @@ def test_a_loss_is_whole_where_more_than_a_linear_head_makes_it(
     assert bool(found["job"]["loss_chunk_tokens"]) == is_chunked
 
 
+@pytest.mark.parametrize(
+    ("words", "bytes_of_states"),
+    [(("--dtype", "bfloat16", "--optim", "stable_adamw"), 6), (("--dtype", "pure_bfloat16"), 4)],
+    ids=["Kahan", "pure"],
+)
+def test_training_in_bf16_alone_is_planned_without_masters(
+    words: tuple[str, ...], bytes_of_states: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each parameter two bytes, as many of its gradient, and the states; no cast of a weight is kept."""
+    common = ("--bf16", "True", "--block_size", "1024", "--per_device_train_batch_size", "1", "--no_search")
+    plain, found = (planned(capsys, "Llama-3.1-8B", *ONE_CARD, *common, *more) for more in ((), words))
+    resident, masters = (one["ranks"][0]["resident"] for one in (found, plain))
+    assert masters["parameters"] == 4 * LLAMA_3_8B
+    assert resident["parameters"] == 2 * LLAMA_3_8B
+    assert resident["optimizer states"] == pytest.approx(bytes_of_states * LLAMA_3_8B, rel=1e-6)
+    assert "without masters" in " ".join(found["notes"])
+
+
 def test_lora_of_qwen3_fits_a_card_of_24_gb(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(capsys, LORA_24GB, "--model_name_or_path", "Qwen3-8B", *ONE_CARD, "--no_search")["fits"]
 

@@ -13,8 +13,8 @@ from finetune.plan.optimizers import Optimizer
 SHAPES = [(24, 40), (40,), (3, 8, 16)]
 
 
-def real_bytes(build: Any) -> int:
-    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+def real_bytes(build: Any, dtype: torch.dtype = torch.float32) -> int:
+    weights = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
     optimizer = build(weights)
     for weight in weights:
         weight.grad = torch.ones_like(weight)
@@ -35,6 +35,20 @@ def real_bytes(build: Any) -> int:
 )
 def test_states_are_those_of_the_real_optimizer(kind: str, build: Any) -> None:
     assert sum(Optimizer(kind).state_bytes(shape) for shape in SHAPES) == real_bytes(build)
+
+
+@pytest.mark.parametrize("kind", ["kahan_adam", "adam", "adam_foreach", "momentum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_as_precise_as_the_weights_that_are_stepped(kind: str, dtype: torch.dtype) -> None:
+    optimi = pytest.importorskip("optimi", reason="torch-optimi (extra dev) is not installed")
+    builds: dict[str, Any] = {
+        "kahan_adam": lambda weights: optimi.StableAdamW(weights, lr=0.1),
+        "adam": lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
+        "adam_foreach": lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=True),
+        "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    }
+    counted = Optimizer(kind, bytes_each=dtype.itemsize)
+    assert sum(counted.state_bytes(shape) for shape in SHAPES) == real_bytes(builds[kind], dtype)
 
 
 def test_eight_bit_states_take_two_bytes_and_their_constants() -> None:

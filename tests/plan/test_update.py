@@ -95,10 +95,22 @@ def test_a_real_optimizer_moves_as_many_bytes_in_as_many_operators(kind: str, bu
     assert (counted.bytes / 64, counted.operators) == (KINDS[kind].moved, KINDS[kind].operators)
 
 
+def test_the_kahan_summing_optimizer_moves_as_many_bytes_in_bf16() -> None:
+    optimi = pytest.importorskip("optimi", reason="torch-optimi (extra dev) is not installed")
+    weight = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = optimi.StableAdamW([weight], lr=0.1, weight_decay=0.1)
+    for _ in range(2):  # the first makes the states
+        weight.grad = torch.ones_like(weight)
+        with Counted(64) as counted:
+            optimizer.step()
+    of_four_bytes = counted.bytes / 64
+    assert (of_four_bytes / 2, counted.operators) == (KINDS["kahan_adam"].moved, KINDS["kahan_adam"].operators)
+
+
 # Bytes an element and operators: those above, CPU Adam as the fused one; 1-bit Adam, Adafactor and 8-bit ones as
 # finetune/plan/optimizers.py counts them along their sources.
 MOVED = {"adam": (28, 1), "adam_foreach": (80, 8), "cpu_adam": (28, 1), "onebit_adam": (60, 12), "sgd": (12, 1),
-         "momentum": (32, 3), "adafactor": (88, 25), "adam8bit": (16, 1)}  # fmt: skip
+         "momentum": (32, 3), "adafactor": (88, 25), "adam8bit": (16, 1), "kahan_adam": (80, 16)}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

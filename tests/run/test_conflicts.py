@@ -117,7 +117,6 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (CAUSAL_LM, "--merge_adapter True", "Add --use_peft True"),
         (CAUSAL_LM, "--use_peft True --model_name_or_path m --lora_r 0", "--lora_r is 0 .*1 or more"),
         (CAUSAL_LM, "--use_peft True --model_name_or_path m --resize_embeddings True", "Drop one of them"),
-        (CAUSAL_LM, "--dtype bfloat16", "weights that are trained stay in fp32"),
         (CAUSAL_LM, "--dtype half", "one of auto, bfloat16, float16, float32"),
         (CAUSAL_LM, "--ddp_comm_hook powersgd --ddp_find_unused_parameters False", "only where that is True"),
         (CAUSAL_LM, "--do_train False --do_eval False", "there is nothing to do"),

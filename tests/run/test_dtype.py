@@ -11,7 +11,8 @@ from finetune.run.recipes.causal_lm import CAUSAL_LM
 from finetune.run.resolve import resolve
 from finetune.run.run import Run
 
-LORA = "--model_name_or_path gpt2 --use_peft True"
+WHOLE = "--model_name_or_path gpt2"
+LORA = f"{WHOLE} --use_peft True"
 
 
 def run_of(words: str) -> Run:
@@ -33,6 +34,8 @@ def run_of(words: str) -> Run:
         ("--model_name_or_path gpt2", {}, "bf16", False, "bf16", "float32"),
         ("--model_name_or_path gpt2 --dtype float32", {}, "bf16", True, "bf16", "float32"),
         ("--model_name_or_path gpt2 --do_train False --dtype bfloat16", {}, "fp32", False, "bf16", "bfloat16"),
+        (f"{WHOLE} --dtype bfloat16 --optim stable_adamw", {}, "fp32", False, "bf16", "bfloat16"),
+        (f"{WHOLE} --dtype pure_bfloat16", {}, "fp32", False, "bf16", "bfloat16"),
     ],
 )
 def test_the_base_is_kept_as_the_run_computes_and_what_is_trained_in_fp32(
@@ -59,3 +62,20 @@ def test_another_precision_than_the_runs_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match=said):
         precision_flags(run_of(f"{LORA} {words}"), stated, lambda: "fp32", deepspeed)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{WHOLE} --dtype bfloat16", "most of its steps would round away on 16 bits. Give --optim stable_adamw"),
+        (f"{WHOLE} --dtype bfloat16 --optim adafactor", "would round away"),
+        (f"{WHOLE} --dtype float16 --optim stable_adamw", "its range is too small"),
+        ("--dtype bfloat16 --optim stable_adamw", "a model from scratch is trained in fp32"),
+        (f"{WHOLE} --dtype bfloat16 --optim stable_adamw --deepspeed zero2", "DeepSpeed keeps fp32 masters"),
+        (f"{WHOLE} --dtype pure_bfloat16 --fsdp True", "FSDP by accelerate trains weights in fp32"),
+        (f"{LORA} --dtype pure_bfloat16", "take no steps"),
+    ],
+)
+def test_weights_are_trained_on_sixteen_bits_only_where_nothing_is_lost_unasked(words: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        run_of(words)

@@ -199,6 +199,10 @@ def test_a_compiled_model_and_an_8_bit_optimizer_learn_the_same(
         compiled = {**values, "torch_compile": True, "loss_chunk_tokens": chunk}
         run = train("python", tmp_path / f"compiled{chunk}", compiled)
         assert run.column("loss") == pytest.approx(one_process.column("loss"), rel=1e-3)
+    packed = {**values, "packing": "bfd", "document_mask": True, "block_size": 32, "tokenizer": "byte"}
+    plain, run = (train("python", tmp_path / f"{on}", {**packed, "torch_compile": on}) for on in (False, True))
+    for name in ("loss", "grad_norm"):
+        assert run.column(name) == pytest.approx(plain.column(name), rel=1e-3)
     pytest.importorskip("bitsandbytes", reason="bitsandbytes (extra dev) is not installed")
     run = train("python", tmp_path / "8bit", {**values, "optim": "adamw_8bit"})
     assert run.column("loss") == pytest.approx(one_process.column("loss"), rel=0.03)

@@ -14,7 +14,8 @@ OF_NEW_ADAPTERS = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
     *("lora_modules_to_save", "lora_use_dora", "lora_use_rslora"),
 )
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+PURE = "pure_bfloat16"  # weights that are trained, and lose of each step what rounds away
+DTYPES = ("auto", "bfloat16", "float16", "float32", PURE)
 
 
 @dataclass
@@ -24,7 +25,8 @@ class AdapterArguments:
     use_peft: bool = flag(False, "train LoRA adapters, and leave the model's own weights as they are", NEVER)
     dtype: str = flag(
         "auto",
-        f"precision of the frozen weights: {', '.join(DTYPES)}; auto is bfloat16 if the run uses bf16",
+        f"precision of the weights: {', '.join(DTYPES)}; auto is bfloat16 for those beside an adapter if the run uses "
+        "bf16, and float32 for those that are trained",
         APPLIED,
         choices=DTYPES,
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.run.conflicts import BY_METRIC
+from finetune.run.flags.adapter import PURE
 from finetune.run.on_resume import APPLIED, COMPARED, NEVER, VALUES, named
 from finetune.run.run import Run
 from finetune.training.checkpoints.identity import Identity, of_another_run, read_identity, read_run, shown
@@ -55,6 +56,8 @@ def refuse_changed(run: Run, name: str, changed: Mapping[str, tuple[Any, Any]]) 
     """Raises RequestError for those that are not taken; `name` is the checkpoint's."""
     allowed = (APPLIED, VALUES) if run.value("resume_changed") == "allow" else (APPLIED,)
     refused = set(changed) - named(run.recipe.flags, allowed)
+    if not run.value("use_peft") and set(changed.get("dtype", ())) & {"bfloat16", PURE}:
+        refused.add("dtype")  # the states are of weights that were trained so; without Kahan's sums nobody would notice
     lines = [
         f"--{flag} was {shown(before)} when {name} was saved, and is {shown(now)} ({run.source(flag)})"
         for flag, (before, now) in changed.items()
@@ -67,7 +70,7 @@ def refuse_changed(run: Run, name: str, changed: Mapping[str, tuple[Any, Any]]) 
         lines += [f"--{flag} is not as before, and the rates of {by_history} follow from the past" for flag in others]
     if lines:
         of_past = by_history is not None and any(flag in changed for flag in OF_SCHEDULE)
-        never = of_past or bool(refused & named(run.recipe.flags, (NEVER,)))
+        never = of_past or bool(refused & {"dtype", *named(run.recipe.flags, (NEVER,))})
         mend = "." if never else ", or go on as something else by --resume_changed allow."
         raise RequestError(
             f"--resume: {'; '.join(lines)}. A run is resumed as it was: give the flags of before, another "
