@@ -37,6 +37,7 @@ import profiling
 import reshard
 import resume_flags
 import seq_cls
+import sequence_parallel
 import startup
 import tasks
 import zero_speed
@@ -76,6 +77,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reshard": _of("reshard", reshard.page),
     "resume_flags": lambda: resume_flags.page(_lines("resume_flags.jsonl")),
     "seq_cls": _of("seq_cls", seq_cls.render),
+    "sequence_parallel": _of("sequence_parallel", sequence_parallel.page),
     "startup": _of("startup", startup.page),
     "tasks": _of("tasks", tasks.render),
     "zero_speed": _of("zero_speed", zero_speed.render),

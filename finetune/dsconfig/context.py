@@ -64,6 +64,7 @@ class Context:
     arguments: dict[str, Any]
     nvme_path: str | None = None
     pipeline_parallel_size: int | None = None  # stages; None for a run without a pipeline
+    sequence_parallel_size: int = 1  # ranks that share each sample
     engine: str = "recipe"
     gpu_capability: tuple[int, int] | None = None
     weights: Weights | None = None
@@ -72,8 +73,9 @@ class Context:
 
     @property
     def data_parallel_size(self) -> int | None:
-        """Ranks that read different samples: without a pipeline all of them."""
-        return None if self.world_size is None else self.world_size // (self.pipeline_parallel_size or 1)
+        """Ranks, or groups of them, that read different samples."""
+        shared = (self.pipeline_parallel_size or 1) * self.sequence_parallel_size
+        return None if self.world_size is None else self.world_size // shared
 
     @property
     def has_trainer(self) -> bool:

@@ -154,6 +154,12 @@ def _check_numbers(run: Run, params_per_layer: int | None) -> None:
 
 def _check_engine(run: Run, model: Model) -> None:
     """Raises RequestError for what is not planned."""
+    if run.sequence_parallel_size > 1:
+        raise RequestError(
+            f"{run.said('sequence_parallel_size')}: ranks that share texts are not planned yet. A rank then keeps the "
+            "activations of its part of a text: plan without it, with --block_size divided by it, for the memory; the "
+            "time is not that."
+        )
     if run.value("fsdp") or fsdp_by_accelerate(run):
         _check_fsdp(run, model)
     if run.stages is not None and model.family not in LISTED:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
 from finetune.run.conflicts import conflicts, missing
+from finetune.run.engine import deepspeed_by_accelerate
 from finetune.run.facts import check_scratch
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.guards import guard_faults
 from finetune.run.flags.pipeline import pipeline_faults
 from finetune.run.flags.profiling import check_profile
+from finetune.run.flags.sequence import sequence_faults, sequence_faults_here
 from finetune.run.flags.trackers import check_trackers
 from finetune.run.launch import meeting_faults
 from finetune.run.optimizer import missing_package
@@ -72,12 +74,14 @@ def found_wrong(run: Run, is_here: bool) -> Iterator[str]:
     if run.stages is not None:
         yield from pipeline_faults(run)
     yield from guard_faults(run)
+    yield from sequence_faults(run)
 
 
 def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     """Likewise of a run that is to start on this machine, by the DeepSpeed config of that name, if any."""
     yield from missing_inputs(run)
     yield from void_here(run, deepspeed)
+    yield from sequence_faults_here(run, deepspeed or (deepspeed_by_accelerate(run) and "by accelerate") or None)
     yield from _of_disabled(run)
     yield from meeting_faults(run.launch)
     asked = {name: run.given.get(name) is True for name in ("bf16", "fp16")}

@@ -177,6 +177,7 @@ def context_of(
         "arguments": arguments,
         "nvme_path": run.value("nvme_path"),
         "pipeline_parallel_size": run.stages,
+        "sequence_parallel_size": run.sequence_parallel_size,
         "gpu_capability": gpu_capability,
     }
     return Context(**{**known, **others})

@@ -63,6 +63,16 @@ class Run:
         return (1 if asked is None else int(asked)) if is_pipeline else None
 
     @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share each text."""
+        return int(self.value("sequence_parallel_size") or 1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of ranks, that read different samples."""
+        return self.launch.world_size // ((self.stages or 1) * self.sequence_parallel_size)
+
+    @property
     def without_pipeline(self) -> str:
         """How the same is trained by the Trainer, as an error's mend says it."""
         others = " or ".join(f"recipes/{name}.py" for name in self.recipe.reads)

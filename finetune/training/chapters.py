@@ -83,6 +83,7 @@ def trainer_of(
         lengths=data.lengths if session[RunArguments].group_by_length else None,
         compression=session[CompressionArguments],
         guards=session[GuardArguments],
+        sequence_parallel_size=session.run.sequence_parallel_size,
     )
     show_numbers(trainer)
     trainer.identity, trainer.teacher = identity, teacher

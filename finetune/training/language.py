@@ -10,6 +10,7 @@ from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
 from finetune.models.document_mask import check_document_mask
 from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
 from finetune.models.pipeline import PipelineModel
+from finetune.models.sequence_parallel import check_sequence_parallel
 from finetune.models.source import positions_of
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import (
@@ -55,6 +56,8 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
         settle_loss_scaling(base, label_per_token=True)
     if blocks.document_mask and session.launch.speaks:
         check_document_mask(base, max(training.train_batch_size, training.eval_batch_size))
+    if (size := session.run.sequence_parallel_size) > 1 and session.launch.speaks:
+        check_sequence_parallel(base, size, source.block_size)
     if chunk:
         use_chunked_loss(model, chunk)
     return model

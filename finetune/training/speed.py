@@ -84,7 +84,8 @@ class SpeedMeter(TrainerCallback):
     their sum is right.
     """
 
-    def __init__(self, multiplied_parameters: int, world_size: int) -> None:
+    def __init__(self, multiplied_parameters: int, world_size: int, sharing: int = 1) -> None:
+        self.sharing = sharing  # ranks that read a row together, each a part of it
         self.flops_per_token = FLOPS_PER_PARAM_AND_TOKEN * multiplied_parameters
         self.world_size = world_size
         self.peak = peak_flops()
@@ -159,7 +160,7 @@ class SpeedMeter(TrainerCallback):
 
     def _figures(self, counted: Any, seconds: float) -> dict[str, float]:
         rows, real, padded = counted.tolist()
-        figures = {"samples_per_second": rows / seconds}
+        figures = {"samples_per_second": rows / self.sharing / seconds}
         if padded:
             figures |= {"real_tokens_per_second": real / seconds, "padding_share": 1 - real / padded}
         if padded and self.peak and self.flops_per_token:  # of pictures: a convolution uses a weight many times

@@ -38,6 +38,7 @@ from finetune.training.profiling.deepspeed import with_profilers
 from finetune.training.progress import on_terminal
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
 from finetune.training.run_folder import lock_output_dir
+from finetune.training.sequence_parallel import settle_batch
 
 Group = TypeVar("Group")
 
@@ -116,6 +117,8 @@ def start(run: Run) -> Session:
     if deepspeed:
         deepspeed = replace(deepspeed, config=with_profilers(deepspeed.config, run, chosen.checkpoint))
     for_trainer = deepspeed.config if deepspeed and run.stages is None else None
+    if for_trainer and run.sequence_parallel_size > 1:
+        for_trainer = {**for_trainer, "train_batch_size": "auto"}  # which has been checked, and is settled below
     if run.stages is not None:
         del os.environ["ACCELERATE_USE_DEEPSPEED"]  # the process state stands; TrainingArguments would build a plugin
     settled = _settled(run, has_cuda, by_hand=uses_deepspeed or fsdp_on_cpu)
@@ -124,6 +127,8 @@ def start(run: Run) -> Session:
         training = training_arguments(run, **settled)
         if not have_met:
             chosen = settle_checkpoint(run, asked, chosen)
+    if for_trainer:
+        settle_batch(training.hf_deepspeed_config.config, run.sequence_parallel_size, launch.world_size)
     set_seed(training.seed)
     course = course_of(run, training, chosen.checkpoint)
     session = Session(run, training, chosen.checkpoint, threads, deepspeed.config if deepspeed else None, course)
@@ -272,8 +277,9 @@ def _opening_line(session: Session, deepspeed: str | None) -> str:
     engine = next((name for used, name in engines if used), "no DeepSpeed")
     accumulation = training.gradient_accumulation_steps
     stages = session.run.stages
-    ranks = launch.world_size // (stages or 1)  # that read different samples
+    ranks, shared = session.run.data_parallel_size, session.run.sequence_parallel_size
     spread = f" = {stages} stage(s) x {ranks} pipeline(s)" if stages else ""
+    spread = f" = {ranks} group(s) of {shared} that share each text" if shared > 1 else spread
     total = training.train_batch_size * accumulation * ranks
     batch = f"{training.train_batch_size} x {accumulation} x {ranks} = {total}"
     return f"run: {launch.world_size} rank(s){spread} on {device}; {engine}; {precision}; global batch {batch}"

@@ -45,6 +45,7 @@ from finetune.training.reshard.resuming import Reshard
 from finetune.training.resuming import Epochs, GoOn, OwnSettings, RunningLoss, SavesLast
 from finetune.training.saving import SavingMixin, check_push
 from finetune.training.schedules import OURS, make_schedule
+from finetune.training.sequence_parallel import SequenceParallel
 from finetune.training.speed import (
     FLOPS_PER_PARAM_AND_TOKEN,
     SpeedMeter,
@@ -67,9 +68,11 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         lengths: Any = None,
         compression: CompressionArguments | None = None,
         guards: GuardArguments | None = None,
+        sequence_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.sequence = SequenceParallel(sequence_parallel_size, self.args, self.accelerator)
         self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0)
         self.data_files, self.began = UnchangedFiles(()), 0.0
         self.progress: Callable[[], None] = lambda: None  # to be called when a batch is done
@@ -83,7 +86,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         if isinstance(self.train_dataset, TextStream):
             self.train_dataset.global_batch_size = self.global_batch_size
         self.multiplied_parameters = multiplied_parameters(self.model)
-        self.speed = SpeedMeter(self.multiplied_parameters, self.args.world_size)
+        self.speed = SpeedMeter(self.multiplied_parameters, self.args.world_size, self.sequence.size)
         self.saves = TrainerSaves(self)
         self.running_loss = RunningLoss()
         self.stop = StopOnSignal(self.guards.stop_grace)
@@ -129,7 +132,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
             self.reshard = Reshard(self, self.saves.chosen)
             self.add_callback(self.reshard)
         try:
-            with watching(lambda rank: f"rank {rank}", self.stop, run_folder, patience) as self.progress:
+            watched = watching(lambda rank: f"rank {rank}", self.stop, run_folder, patience)
+            with self.sequence.attending(self.model), watched as self.progress:
                 output = super().train(str(self.reshard.folder) if self.reshard else None, *args, **kwargs)
             return output._replace(training_loss=output.metrics["train_loss"])  # of all launches, as `log` has it
         except RuntimeError:
@@ -157,6 +161,10 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """As the Trainer's; ranks that share a text count once."""
+        return int(super().get_total_train_batch_size(args)) // self.sequence.size
+
     def _clip(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """DeepSpeed's engine steps while it goes back; the Trainer asks for the norm after that."""
         gradients = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -179,11 +187,12 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         sampler = sampler_of(dataset, self.global_batch_size, seed, self.lengths)
         self.add_callback(Epochs(sampler, dataset))
         self.sampler = sampler
-        return sampler
+        return self.sequence.sampler(sampler)
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
         own = getattr(loader, "base_dataloader", loader)  # accelerate's stands around it
+        own.collate_fn = self.sequence.collator(own.collate_fn)
         own.worker_init_fn = functools.partial(deaf_to_sigterm, own.worker_init_fn)
         return loader
 
@@ -197,6 +206,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        self.sequence.begin(inputs, self.model)
         model = self.teacher.beside(model) if self.teacher else model
         given = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return poisoned(given) if self.suspect and not return_outputs and torch.is_grad_enabled() else given

@@ -58,6 +58,10 @@ PRINTS = {
         "16/N                 1,416       1,416       2,832          5.33",
         "every slice equals that of one process. Each step moved 3 x 1,062 elements.",
     ],
+    "ulysses_by_hand": [
+        "rank 1: tokens 16-31,  8 of them learnt; attended for 1 of 4 heads",  # 24 of 64 are a prompt
+        "a rank sent 12,288 bytes",  # 8 tensors of 16 x 32 numbers in 4 bytes, 3/4 of each
+    ],
 }
 
 # One line of a page made wrong, as a learner might: the page's own checks must stop it.
@@ -69,6 +73,7 @@ FAULTS = {
     "zero1_by_hand": (".div_(WORLD)", ""),
     "zero2_by_hand": ("whole.grad = None", "pass"),
     "zero3_by_hand": ("layer.register_forward_hook(lambda *_: self.free())", "pass"),
+    "ulysses_by_hand": ("labels[mine], first=mine.start", "labels[mine], first=0"),
 }
 
 

@@ -20,6 +20,7 @@ OF_A_MODEL = (
     (GPTLITE, "_supports_attention_backend", "any attention function serves", "is_backend_compatible"),
     (GPTLITE, "_tied_weights_keys", "the head is the embedding", "get_expanded_tied_weights_keys"),
 )
+WRITTEN = ("models/causal.py", "models/small_copy.py", "models/sequence_parallel.py")
 
 MODELS = (
     Row(
@@ -70,7 +71,7 @@ MODELS = (
         Row(
             where,
             "transformers.configuration_utils:PreTrainedConfig._attn_implementation",
-            "write" if where in ("models/causal.py", "models/small_copy.py") else "read",
+            "write" if where in WRITTEN else "read",
             why,
             "configuration_utils.py: attn_implementation is an argument, and there is no public attribute",
             "a public attribute",
@@ -80,6 +81,11 @@ MODELS = (
             ("models/document_mask.py", "which masks the attention takes"),
             (GPTLITE, "which function attends"),
             ("models/small_copy.py", "a small copy attends as its model does"),
+            (
+                "models/sequence_parallel.py",
+                "which function is exchanged around, and a small copy that runs on the CPU",
+            ),
+            ("training/sequence_parallel.py", "which function is exchanged around"),
         )
     ),
     Row(

@@ -169,6 +169,13 @@ PUBLIC = (
         "_save_checkpoint",
         "the final model is whole",
     ),
+    _public(
+        MIXIN,
+        "get_total_train_batch_size",
+        "self, args",
+        "set_initial_training_values",
+        "ranks that share a text count once",
+    ),
     _public(MIXIN, "create_optimizer", "self, model=", "_prepare_for_training", "keeps the norm"),
     _public(
         MIXIN,

@@ -82,7 +82,9 @@ def sizes_multiply(config: Config, run: Context) -> Iterator[Finding]:
     if total is None or shared or config.count("tensor_parallel.autotp_size"):
         return  # ranks that share their samples are not counted, and by how much is the script's matter
     ranks = run.data_parallel_size
-    what = "world_size" if run.pipeline_parallel_size is None else "data-parallel size (ranks / stages)"
+    shares = "ranks that share a text" if run.sequence_parallel_size > 1 else "stages"
+    is_all = run.pipeline_parallel_size is None and run.sequence_parallel_size == 1
+    what = "world_size" if is_all else f"data-parallel size (ranks / {shares})"
     if micro and steps and ranks and total != micro * steps * ranks:
         product = micro * steps * ranks
         yield error(

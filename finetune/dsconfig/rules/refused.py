@@ -25,7 +25,7 @@ INSTEAD = {
     "checkpoint.load_universal": "--resume does it by itself, at any world size.",
     "data_efficiency": "The Trainer reads the data, and not DeepSpeed's loader.",
     "expert_parallel": "ZeRO-3 shards experts like any weight.",
-    "sequence_parallel_size": "--activation_checkpointing makes room for long texts.",
+    "sequence_parallel_size": "recipes/causal_lm.py has it as a flag, --sequence_parallel_size.",
     "tensor_parallel": "ZeRO-3, or recipes/causal_lm_pipeline.py, splits what one GPU cannot hold.",
 }
 OF_OTHERS = {  # these are read by somebody else than the engine (deepspeed 0.19.8, autotuning/autotuner.py)

@@ -40,6 +40,7 @@ class PipelineArguments:
         **dict.fromkeys(
             ("activation_checkpointing", "gradient_checkpointing"), "say --activation_checkpoint_interval 1 here."
         ),
+        "sequence_parallel_size": "a pipeline's stages read whole texts. Use the recipe without a pipeline.",
         "fsdp": "a pipeline shards the model by layers already. Drop it, or use the recipe without a pipeline.",
         "torch_compile": "DeepSpeed's pipeline engine runs its layers as they are. Drop it.",
         "push_to_hub": f"a pipeline run does not push. Push its folder afterwards: {by_hand()}",

@@ -15,6 +15,7 @@ from finetune.run.flags.language import (
     SampleArguments,
 )
 from finetune.run.flags.profiling import ProfileArguments
+from finetune.run.flags.sequence import SequenceArguments
 from finetune.run.recipe import FIGURES_OF_TEXTS, METRICS_OF_TEXTS, USUAL, Recipe
 from finetune.run.task import TEXT_GENERATION
 
@@ -30,6 +31,7 @@ CAUSAL_LM = Recipe(
         AdapterArguments,
         CorpusArguments,
         BlockArguments,
+        SequenceArguments,
         SampleArguments,
         GeneratedAnswerArguments,
         DistillArguments,

@@ -42,7 +42,7 @@ class TrainerSuspect(Suspect):
         return super().is_scaled() if self.engine is not None else self.trainer.accelerator.scaler is not None
 
     def look(self, backward: bool) -> list[Finding]:
-        trainer, args = self.trainer, self.trainer.args
+        trainer = self.trainer
         findings = []
         for number, batch in enumerate(self.window):
             inputs = trainer._prepare_inputs(dict(batch))
@@ -55,7 +55,8 @@ class TrainerSuspect(Suspect):
                 found = Found("", "the loss, of outputs that are finite: look at the labels")
             if backward and loss.requires_grad:
                 found = found or finder.backward(loss, parameters=not trainer.shards_weights)
-            findings.append(self.finding(trainer.sampler, number, found, args.world_size, args.process_index))
+            readers, reader = trainer.sequence.readers, trainer.sequence.reader
+            findings.append(self.finding(trainer.sampler, number, found, readers, reader))
         self._restore_statistics()
         return findings
 

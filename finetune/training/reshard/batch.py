@@ -22,11 +22,11 @@ def keep_global_batch(run: Run, checkpoint: str | None) -> tuple[Run, str | None
     if checkpoint is None or batch is None:
         return run, None
     stages = run.stages
-    ranks = run.launch.world_size // (stages or 1)  # that read different samples
+    ranks = run.data_parallel_size
     micro, accumulation = int(run.value(MICRO)), int(run.value(ACCUMULATION))
     if micro * accumulation * ranks == batch:
         return run, None
-    what = "pipelines" if stages else "ranks"
+    what = "pipelines" if stages else "groups of ranks" if run.sequence_parallel_size > 1 else "ranks"
     found = (
         f"--resume: {Path(checkpoint).name} was trained with a global batch of {batch}, and this run makes {micro} x "
         f"{accumulation} x {ranks} = {micro * accumulation * ranks} ({FACTORS}{what})"

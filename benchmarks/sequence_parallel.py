@@ -1,0 +1,260 @@
+"""Sequence parallelism against one process: every layout's loss, norm and weights; what a rank keeps for the way back;
+and the same of transformers' own.
+
+    python benchmarks/sequence_parallel.py            # half an hour on two cores, most of it with eight processes
+    python benchmarks/sequence_parallel.py --largest 2    # layouts of at most two ranks
+
+Nothing here is a time, so that other programs on the machine do no harm. The data goes to
+docs/results/sequence_parallel.json; benchmarks/pages.py makes the page of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from releases import in_words, versions
+
+REPO = Path(__file__).resolve().parents[1]
+OUT = REPO / "docs" / "results" / "sequence_parallel.json"
+GLOBAL_BATCH, STEPS, RATE = 8, 3, 0.125
+SIZES, READERS, STAGES, ACCUMULATION = (1, 2, 4), (1, 2), (0, 1, 2, 3), (1, 2)
+WORDS = "the cat sat on a mat and saw two birds in tall grass".split()
+SHAPE = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,  # fewer than four ranks
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+}
+TRAINED = {
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "do_eval": False,
+    "save_strategy": "no",
+    "bf16": False,
+    "optim": "sgd",  # whose weights show each gradient, where Adam's would show its sign
+    "learning_rate": RATE,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "max_grad_norm": "inf",
+    "sample_tokens": 0,
+}
+PACKED = {"block_size": 64, "packing": "bfd", "document_mask": True}
+BLOCK = 1024  # of what is counted in bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--largest", type=int, default=8, help="ranks of the largest layout")
+    largest = parser.parse_args().largest
+    sys.path.append(str(REPO / "tests"))
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        prepare(home)
+        found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
+        found["bytes"] = list(activation_bytes(home, largest))
+        found["stock"] = list(stock(home))
+        found["equality"] = []
+        for row in equality(home, largest):
+            found["equality"].append(row)
+            OUT.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def prepare(home: Path) -> None:
+    """A model, conversations of one turn, and rows of token ids."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from finetune.data.tokenizer import train_text_tokenizer
+
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, bos_token_id=None, eos_token_id=None)).save_pretrained(home / "model")
+    train_text_tokenizer("byte", [], 0, SHAPE["max_position_embeddings"], with_end=True).save_pretrained(home / "model")
+    draw = random.Random(0)
+    lines = []
+    for _ in range(200):
+        asked, said = (draw.choices(WORDS, k=draw.choice(most)) for most in ((1, 4), (1, 9)))
+        lines.append(json.dumps({"prompt": " ".join(asked), "completion": f" {' '.join(said)}"}))
+    (home / "answers.jsonl").write_text("\n".join(lines))
+    (home / "long.txt").write_text("\n".join(" ".join(draw.choices(WORDS, k=400)) for _ in range(40)))
+    for kind in ("even", "uneven"):
+        rows = []
+        for _ in range(64):
+            asked, said = (0, 64) if kind == "even" else (draw.choice([2, 20]), draw.choice([3, 40]))
+            ids = [draw.randrange(257) for _ in range(asked + said)]
+            rows.append(json.dumps({"input_ids": ids, "labels": [-100] * asked + ids[asked:]}))
+        (home / f"{kind}.jsonl").write_text("\n".join(rows))
+
+
+def launched(warm: Any, ranks: int, script: list[Any], values: dict[str, Any]) -> None:
+    import os
+
+    from conftest import LAUNCHERS, flags
+
+    words = [*map(str, script), *flags(values)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    status, output = warm.run(LAUNCHERS["torchrun" if ranks > 1 else "python"](ranks), words, ranks, environment, 600)
+    if status:
+        raise SystemExit(output[-3000:])
+
+
+def layouts(largest: int) -> Iterator[dict[str, int]]:
+    """Those of few ranks first."""
+    for size, readers in sorted(product(SIZES, READERS), key=math.prod):
+        for stage, steps in product(STAGES, ACCUMULATION):
+            if 1 < size * readers <= largest:
+                yield {"size": size, "readers": readers, "stage": stage, "steps": steps}
+
+
+def equality(home: Path, largest: int) -> Iterator[dict[str, Any]]:
+    from safetensors.torch import load_file
+    from warm_ranks import WarmRanks
+
+    warm = WarmRanks()
+    every = {**TRAINED, **PACKED, "train_file": home / "answers.jsonl", "model_name_or_path": home / "model"}
+
+    def trained(ranks: int, **values: Any) -> tuple[list[dict[str, Any]], Any]:
+        folder = Path(tempfile.mkdtemp(dir=home))
+        launched(warm, ranks, ["recipes/causal_lm.py"], {**every, "output_dir": folder / "run", **values})
+        log = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        return [row for row in log if "loss" in row], load_file(folder / "run/model.safetensors")
+
+    log, weights = trained(1, per_device_train_batch_size=GLOBAL_BATCH)
+    before = load_file(home / "model/model.safetensors")
+    largest_update = max(float((weights[name] - before[name]).abs().max()) for name in weights)
+    for layout in layouts(largest):
+        got, own = trained(
+            layout["size"] * layout["readers"],
+            deepspeed=f"zero{layout['stage']}",
+            sequence_parallel_size=layout["size"],
+            per_device_train_batch_size=GLOBAL_BATCH // (layout["readers"] * layout["steps"]),
+            gradient_accumulation_steps=layout["steps"],
+        )
+        apart = max(float((own[name] - weights[name]).abs().max()) for name in weights)
+        steps = list(zip(got, log, strict=True))
+        off = {name: max(_off(here[name], truth[name]) for here, truth in steps) for name in ("loss", "grad_norm")}
+        print(layout, off, apart, flush=True)
+        yield layout | off | {"weights": apart, "of": largest_update}
+    warm.close()
+
+
+def _off(found: float, truth: float) -> float:
+    return abs(found - truth) / abs(truth)
+
+
+def activation_bytes(home: Path, largest: int) -> Iterator[dict[str, Any]]:
+    from warm_ranks import WarmRanks
+
+    warm = WarmRanks()
+    every = {**TRAINED, "max_steps": 1, "block_size": BLOCK, "train_file": home / "long.txt"}
+    every |= {"model_name_or_path": home / "model", "per_device_train_batch_size": 1, "deepspeed": "zero1"}
+    for checkpointing in (False, True):
+        for size in SIZES:
+            if size > largest:
+                continue
+            folder = Path(tempfile.mkdtemp(dir=home))
+            values = {**every, "output_dir": folder / "run", "sequence_parallel_size": size}
+            values |= {"activation_checkpointing": True} if checkpointing else {}
+            launched(warm, size, ["benchmarks/sequence_parallel_rank.py", folder / "bytes"], values)
+            kept = [json.loads((folder / f"bytes.{rank}").read_text())[0] for rank in range(size)]
+            yield {"size": size, "checkpointing": checkpointing, "bytes": max(kept), "least": min(kept)}
+    warm.close()
+
+
+def stock(home: Path) -> Iterator[dict[str, Any]]:
+    """Four rows a step, one at a time: by one process, and by two ranks that share each."""
+    import os
+
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2", "--master_port"]
+    for kind in ("even", "uneven"):
+        logs = []
+        for size in (1, 2):
+            launcher = (
+                [*torchrun, str(random.SystemRandom().randrange(10_000, 32_768))] if size > 1 else [sys.executable]
+            )
+            out = home / f"stock-{kind}-{size}.json"
+            words = [home / "model", home / f"{kind}.jsonl", out, size, 1, 4]
+            command = [*launcher, "benchmarks/stock_sequence_parallel.py", *map(str, words)]
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            subprocess.run(command, cwd=REPO, env=environment, check=True, capture_output=True)
+            logs.append(json.loads(out.read_text()))
+        one, two = (log[0] for log in logs)  # the first step: later ones have other weights
+        yield {"masks": kind, **{name: [one[name], two[name]] for name in ("loss", "grad_norm")}}
+
+
+HEAD = """# Sequence parallelism against one process
+
+`python benchmarks/sequence_parallel.py`, {date}, CPU processes over gloo in fp32;
+{versions}. A Llama with four heads and two of keys;
+prompts that are not learnt and answers of one or nine words, packed into blocks of 64 tokens with `--document_mask True`; {batch} blocks a step, {steps} steps of SGD without clipping. Each row is the largest difference
+over these steps from one process without DeepSpeed that reads {batch} blocks at a time, relative for loss and gradient
+norm. "Weights" is that of any weight after the last step, beside the largest change of any, which is the sum of its
+gradients times the rate: {update:.3g}.
+
+| ranks that share a text | groups | ZeRO | accumulation | loss | gradient norm | weights |
+|---:|---:|---:|---:|---:|---:|---:|"""
+BYTES = """
+## What a rank keeps for the way back
+
+Bytes of the tensors that the first forward pass made and that live when it ends (`finetune/measure/memory.py`), of one
+block of {block:,} tokens, ZeRO-1; the larger of the ranks. What a part has above its share, such as the copies that
+the exchange makes around attention, has not been measured by itself.
+
+| ranks that share a text | all activations | of one rank's | with activation checkpointing | of one rank's |
+|---:|---:|---:|---:|---:|"""
+STOCK = """
+## transformers' own
+
+The Trainer of transformers with `ParallelismConfig(sp_size=2)` on two ranks, ZeRO-1, four rows a step one at a time,
+against the same Trainer on one process: the first step, before any weight has changed. Rows of 64 tokens that are all
+learnt, and rows of which 3 or 40 are. Twice the gradient where masks are even, too: DeepSpeed divides by the ranks that
+read other rows (runtime/zero/stage_1_and_2.py, `sequence_parallel_size`), and the loss is gathered with its gradient
+from each rank of the group (integrations/deepspeed.py, `deepspeed_sp_compute_loss`).
+
+| learnt tokens | loss: one process | two ranks | off by | gradient norm: one process | two ranks | ratio |
+|---|---:|---:|---:|---:|---:|---:|"""
+END = """
+What this does not show: times, which on two cores say nothing of GPUs; NCCL; flash attention, which runs on no CPU;
+half precision, where sums differ in their last digits as they do without it.
+"""
+
+
+def page(found: dict[str, Any]) -> str:
+    rows = found["equality"]
+    words = {"date": found["date"], "versions": in_words(found["versions"]), "batch": GLOBAL_BATCH, "steps": STEPS}
+    lines = [HEAD.format(**words, update=rows[0]["of"])]
+    for row in rows:
+        where = " | ".join(str(row[name]) for name in ("size", "readers", "stage", "steps"))
+        lines.append(f"| {where} | {row['loss']:.1e} | {row['grad_norm']:.1e} | {row['weights']:.1e} |")
+    worst = {name: max(row[name] for row in rows) for name in ("loss", "grad_norm", "weights")}
+    loss, norm, weights = (f"{worst[name]:.1e}" for name in worst)
+    lines.append(f"\nThe worst of {len(rows)} layouts: loss {loss}, gradient norm {norm}, weights {weights}.")
+    lines.append(BYTES.format(block=BLOCK))
+    by = {(row["size"], row["checkpointing"]): row["bytes"] for row in found["bytes"]}
+    for size in sorted({size for size, _ in by}):
+        shares = [f"{by[size, kind]:,} | {by[size, kind] / by[1, kind]:.3f}" for kind in (False, True)]
+        lines.append(f"| {size} | {' | '.join(shares)} |")
+    lines.append(STOCK)
+    for row in found["stock"]:
+        (loss_1, loss_2), (norm_1, norm_2) = row["loss"], row["grad_norm"]
+        losses = f"{loss_1:.6f} | {loss_2:.6f} | {_off(loss_2, loss_1):.1%}"
+        lines.append(f"| {row['masks']} | {losses} | {norm_1:.4f} | {norm_2:.4f} | {norm_2 / norm_1:.2f} |")
+    return "\n".join(lines) + "\n" + END
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Can ranks share a text in this model? The model is asked, for one that mixes tokens elsewhere is not missed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from finetune.errors import RequestError, first_line
+from finetune.models.small_copy import small_copy
+from finetune.run.flags.sequence import ATTENTIONS, check_heads
+
+PROBE_TOKENS = 6
+BY_HEAD = ("s_aux", "position_bias")  # what models hand to attention for all their heads (gpt-oss, T5)
+
+
+def check_sequence_parallel(model: Any, size: int, block_size: int) -> None:
+    """Raises RequestError where `size` ranks, each with a part of a text of `block_size` tokens, would not compute what
+    one computes with all of it."""
+    said, name, config = f"--sequence_parallel_size {size}", type(model).__name__, model.config
+    check_heads(config.to_dict().get, size, block_size)
+    if block_size % size:
+        raise RequestError(f"{said} does not divide --block_size, which is {block_size} here. Change one of them.")
+    if (kind := config._attn_implementation) not in ATTENTIONS:
+        raise RequestError(f"{said}: {name} attends by {kind}, and {', '.join(ATTENTIONS)} are exchanged. Drop it.")
+    try:
+        reason = refusal(model)
+    except Exception as error:  # whatever a config says to being shortened
+        reason = f"whether {name} sees other tokens by attention alone could not be found out ({first_line(error)})"
+    if reason:
+        raise RequestError(f"{said}: {reason}. Drop it.")
+
+
+def refusal(model: Any) -> str | None:
+    """Why not; None where it can. A small copy of the model is asked three things: whether all its attention is of the
+    kind that is exchanged, whether that is causal and no more, and whether tokens see others by it alone."""
+    name, twin = type(model).__name__, small_copy(model, PROBE_TOKENS)
+    twin.config._attn_implementation = "sdpa"
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    seen: list[tuple[int, int, int]] = []
+    by_head: set[str] = set()
+
+    def causal(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((query.shape[-1], key.shape[-1], value.shape[-1]))
+        by_head.update(name for name in BY_HEAD if kwargs.get(name) is not None)
+        return sdpa(module, query, key, value, None, *args, **kwargs)
+
+    def silent(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        return query.new_zeros(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
+
+    ids = torch.arange(PROBE_TOKENS)[None]
+    others = torch.cat([ids[:, -1:], ids[:, 1:]], dim=1)  # another first token
+    plain = _logits(twin, ids)
+    try:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = causal
+        is_causal = torch.allclose(_logits(twin, ids), plain, atol=1e-4)
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = silent
+        is_apart = torch.allclose(_logits(twin, ids)[:, 1:], _logits(twin, others)[:, 1:], atol=1e-4)
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+    if not seen:
+        return f"{name} does not attend by transformers' AttentionInterface"
+    if by_head:
+        return f"{name} has attention weights by head ({by_head.pop()}), which are not exchanged"
+    if len(set(seen)) > 1 or len(set(seen[0])) > 1:
+        return f"the heads of {name} differ in size"
+    if not is_apart:
+        return f"tokens of {name} see others not by attention alone"
+    return None if is_causal else f"the attention of {name} does more than to look back"
+
+
+def _logits(twin: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = twin(input_ids=ids, position_ids=torch.arange(PROBE_TOKENS)[None]).logits
+    return logits

@@ -1,0 +1,125 @@
+"""The flag of sequence parallelism, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import RequestError
+from finetune.run.flag import flag
+from finetune.run.on_resume import GOES_ON
+from finetune.run.range import AT_LEAST_ONE
+from finetune.safe_read import read_json_object
+
+if TYPE_CHECKING:
+    from finetune.run.run import Run
+
+# Those that compute causal attention over a whole sequence without a mask (deepspeed 0.19.8, ulysses_sp.py, and
+# accelerate 1.15, DeepSpeedSequenceParallelConfig, which take these; flex_attention is left out by accelerate, too).
+ATTENTIONS = ("sdpa", "flash_attention_2", "flash_attention_3")
+# Flags that count on ranks which read whole rows, or on a model that is called with them.
+REFUSED = {
+    "accelerator_config": "it says how rows are dealt to ranks, and here some ranks read the same ones",
+    "auto_find_batch_size": "the exchange between ranks is made for one micro-batch",
+    "fsdp": "it is DeepSpeed's",
+    "label_smoothing_factor": "the Trainer shifts labels that are shifted already",
+    "neftune_noise_alpha": "its noise depends on how many tokens a rank has",
+    "streaming": "a stream is dealt to all ranks, and here some read the same rows",
+    "teacher": "a teacher would see a part of each text",
+    "torch_compile": "compiled exchanges have not been tried here",
+    "use_liger_kernel": "its loss has not been tried with parts of a text; --loss_chunk_tokens saves the same memory",
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass
+class SequenceArguments:
+    """How a text is spread over ranks (docs/long_context.md)."""
+
+    sequence_parallel_size: int = flag(
+        1,
+        "ranks that share each text, by DeepSpeed's Ulysses; the number of ranks must be a multiple of it",
+        GOES_ON,
+        range=AT_LEAST_ONE,
+    )
+
+
+def sequence_faults(run: Run) -> Iterator[str]:
+    """What flags alone show."""
+    size, said = run.sequence_parallel_size, run.said("sequence_parallel_size")
+    if size == 1:
+        return
+    world, block = run.launch.world_size, run.value("block_size")
+    if world > 1 and world % size:
+        yield (
+            f"{said}, but this run has {world} ranks, which is no multiple of {size}. Give a divisor of {world}, or "
+            f"launch with {size * -(-world // size)} ranks."
+        )
+    if block and block % size:
+        yield f"{said}, which does not divide {run.said('block_size')[2:]}: each rank has as many tokens. Change one."
+    if (attention := run.value("attn_implementation")) not in (None, *ATTENTIONS):
+        yield f"{said}, but {run.said('attn_implementation')}: {attention} is not exchanged. Give one of {_known()}."
+    for name, why in REFUSED.items():
+        if str(run.value(name)).lower() not in ("none", "false", "0", "0.0", ""):
+            yield f"{run.said(name)}, but {said}: {why}. Drop one of the two."
+
+
+def _known() -> str:
+    return ", ".join(ATTENTIONS)
+
+
+def sequence_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
+    """Likewise of a run that is to start on this machine; `deepspeed` is its config, if any."""
+    said = run.said("sequence_parallel_size")
+    if run.sequence_parallel_size == 1:
+        return
+    if not run.value("do_train"):
+        yield f"{said}, which shares texts in training, but {run.said('do_train')}. Drop it."
+    elif run.launch.world_size == 1:
+        size = run.sequence_parallel_size
+        yield f"{said}, but this is one rank. Launch with `deepspeed --num_gpus {size}` or more, or drop it."
+    elif not deepspeed:
+        yield f"{said}, which is DeepSpeed's, but this run is without. Add --deepspeed zero2, for instance."
+
+
+def look_at_heads(run: Run) -> None:
+    """Raises RequestError for a folder whose config.json shows that its attention cannot be shared so, or for a
+    GPT-lite whose heads cannot."""
+    from finetune.run.sizes import gptlite_shape
+
+    name = run.value("model_name_or_path")
+    file = Path(str(name)).expanduser() / "config.json"
+    if run.sequence_parallel_size == 1 or (name and not file.is_file()):
+        return
+    shape = read_json_object(file) if name else gptlite_shape(run.value("model_size"), run.value("config_overrides"))
+    check_heads(shape.get, run.sequence_parallel_size, run.value("block_size"))
+
+
+def check_heads(read: Callable[[str], Any], size: int, block: int | None) -> None:
+    """Raises RequestError where `size` ranks cannot share the attention of a model; `read` gives the values of its
+    config by name, None for what is not there. A rank has whole heads, and the whole text for them."""
+    inner = read("text_config")
+    read = inner.get if isinstance(inner, dict) else read
+    said = f"--sequence_parallel_size {size}"
+    heads = read("num_attention_heads") or read("n_head")
+    keys = read("num_key_value_heads") or heads
+    if isinstance(heads, int) and heads % size:
+        raise RequestError(f"{said} does not divide the model's {heads} attention heads. Give a divisor of {heads}.")
+    if isinstance(keys, int) and keys % size and size % keys:
+        raise RequestError(
+            f"{said}, but the model has {keys} key-value heads: one number must divide the other. Give a divisor or a "
+            f"multiple of {keys}."
+        )
+    kinds = set(read("layer_types") or ())
+    if others := sorted(kinds - {FULL, SLIDING}):
+        raise RequestError(f"{said}: the model has layers of {others[0]}, which see a text in order. Drop it.")
+    window = read("sliding_window") if read("use_sliding_window") is not False else None
+    if isinstance(window, int) and SLIDING in (kinds or {SLIDING}) and (block or window + 1) > window:
+        raise RequestError(
+            f"{said}: the model's layers see {window} tokens back (sliding_window), and shared attention sees all. "
+            f"Give a --block_size of {window} or less, or drop it."
+        )
+    if read("output_router_logits"):
+        raise RequestError(f"{said}: the loss of a router (output_router_logits) is of whole texts. Drop it.")

@@ -1,0 +1,119 @@
+"""What ranks that share texts cannot do is refused before torch is imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import RequestError
+from finetune.plan.from_run import job_of
+from finetune.plan.machine import find_machine
+from finetune.run.flags.sequence import check_heads, look_at_heads, sequence_faults_here
+from finetune.run.launch import Launch
+from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
+from finetune.run.resolve import resolve
+from finetune.run.run import Run
+
+TWO = Launch(world_size=2, local_world_size=2, launcher="torchrun")
+SHARED = ("--sequence_parallel_size", "2")
+
+
+def run_of(*argv: str, launch: Launch = TWO) -> Run:
+    return resolve(CAUSAL_LM, [*SHARED, *argv], launch, is_here=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--block_size", "63"], "does not divide block_size is 63"),
+        (["--attn_implementation", "eager"], "eager is not exchanged. Give one of sdpa, flash_attention_2"),
+        (["--streaming", "True", "--max_steps", "3", "--train_file", "a.txt"], "--streaming is True .* read the same"),
+        (["--teacher", "folder"], "a teacher would see a part of each text"),
+        (["--torch_compile", "True"], "--torch_compile is True"),
+        (["--use_liger_kernel", "True"], "--loss_chunk_tokens saves the same memory"),
+        (["--neftune_noise_alpha", "5"], "--neftune_noise_alpha is 5.0"),
+        (["--auto_find_batch_size", "True"], "made for one micro-batch"),
+        (["--fsdp", "True"], "it is DeepSpeed's"),
+    ],
+)
+def test_a_flag_that_counts_on_whole_rows_is_refused(argv: list[str], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        run_of(*argv)
+
+
+def test_ranks_are_a_multiple_of_the_size() -> None:
+    with pytest.raises(RequestError, match=r"has 3 ranks, which is no multiple of 2.*launch with 4 ranks"):
+        run_of(launch=Launch(world_size=3, launcher="torchrun"))
+    assert run_of(launch=Launch(world_size=4, launcher="torchrun")).data_parallel_size == 2
+
+
+def test_a_run_here_has_several_ranks_deepspeed_and_something_to_train() -> None:
+    assert list(sequence_faults_here(run_of(), "zero2")) == []
+    faults = {
+        "Launch with `deepspeed --num_gpus 2`": (run_of(launch=Launch()), "zero2"),
+        "Add --deepspeed zero2": (run_of(), None),
+        "shares texts in training": (run_of("--do_train", "False"), None),
+    }
+    for said, (run, deepspeed) in faults.items():
+        (fault,) = sequence_faults_here(run, deepspeed)
+        assert said in fault
+
+
+def test_a_pipeline_has_no_such_flag() -> None:
+    argv = [*SHARED, "--pipeline_parallel_size", "2"]
+    with pytest.raises(RequestError, match=r"sequence_parallel_size.*a pipeline's stages read whole texts"):
+        resolve(CAUSAL_LM_PIPELINE, argv, TWO, is_here=False)
+
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "block", "said"),
+    [
+        (HEADS, 3, None, "does not divide the model's 4 attention heads"),
+        ({"n_head": 12}, 5, None, "12 attention heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, None, "3 key-value heads"),
+        ({"text_config": HEADS}, 8, None, "4 attention heads"),
+        ({**HEADS, "sliding_window": 64}, 2, 128, "64 tokens back"),
+        ({**HEADS, "sliding_window": 64}, 2, None, "64 tokens back"),
+        ({**HEADS, "layer_types": ["full_attention", "linear_attention"]}, 2, None, "layers of linear_attention"),
+        ({**HEADS, "output_router_logits": True}, 2, None, "router"),
+    ],
+)
+def test_a_model_whose_attention_cannot_be_shared_is_refused_by_its_config(
+    config: dict[str, Any], size: int, block: int | None, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    argv = ["--model_name_or_path", str(tmp_path), "--sequence_parallel_size", str(size)]
+    argv += [] if block is None else ["--block_size", str(block)]
+    launch = Launch(world_size=size, launcher="torchrun")
+    with pytest.raises(RequestError, match=said):
+        look_at_heads(resolve(CAUSAL_LM, argv, launch, is_here=False))
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "block"),
+    [
+        (HEADS, 4, None),  # two key-value heads are copied
+        ({**HEADS, "sliding_window": 64}, 2, 64),
+        ({**HEADS, "sliding_window": 64, "use_sliding_window": False}, 2, 128),
+        ({**HEADS, "sliding_window": 64, "layer_types": ["full_attention"]}, 2, 128),
+    ],
+)
+def test_a_model_whose_attention_can_be_shared_is_taken(config: dict[str, Any], size: int, block: int | None) -> None:
+    check_heads(config.get, size, block)
+
+
+def test_a_model_from_scratch_is_looked_at_likewise() -> None:
+    with pytest.raises(RequestError, match="3 attention heads"):
+        look_at_heads(run_of("--config_overrides", "num_attention_heads=3,hidden_size=96"))
+
+
+def test_it_is_not_planned_and_says_so() -> None:
+    with pytest.raises(RequestError, match="are not planned yet"):
+        job_of(run_of(), find_machine("cpu"))
