@@ -10,6 +10,8 @@ rotation, or while the final model is put in place; the others come at a random 
 hit one random rank, all ranks at once, or the launcher first and the ranks a random moment later, as a cluster does.
 All is drawn from --seed. A row for each kill and for each chain goes to docs/results/faults.jsonl.
 benchmarks/faults_stock.py does the same to the plain Trainer with DeepSpeed.
+
+    python benchmarks/faults.py --async_save on --runs zero2 zero3 ddp    # checkpoints written beside the training
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ writing = threading.Lock()
 class Chain:
     """One run in one folder, killed and launched again, and what there is to tell of each kill."""
 
-    def __init__(self, name: str, number: int, seed: int, home: Path) -> None:
-        self.name, self.number, self.home = name, number, home
+    def __init__(self, name: str, number: int, seed: int, home: Path, async_save: str = "off") -> None:
+        self.name, self.number, self.home, self.async_save = name, number, home, async_save
         self.run, self.folder = RUNS[name], home / f"{name}-{number}"
         self.generator = random.Random(f"{seed} {name} {number}")
         self.struck: list[dict[str, Any]] = []
@@ -86,7 +88,8 @@ class Chain:
     def launch(self) -> Launch:
         self.durable = newest_durable(self.folder)
         how = "allow" if self.durable is None else "auto"
-        command = self.run.command(self.folder, resume=how, **flags_of(self.name))
+        flags = {**flags_of(self.name), "async_save": self.async_save}
+        command = self.run.command(self.folder, resume=how, **flags)
         return Launch(command, self.folder, self.home / "cache", self.run.ranks)
 
     def hear(self, launch: Launch) -> None:
@@ -119,6 +122,7 @@ class Chain:
         """Whether the run has ended as if nobody had killed it."""
         ended = status == 0 or "nothing is left to do" in launch.output
         row = {"run": self.name, "chain": self.number, "kills": len(self.struck), "ended": ended}
+        row["async_save"] = self.async_save
         uncut = uncut_run(self.name, self.home)
         apart = different_weights(self.folder, uncut) if ended else ["it did not end"]
         row |= {
@@ -174,7 +178,7 @@ def campaign(names: list[str], home: Path, options: argparse.Namespace) -> None:
     def one(of: tuple[str, int]) -> None:
         if time.monotonic() > end:
             return
-        chain = Chain(*of, options.seed, home)
+        chain = Chain(*of, options.seed, home, options.async_save)
         rows = chain.rows(options.kills)
         shutil.rmtree(chain.folder, ignore_errors=True)
         with writing, options.out.open("a") as file:
@@ -200,6 +204,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     equal = sum(not row["weights_apart"] for row in chains)
     seconds = [row["seconds_lost"] for row in kills if row.get("seconds_lost") is not None]
     lines = [f"{len(kills)} kills, {sum(row['moment'] in MOMENTS_OF_SAVES for row in kills)} of them aimed at saves"]
+    hit = sum(str(row.get("hit")).startswith("save") for row in kills)
+    lines += [f"by what was left, {hit} hit a save"]
     lines += [f"resumed {resumed}, with steps lost beyond the last durable save {len(lost)}"]
     lines += [f"chains that ended bit-equal to the uncut run: {equal} of {len(chains)}"]
     lines += (
@@ -216,8 +222,10 @@ def main() -> None:
     parser.add_argument("--chains", type=int, default=3, help="of each run")
     parser.add_argument("--kills", type=int, default=KILLS_PER_CHAIN, help="in each chain")
     parser.add_argument("--seed", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--async_save", default="off", choices=("off", "on"), help="of the runs that are killed")
+    parser.add_argument("--out", type=Path, help="default: docs/results/faults.jsonl, or faults_async.jsonl beside it")
     options = parser.parse_args()
+    options.out = options.out or (OUT if options.async_save == "off" else OUT.with_name("faults_async.jsonl"))
     with tempfile.TemporaryDirectory() as folder:
         campaign(options.runs, Path(folder), options)
     print(summary(list(rows_of(options.out))))

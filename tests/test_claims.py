@@ -53,7 +53,7 @@ SETTINGS = {
     "docs/support.md": ["to 1e-5"],  # the bound of tests/runs/test_reshard_runs.py
     "docs/data.md": ["a Jaccard similarity of 0.8 or more"],
     "docs/check.md": ["twice", "half", "1.0", "4.46", "4.47", "0.16", "8.0"],
-    "docs/checkpoints.md": ["the last 4 MiB are compared", "64 MiB", "half", "two minutes", "90 s"],
+    "docs/checkpoints.md": ["the last 4 MiB are compared", "64 MiB", "half", "256 MiB", "two minutes", "90 s"],
     "docs/compression.md": [
         *("1,000 steps for 0.999", "100 for 0.99", "15% to 20% of runs of 150,000 steps", "and at a quarter 28%"),
         *("Default: half.", "with half of the steps compressed", "1905.13727", "2102.02888", "1/25.6"),

@@ -92,6 +92,7 @@ def job_of(
         loss_chunk_tokens=subject.loss_chunk_tokens,
         device=_device(machine),
         dtype=base_dtype(run, flags["bf16"]),
+        saves_beside=run.value("async_save") in ("auto", "on") and run.value("save_strategy") != "no",
         **_teacher(run, flags["bf16"], params_per_layer, notes),
     )
     if not asked:

@@ -26,6 +26,7 @@ from finetune.plan.zero import Zero
 BESIDE_STEPS = ("evaluation", "saving")  # phases that are no part of a step
 TEACHER = "teacher"
 BATCH, WORKSPACE, BUFFERS, SAVED = "batch", "workspace", "model buffers", "weights being saved"
+COPIED = "copy of a checkpoint"
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune.plan.job import PIPELINE, Job
+from finetune.plan.job import FSDP, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine
-from finetune.plan.memory import SAVED, RankMemory, plan_memory
+from finetune.plan.memory import COPIED, SAVED, RankMemory, plan_memory
 from finetune.plan.seconds import StepSeconds, plan_seconds
+from finetune.plan.values import FP32_BYTES
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,23 @@ def host_of_node(job: Job, ranks: Sequence[RankMemory]) -> dict[str, int]:
     saved = Counter[int]()
     for stage in range(job.stages):
         saved[stage * job.data_parallel_size // job.ranks_per_node] += ranks[stage].saving_host_bytes
-    return {kind: here * size for kind, size in most.items()} | {SAVED: max(saved.values())}
+    held = {kind: here * size for kind, size in most.items()} | {SAVED: max(saved.values())}
+    return held | ({COPIED: copied_bytes(job)} if job.saves_beside else {})
+
+
+def copied_bytes(job: Job) -> int:
+    """Of a checkpoint that is written while the training goes on, on the node of rank 0: the weights, and optimizer
+    states and masters, of which under DeepSpeed each node has its part. FSDP's are written before it goes on."""
+    trained = [tensor for tensor in job.model.tensors if tensor.trains]
+    weights = job.weight_bytes * sum(tensor.elements for tensor in trained)
+    states = sum(job.optimizer.state_bytes(tensor.shape) for tensor in trained)
+    if job.engine == FSDP:
+        return weights
+    if job.engine == TRAINER:
+        return weights + states
+    masters = FP32_BYTES * sum(tensor.elements for tensor in trained)
+    share = min(job.ranks_per_node, job.world_size) / job.world_size
+    return weights * (1 if job.zero.stage == 3 else 2) + int((states + masters) * share)
 
 
 def fits(job: Job, machine: Machine, ranks: Sequence[RankMemory]) -> bool:

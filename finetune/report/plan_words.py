@@ -9,7 +9,7 @@ from finetune.errors import plain
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, PIPE, STATES
 from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.job import FSDP, PIPELINE, TRAINER
-from finetune.plan.memory import BATCH, BUFFERS, SAVED, WORKSPACE
+from finetune.plan.memory import BATCH, BUFFERS, COPIED, SAVED, WORKSPACE
 from finetune.plan.program import ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY
 from finetune.report.text import count_words, gib, number, seconds_words
 
@@ -25,6 +25,7 @@ COLOURS = {
     PARAMETERS: "#0a4dd4", GATHERED: "#22abf4", MASTERS: "#b376a8", STATES: "#00844a", GRADIENTS: "#db941e",
     BUCKETS: "#882255", PIPE: "#60ea9c", WORKSPACE: "#83ad91", BUFFERS: "#734a9a", BATCH: "#d1cefc",
     ACTIVATIONS: "#b51500", GRADIENTS_FLOW: "#f0e442", TEMPORARY: "#abaa59", SAVED: "#fc36d8",
+    COPIED: "#000000",
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ VOID = (
     Void(("eval_delay", "early_stopping_patience"), "eval_strategy", ("no",), "Give --eval_strategy steps or epoch."),
     Void(("logging_steps",), "logging_strategy", ("no", "epoch"), "Give --logging_strategy steps.", "steps"),
     Void(("num_train_epochs",), "max_steps", GIVEN),
-    Void(("save_total_limit", "save_only_model"), "save_strategy", ("no",)),
+    Void(("save_total_limit", "save_only_model", "async_save"), "save_strategy", ("no",)),
     Void(
         ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
         "report_to",

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import TrainerState
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
 from finetune.errors import RequestError
@@ -74,7 +74,24 @@ class SavingMixin(AnyTrainer):
             model = self.accelerator.unwrap_model(self.model)
             once, named = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
             state_dict = {name: weight for name, weight in state_dict.items() if name in once or name not in named}
-        super()._save(output_dir, state_dict)
+        writer = self.saves.beside.writer
+        if writer is None or output_dir is None or not self.args.should_save:
+            super()._save(output_dir, state_dict)
+            return
+        weights = self.accelerator.unwrap_model(self.model).state_dict() if state_dict is None else state_dict
+        write, given = super()._save, state_dict
+        writer.keep_model(Path(output_dir), weights, lambda whole: write(output_dir, given if whole else {}))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As the Trainer's. Where only rank 0 has an optimizer to save, it may be written later."""
+        is_plain = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        writer = self.saves.beside.writer
+        if writer is None or not is_plain or not self.args.should_save:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif writer.keep(Path(output_dir, OPTIMIZER_NAME), self.optimizer.state_dict()):
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = super()._save_checkpoint
@@ -95,6 +112,7 @@ class SavingMixin(AnyTrainer):
 
     def _load_best_model(self) -> None:
         """As the Trainer's, of a checkpoint that verifies; and it may be of another layout."""
+        self.saves.beside.finish()
         best = best_to_load(Path(self.args.output_dir), self.state.best_model_checkpoint)
         if best is not None:
             self.state.best_model_checkpoint = str(best)

@@ -73,7 +73,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.sequence = SequenceParallel(sequence_parallel_size, self.args, self.accelerator)
-        self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0)
+        self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0, async_save="off")
         self.data_files, self.began = UnchangedFiles(()), 0.0
         self.progress: Callable[[], None] = lambda: None  # to be called when a batch is done
         settle_fsdp(self)
@@ -110,7 +110,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.comm_hook = Compression(compression, self) if compression and compression.is_on else None
         if compression and compression.ddp_comm_hook == "onebit_adam":
             self.optimizer_cls_and_kwargs = OneBitAdam, self.get_optimizer_cls_and_kwargs(self.args)[1]
-        own = (self.speed, self.running_loss, GoOn(self), SavesLast(), self.stop, self.nan_guard, self.comm_hook)
+        before = (self.speed, self.running_loss, GoOn(self), SavesLast(), self.saves.beside)
+        own = (*before, self.stop, self.nan_guard, self.comm_hook)
         for callback in filter(None, own):
             self.add_callback(callback)
 
@@ -126,6 +127,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.data_files, self.began = mapped_files(), time.monotonic()
         if self.args.save_strategy != SaveStrategy.NO:
             self.saves.check_space("before the first step")
+            self.saves.beside.choose(self.guards.async_save)
         self.saves.chosen = self.reshard = self.evaluated = None
         if checkpoint:
             self.saves.chosen = Path(checkpoint)
@@ -143,6 +145,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
             close_trackers(self.callback_handler, self.args, self.state, self.control)
             raise
         finally:
+            self.saves.beside.close(gives_time=True)
             self.stop.end_grace()
 
     def create_optimizer(self, model: Any = None) -> Any:

@@ -181,6 +181,17 @@ def test_a_node_holds_what_its_ranks_have_and_one_copy_of_the_weights_that_are_s
     assert two_nodes.host_bytes == 8 * sum(plan_memory(two_nodes.job, V100, 15).host.values()) + weights
 
 
+def test_a_checkpoint_that_is_written_beside_the_training_is_held_a_second_time_by_the_first_node() -> None:
+    base = replace(job("gpt2", 2, 2, 64), optimizer=Optimizer("adam"))
+    beside = replace(base, saves_beside=True)
+    elements = base.model.parameters
+    counters = 4 * len(base.model.tensors)
+    held = plan(beside, V100).host_bytes - plan(base, V100).host_bytes
+    assert held == (2 * base.weight_bytes + 4 + 8) * elements + counters
+    two_nodes = [plan(replace(one, world_size=16), V100).host_bytes for one in (base, beside)]
+    assert two_nodes[1] - two_nodes[0] == 2 * base.weight_bytes * elements + (12 * elements + counters) // 2
+
+
 def test_stages_of_a_pipeline_save_what_they_have_on_the_node_of_their_first_rank() -> None:
     base = replace(job("gptlite-small", 1, 1, 64), engine=PIPELINE, stages=4, accumulation=4)
     saved = [plan_memory(base, V100, stage).saving_host_bytes for stage in range(4)]

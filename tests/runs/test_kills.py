@@ -28,3 +28,15 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing(name: str, kills: in
     assert any(row["durable"] for row in struck), struck  # one at least came after a save
     assert closing["ended"]
     assert (closing["weights_apart"], closing["rows_apart"], closing["left_over"]) == ([], [], [])
+
+
+@pytest.mark.parametrize(("name", "kills", "seed"), [("ddp", 4, 5), ("zero2", 4, 6), ("zero3", 4, 7)])
+def test_so_does_one_whose_checkpoints_are_written_beside_the_training(
+    name: str, kills: int, seed: int, tmp_path: Path
+) -> None:
+    *struck, closing = Chain(name, 0, seed, tmp_path, async_save="on").rows(kills)
+    assert [row["resumed"] for row in struck] == [True] * kills, struck
+    assert [row["lost_steps"] for row in struck] == [0] * kills, struck
+    assert [row["newest_is_whole"] for row in struck] == [True] * kills, struck
+    assert closing["ended"]
+    assert (closing["weights_apart"], closing["rows_apart"], closing["left_over"]) == ([], [], [])

@@ -19,10 +19,11 @@ from tokenizers.models import WordLevel
 from finetune.errors import RunError
 from finetune.run.files import IDENTITY
 from finetune.training.checkpoints import writing
+from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.final import save_final
 from finetune.training.checkpoints.identity import Identity, new_id
 from finetune.training.checkpoints.manifest import Spread, problems, read_manifest
-from finetune.training.checkpoints.writing import About, AtomicFolder
+from finetune.training.checkpoints.writing import About
 from finetune.training.run_folder import explained_disk_errors
 
 ABOUT = About(step=4, epoch=0.5, global_batch_size=32, layout=Spread("ddp", 1))

@@ -18,9 +18,10 @@ from test_manifest import LAYOUT
 
 from finetune.errors import NothingToDoError, RequestError
 from finetune.run.run import Run
+from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.checkpoints.manifest import MANIFEST
-from finetune.training.checkpoints.writing import About, AtomicFolder
+from finetune.training.checkpoints.writing import About
 
 FILES = {
     "model.safetensors": b"w" * 10_000,

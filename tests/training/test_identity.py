@@ -16,6 +16,7 @@ from test_manifest import LAYOUT
 from finetune.errors import RequestError
 from finetune.run.files import IDENTITY
 from finetune.safe_read.values import MOST_YAML_BYTES
+from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.checkpoints.flags_of_before import look_at_flags
 from finetune.training.checkpoints.identity import (
@@ -33,7 +34,7 @@ from finetune.training.checkpoints.identity import (
 )
 from finetune.training.checkpoints.manifest import FileRecord, read_manifest, record_of, write_manifest
 from finetune.training.checkpoints.state import KEPT, RULES, state_problems
-from finetune.training.checkpoints.writing import About, AtomicFolder
+from finetune.training.checkpoints.writing import About
 
 ID, OTHER = "a" * 32, "b" * 32
 LINEAGE = (Stretch(OTHER, 0), Stretch(ID, 4, {"seed": (1, 2), "learning_rate": (1e-3, 5e-4)}))

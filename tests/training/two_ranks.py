@@ -19,8 +19,9 @@ from finetune.run.parse import Setting
 from finetune.run.recipe import Recipe
 from finetune.run.run import Run
 from finetune.training.checkpoints import choice, writing
+from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.manifest import MANIFEST, FileRecord, Spread, record_of
-from finetune.training.checkpoints.writing import About, AtomicFolder
+from finetune.training.checkpoints.writing import About
 
 FOLDER, RANK = Path(sys.argv[1]), int(sys.argv[2])
 

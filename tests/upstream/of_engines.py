@@ -81,6 +81,15 @@ ENGINE = (
         "ops/adam/cpu_adam.py",
         "as above",
     ),
+    Row(
+        "training/checkpoints/deepspeed_writer.py",
+        "deepspeed.runtime.engine:DeepSpeedEngine.checkpoint_engine",
+        "write",
+        "what DeepSpeed saves is copied, and written while the training goes on",
+        "runtime/engine.py: chosen by the config alone, among its own (runtime/checkpoint_engine/utils.py)",
+        "a writer that is handed to initialize()",
+        called_from=("deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",),
+    ),
 )
 
 PIPELINE = (

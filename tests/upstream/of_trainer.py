@@ -28,6 +28,16 @@ PRIVATE = (
     ),
     Row(
         SAVING,
+        f"{TRAINER}_save_optimizer_and_scheduler",
+        "override",
+        "the optimizer's states are copied, and written while the training goes on",
+        "trainer.py: writes them by torch.save",
+        "a place to hand over what is to be written",
+        "self, output_dir",
+        (f"{TRAINER}_save_checkpoint",),
+    ),
+    Row(
+        SAVING,
         f"{TRAINER}_get_output_dir",
         "override",
         "the save above goes into a folder that is renamed, and the Trainer finds no checkpoint there to delete",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from finetune.run.run import Run
 
 POLICIES = ("stop", "skip", "rollback", "off")
+SAVES = ("auto", "on", "off")  # written beside the training
 SHORTEST_HANG_SECONDS = 5.0  # heartbeats come once a second, and a busy machine delays them
 
 
@@ -44,6 +45,13 @@ class GuardArguments:
         GOES_ON,
         range=NOT_NEGATIVE,
     )
+    async_save: str = flag(
+        "off",
+        "write checkpoints while the training goes on, from a copy in host memory: auto does where it is worth it and "
+        "memory allows (docs/checkpoints.md)",
+        GOES_ON,
+        choices=SAVES,
+    )
 
 
 def guard_faults(run: Run) -> Iterator[str]:
@@ -63,4 +71,9 @@ def guard_faults(run: Run) -> Iterator[str]:
         yield (
             f"{run.said('on_nan')}, which goes back to weights and optimizer states, but "
             f"{run.said('save_only_model')}, which saves none of these. Drop one."
+        )
+    if run.value("async_save") == "on" and run.stages is not None:
+        yield (
+            f"{run.said('async_save')}, but a pipeline writes each checkpoint before its next step. Drop it, or "
+            f"{run.without_pipeline}."
         )

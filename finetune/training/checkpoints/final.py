@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from finetune.errors import FinetuneError, RunError, first_line
+from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.manifest import CHECKPOINT, FileRecord, checkpoints_in, hash_of, in_short, shares
 from finetune.training.checkpoints.verifying import verify_together
-from finetune.training.checkpoints.writing import AtomicFolder, every, flush, leads, of_first, rank, ranks, together
+from finetune.training.checkpoints.writing import every, flush, leads, of_first, rank, ranks, together
 
 FINAL = "final"  # where it is put together
 Shapes = Mapping[str, Sequence[int]]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from finetune.errors import RunError
 from finetune.training.checkpoints.writing import leads, together
@@ -39,6 +43,26 @@ def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
     elif trainer.is_fsdp_enabled:
         weights += weights
     return int(MARGIN * (weights + states)) + OTHER_BYTES
+
+
+def copied_bytes(trainer: Any, size: int) -> int:
+    """Of a checkpoint of `size` bytes, about what the ranks of the fullest host copy: DeepSpeed's and FSDP's ranks each
+    their part, rank 0 the weights beside it, and without these rank 0 all."""
+    ranks = int(trainer.args.world_size)
+    hosts = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    if hosts == 1 or not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
+        return size
+    counts = [(getattr(p, "ds_numel", p.numel()), p.element_size()) for p in trainer.model.parameters()]
+    return min(size, size // hosts + int(sum(count * width for count, width in counts)))
+
+
+def free_memory() -> int:
+    """Bytes that this host may still give, and its control group (version 2)."""
+    free = int(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError, IndexError):  # "max", for no limit
+        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().split("::")[1].strip().lstrip("/")
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return free
 
 
 def stage_bytes(counts: list[int], optim: str, has_momentum: bool, weights_only: bool) -> int:

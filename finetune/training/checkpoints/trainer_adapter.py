@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune.run.files import STATE_FILE
+from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.final import note_place_of_best
 from finetune.training.checkpoints.manifest import Spread
 from finetune.training.checkpoints.rotation import Keeper
 from finetune.training.checkpoints.space import check_space, trainer_bytes
-from finetune.training.checkpoints.writing import About, AtomicFolder
+from finetune.training.checkpoints.trainer_beside import SavesBeside
+from finetune.training.checkpoints.writing import About
 
 
 class TrainerSaves:
@@ -21,6 +23,7 @@ class TrainerSaves:
         self.trainer = trainer
         self.keeper = Keeper(Path(trainer.args.output_dir))
         self.saved_bytes = 0  # of the last checkpoint, all files
+        self.beside = SavesBeside(self)
         self.chosen: Path | None = None  # the checkpoint that the run goes on from
 
     @property
@@ -31,12 +34,18 @@ class TrainerSaves:
     def save(self, write: Callable[[], None]) -> None:
         """`write` is the Trainer's own saving, sent to the unfinished folder; its paths are then made those to come."""
         trainer, state, place, about = self.trainer, self.trainer.state, self.place, self._about()
+        self.beside.finish(place.name)
         self.check_space(f"step {about.step}")
-        with (whole := AtomicFolder(place, about)) as folder:
+        beside = self.beside.of(about)
+        with (whole := AtomicFolder(place, about, beside)) as folder:
             write()
             note_place_of_best(state, place)
             if trainer.args.should_save:
                 state.save_to_json(str(folder / STATE_FILE))
+        if beside is not None:
+            if trainer.stop.agreed:  # the run ends here
+                beside.finish()
+            return
         self.saved_bytes = whole.bytes
         if trainer.is_world_process_zero():
             self.keeper.trust(place)
@@ -49,8 +58,11 @@ class TrainerSaves:
 
     def check_space(self, when: str) -> None:
         """Raises RunError where there is too little for the next."""
-        needed = self.saved_bytes or trainer_bytes(self.trainer, self._about().layout.zero_stage)
-        check_space(Path(self.trainer.args.output_dir), needed, when)
+        check_space(Path(self.trainer.args.output_dir), self.expected_bytes(), when)
+
+    def expected_bytes(self) -> int:
+        """Of the next checkpoint, all ranks together."""
+        return self.saved_bytes or trainer_bytes(self.trainer, self._about().layout.zero_stage)
 
     def _about(self) -> About:
         trainer, ranks = self.trainer, self.trainer.args.world_size

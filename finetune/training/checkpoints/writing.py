@@ -1,4 +1,4 @@
-"""A folder that is whole or not there, written by all ranks together."""
+"""What makes a folder whole or not there: the words of ranks with one another, flushes, the manifest and the rename."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from finetune.training.checkpoints.manifest import (
     FileRecord,
     Manifest,
     Spread,
-    files_of,
     record_of,
-    shares,
     write_manifest,
 )
 from finetune.versions import versions
@@ -42,7 +40,7 @@ T = TypeVar("T")
 
 
 class OtherRankError(RunError):
-    """What a library or the system told another rank."""
+    """What a library or the system told another rank, or the process that writes for this one."""
 
 
 @dataclass(frozen=True)
@@ -56,100 +54,49 @@ class About:
     identity: Identity | None = None
 
 
-class AtomicFolder:
-    """Writes one folder, all ranks together: `with AtomicFolder(place, about) as folder`, and it is there with its
-    manifest and on the disk, or it is not. Without `about` it gets no manifest.
+@contextmanager
+def explained(place: Path) -> Iterator[None]:
+    """What a disk says of `place`, as a RunError; a full one is explained further out."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError | OtherRankError) and not any(word in str(error) for word in WRITERS_WORDS):
+            raise
+        raise RunError(
+            f"{place} could not be saved: {first_line(error)}. Earlier checkpoints are whole. Fix that, then "
+            "--resume auto."
+        ) from error
 
-    What is written is `unfinished-NAME/NAME`: libraries that choose the last name themselves can be sent there.
-    """
 
-    def __init__(self, place: Path, about: About | None) -> None:
-        self.place, self.about = place, about
-        self.outer = outer_of(place)
-        self.folder = self.outer / place.name
-        self.records: dict[str, FileRecord] = {}
+def record_on_disk(folder: Path, name: str, size: int, rank: int) -> FileRecord:
+    """A file on the disk, as `rank` reads it, which rank 0 may have seen in another size. Raises RunError then."""
+    record = record_of(folder / name, to_disk=True)
+    if record.bytes != size:
+        raise RunError(
+            f"{folder / name}: rank 0 sees {size:,} bytes and rank {rank} reads {record.bytes:,}. Something "
+            "else writes there, or the hosts do not see the same disk. Earlier checkpoints are whole; fix that, "
+            "then --resume auto."
+        )
+    return record
 
-    def __enter__(self) -> Path:
-        with self._explained():
-            together(self._make)
-            together(self._see)
-        return self.folder
 
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        # Where it failed, the unfinished folder stays under a name that nobody resumes from. The other ranks may be
-        # anywhere in a library's collectives: the launcher ends them once this one has.
-        with self._explained():
-            if error is not None:
-                raise error
-            barrier()
-            sizes = of_first(together(lambda: files_of(self.folder)[0] if leads() else {}))
-            names = shares(sizes, ranks())[rank()]
-            own = together(lambda: {name: self._record(name, sizes[name]) for name in names})
-            self.records = {name: record for part in every(own) for name, record in part.items()}
-            together(self._commit)
-
-    @property
-    def bytes(self) -> int:
-        """Once it has its place."""
-        return sum(record.bytes for record in self.records.values())
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """What a disk says, as a RunError; a full one is explained further out."""
-        try:
-            yield
-        except Exception as error:
-            if not isinstance(error, OSError | OtherRankError) and not any(
-                word in str(error) for word in WRITERS_WORDS
-            ):
-                raise
-            raise RunError(
-                f"{self.place} could not be saved: {first_line(error)}. Earlier checkpoints are whole. Fix that, then "
-                "--resume auto."
-            ) from error
-
-    def _make(self) -> None:
-        if leads():
-            shutil.rmtree(self.outer, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-
-    def _see(self) -> None:
-        end = time.monotonic() + SHARED_DISK_SECONDS
-        while not self.folder.is_dir():
-            if time.monotonic() > end:
-                raise RunError(
-                    f"{self.folder}: rank 0 has made it, but this rank does not see it. Use a shared folder."
-                )
-            time.sleep(0.1)
-
-    def _record(self, name: str, size: int) -> FileRecord:
-        """On the disk, as this rank reads it, which rank 0 may have seen in another size."""
-        record = record_of(self.folder / name, to_disk=True)
-        if record.bytes != size:
-            raise RunError(
-                f"{self.folder / name}: rank 0 sees {size:,} bytes and rank {rank()} reads {record.bytes:,}. Something "
-                "else writes there, or the hosts do not see the same disk. Earlier checkpoints are whole; fix that, "
-                "then --resume auto."
-            )
-        return record
-
-    def _commit(self) -> None:
-        if not leads():
-            return
-        if self.about is not None:
-            about = self.about
-            saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            if about.identity is not None:
-                self.records[IDENTITY] = write_identity(self.folder, about.identity.at(about.step, self.records))
-            files = dict(sorted(self.records.items()))
-            found = (about.step, about.epoch, saved, about.global_batch_size, about.layout, versions(), files)
-            write_manifest(self.folder, Manifest(*found))
-        for base, _, _ in os.walk(self.folder, topdown=False):
-            flush(Path(base))
-        put_in_place(self.folder, self.place)
-        shutil.rmtree(self.outer, ignore_errors=True)
-        if self.about is not None:
-            point_to(self.place)
+def commit(place: Path, about: About | None, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    """The folder, whose files are on the disk, gets its manifest and its name. Returns its files. One rank calls it."""
+    folder, outer = folder_of(place), outer_of(place)
+    if about is not None:
+        saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        if about.identity is not None:
+            records = {**records, IDENTITY: write_identity(folder, about.identity.at(about.step, records))}
+        files = dict(sorted(records.items()))
+        found = (about.step, about.epoch, saved, about.global_batch_size, about.layout, versions(), files)
+        write_manifest(folder, Manifest(*found))
+    for base, _, _ in os.walk(folder, topdown=False):
+        flush(Path(base))
+    put_in_place(folder, place)
+    shutil.rmtree(outer, ignore_errors=True)
+    if about is not None:
+        point_to(place)
+    return records
 
 
 def write_identity(folder: Path, identity: Identity) -> FileRecord:
@@ -161,6 +108,11 @@ def write_identity(folder: Path, identity: Identity) -> FileRecord:
 def outer_of(place: Path) -> Path:
     """Where `place` is while it is being written."""
     return place.with_name(UNFINISHED + place.name)
+
+
+def folder_of(place: Path) -> Path:
+    """In that."""
+    return outer_of(place) / place.name
 
 
 def put_in_place(folder: Path, place: Path) -> None:

@@ -103,6 +103,9 @@ class Suspect:
         """As after a step that was taken, where the engine has not done it."""
         raise NotImplementedError
 
+    def finish_saves(self) -> None:
+        """So that the newest checkpoint has its place. Every rank calls it."""
+
     def can_load(self, folder: Path) -> bool:
         """Whether the engine reads this checkpoint as it stands. May raise RequestError."""
         raise NotImplementedError
@@ -213,6 +216,7 @@ class NanGuard(TrainerCallback):
             )
         what, checkpoint = "the step is left out", None
         if policy == "rollback":
+            self.suspect.finish_saves()
             checkpoint = of_first(together(lambda: self._newest(Path(args.output_dir)) if leads() else None))
             if checkpoint is None:
                 back = self.back_at

@@ -19,11 +19,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from finetune.errors import RequestError
 from finetune.run.files import PIPELINE_RECORD, STATE_FILE
 from finetune.safe_read import read_json_object
+from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.final import open_final, save_final
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.manifest import Spread
 from finetune.training.checkpoints.space import OTHER_BYTES, check_space, stage_bytes
-from finetune.training.checkpoints.writing import About, AtomicFolder, every, leads, rank
+from finetune.training.checkpoints.writing import About, every, leads, rank
 from finetune.training.pipeline.engine import Built, Named
 from finetune.training.pipeline.files import FlatStates, file_name, find_tensors, read_tensor
 from finetune.training.pipeline.stages import Cut, owned

@@ -1,0 +1,261 @@
+r"""What a save stalls a run by: synchronous, beside the training, and as stock libraries save, by turns.
+
+    python benchmarks/async_save.py                      # 7, 31 and 69 M parameters, 1 rank and 2 under ZeRO-2
+    python benchmarks/async_save.py --sizes 4x256 --repeats 7
+
+The stall is the time from the call that saves to its return, on the slowest rank. `sync` and `async` are ours, by
+--async_save off and on; `stock` is the stock Trainer's save on one rank, and DeepSpeed's save_checkpoint under ZeRO-2,
+which end while the disk has yet to take the bytes; `dcp` is torch.distributed.checkpoint.async_save of the same states
+(one rank). `memcpy` copies as many bytes as the async save has copied on the fullest rank, into memory that is there.
+`step_during` are the seconds of the steps that follow an async save, while it is written, and `step_alone` of as many
+without one, just before. Writes docs/results/async_save.json and its page. Ratios are of each turn's own figures, for
+other work on the machine slows all of a turn alike. Run it on a quiet machine for seconds that mean something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from durability_runs import REPO, environment, launcher
+from releases import in_words, versions
+
+OUT = REPO / "docs" / "results" / "async_save.json"
+SIZES = ("4x256", "6x512", "8x768")  # layers x hidden size
+LAYOUTS = {"plain": (1, None), "zero2": (2, "zero2")}
+REPEATS, STEPS = 5, 3
+BATCH = 2  # of 128 tokens a rank: a write then lasts for several steps
+MODES = ("sync", "async", "stock", "dcp", "memcpy", "step_alone", "step_during")
+
+
+def built(size: str, deepspeed: str | None, folder: Path, kind: Any) -> Any:
+    """A Trainer after two steps, whose optimizer has its states."""
+    from saving import CONTEXT, VOCABULARY, Tokens
+    from transformers import TrainingArguments, set_seed
+
+    from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+
+    set_seed(0)
+    layers, width = map(int, size.split("x"))
+    config = GPTLiteConfig(vocab_size=VOCABULARY, num_hidden_layers=layers, hidden_size=width,
+                           num_attention_heads=width // 64, max_position_embeddings=CONTEXT)  # fmt: skip
+    file = str(REPO / "ds_configs" / f"{deepspeed}.json") if deepspeed else None
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=2, per_device_train_batch_size=BATCH, save_strategy="no", report_to=[],
+        save_total_limit=1, disable_tqdm=True, logging_strategy="no", use_cpu=True, deepspeed=file,
+        accelerator_config={"use_configured_state": True} if file else None,
+    )  # fmt: skip
+    trainer = kind(model=GPTLiteForCausalLM(config), args=arguments, train_dataset=Tokens(64))
+    trainer.train()
+    return trainer
+
+
+class Rank:
+    """One rank's part of a launch."""
+
+    def __init__(self, size: str, deepspeed: str | None, folder: Path) -> None:
+        import torch
+        from accelerate import PartialState
+        from transformers import Trainer
+
+        from finetune.training.trainer import FinetuneTrainer
+
+        if deepspeed:
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+            PartialState(backend="gloo")
+        self.torch, self.folder = torch, folder
+        self.ours = built(size, deepspeed, folder / "ours", FinetuneTrainer)
+        self.stock = None if deepspeed else built(size, None, folder / "stock", Trainer)
+        beside = self.ours.saves.beside
+        beside.choose("on")
+        beside.on_train_begin(self.ours.args, self.ours.state, self.ours.control)
+        self.beside, self.writer = beside, beside.writer
+        self.batch = self.ours.data_collator([self.ours.train_dataset[i] for i in range(BATCH)])
+        if not deepspeed:
+            address = f"file://{folder}/meet"
+            torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+
+    def timed(self, do: Callable[[], Any]) -> float:
+        self.torch.distributed.barrier()
+        begun = time.perf_counter()
+        do()
+        own = self.torch.tensor([time.perf_counter() - begun], dtype=torch_double())
+        self.torch.distributed.all_reduce(own, self.torch.distributed.ReduceOp.MAX)
+        return float(own)
+
+    def turn(self, number: int) -> dict[str, Any]:
+        """Each mode once; which comes first changes with the turn."""
+        modes = [("sync", self.sync), ("async", self.async_), ("stock", self.stocks), ("dcp", self.dcp)]
+        found: dict[str, Any] = {}
+        for name, mode in modes[number % 4 :] + modes[: number % 4]:
+            if name != "dcp" or self.stock is not None:
+                found |= mode()
+            self.settle()
+        return found
+
+    def settle(self) -> None:
+        """So that none pays for the bytes of another."""
+        self.torch.distributed.barrier()
+        if self.ours.is_world_process_zero():
+            os.sync()
+        self.torch.distributed.barrier()
+
+    def save(self, trainer: Any) -> float:
+        trainer.state.global_step += 1
+        return self.timed(lambda: trainer._save_checkpoint(trainer.model, trial=None))
+
+    def sync(self) -> dict[str, Any]:
+        self.beside.writer = None
+        found = {"sync": self.save(self.ours)}
+        self.beside.writer = self.writer
+        return found
+
+    def async_(self) -> dict[str, Any]:
+        alone = self.timed(self.steps) / STEPS
+        stall = self.save(self.ours)
+        begun = time.perf_counter()
+        during = self.timed(self.steps) / STEPS
+        self.beside.finish()
+        own = max(sum(self.writer.memory.used), 1)
+        sizes = self.torch.tensor([own])
+        self.torch.distributed.all_reduce(sizes, self.torch.distributed.ReduceOp.MAX)
+        found = {"async": stall, "step_alone": alone, "step_during": during, "copied_bytes": int(sizes)}
+        return {**found, "memcpy": self.memcpy(own), "written_after": time.perf_counter() - begun}
+
+    def memcpy(self, size: int) -> float:
+        one, other = (self.torch.ones(size, dtype=self.torch.uint8) for _ in range(2))
+        return self.timed(lambda: other.copy_(one))
+
+    def stocks(self) -> dict[str, Any]:
+        if self.stock is not None:
+            return {"stock": self.save(self.stock)}
+        place = str(self.folder / "deepspeed")
+        took = self.timed(lambda: self.ours.deepspeed.save_checkpoint(place))
+        if self.ours.is_world_process_zero():
+            shutil.rmtree(place)
+        return {"stock": took}
+
+    def dcp(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint import async_save
+
+        states = {"model": self.ours.model.state_dict(), "optimizer": self.ours.optimizer.optimizer.state_dict()}
+        place, saved = self.folder / "dcp", []
+        took = self.timed(lambda: saved.append(async_save(states, checkpoint_id=place)))
+        saved[0].result()
+        shutil.rmtree(place)
+        return {"dcp": took}
+
+    def steps(self) -> None:
+        trainer = self.ours
+        for _ in range(STEPS):
+            trainer.training_step(trainer.model_wrapped, dict(self.batch), None)
+            if not trainer.is_deepspeed_enabled:  # whose engine steps as it goes back
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
+
+
+def torch_double() -> Any:
+    import torch
+
+    return torch.float64
+
+
+def measure(options: argparse.Namespace) -> None:
+    """A launch's ranks; the first writes the rows."""
+    size, layout = options.part
+    rank = Rank(size, LAYOUTS[layout][1], options.folder)
+    turns = [rank.turn(number) for number in range(options.repeats + 1)][1:]  # the first gets its memory and files
+    if rank.ours.is_world_process_zero():
+        count = sum(p.numel() for p in rank.ours.model.parameters())
+        rows = [{"parameters": count, "layout": layout, "turn": at, **turn} for at, turn in enumerate(turns)]
+        options.rows.write_text(json.dumps(rows))
+    rank.beside.close()
+
+
+def render(found: dict[str, Any]) -> str:
+    """docs/results/async_save.md"""
+    rows = found["rows"]
+    head = ("parameters", "layout", "copied", "memcpy", "async", "sync", "stock", "DCP async", "async / memcpy")
+    head = (*head, "async / stock", "async / sync", "step beside a write / alone")
+    lines = [" | ".join(head), " | ".join("---:" for _ in head)]
+    for count, layout in dict.fromkeys((row["parameters"], row["layout"]) for row in rows):
+        own = [row for row in rows if (row["parameters"], row["layout"]) == (count, layout)]
+        cells = [f"{count / 1e6:.0f} M", layout, f"{own[0]['copied_bytes'] / 2**20:,.0f} MiB"]
+        cells += [_median(own, name) for name in ("memcpy", "async", "sync", "stock", "dcp")]
+        pairs = (("async", "memcpy"), ("async", "stock"), ("async", "sync"), ("step_during", "step_alone"))
+        lines.append(" | ".join([*cells, *(_ratio(own, *pair) for pair in pairs)]))
+    every = [" | ".join(("parameters", "layout", "turn", *MODES, "whole after")), " | ".join(["---:"] * 11)]
+    for row in rows:
+        cells = [f"{row['parameters'] / 1e6:.0f} M", row["layout"], str(row["turn"])]
+        cells += [f"{1e3 * row[name]:,.0f}" if name in row else "-" for name in (*MODES, "written_after")]
+        every.append(" | ".join(cells))
+    tables = ["\n".join(f"| {line} |" for line in part) for part in (lines, every)]
+    return PAGE.format(table=tables[0], rows=tables[1], versions=in_words(found["versions"]), repeats=found["repeats"])
+
+
+PAGE = """# What a save stalls a run by
+
+Medians of {repeats} turns, in ms, on two CPU cores without a GPU that other work shared: seconds are upper bounds, and
+the ratios are medians of those of each turn, with the least and the most. {versions}.
+`python benchmarks/async_save.py` makes this page; its head says what each column is.
+
+{table}
+
+The first save of a run is left out: it gets its memory, and has transformers write the weights once. Not shown: GPUs,
+several hosts, FSDP (whose files are written before training goes on, and only hashed and flushed beside it), and
+disks other than this machine's.
+
+## Every turn, in ms
+
+{rows}
+"""
+
+
+def _median(rows: list[dict[str, Any]], name: str) -> str:
+    values = [row[name] for row in rows if name in row]
+    return f"{1e3 * statistics.median(values):,.0f}" if values else "-"
+
+
+def _ratio(rows: list[dict[str, Any]], one: str, other: str) -> str:
+    ratios = sorted(row[one] / row[other] for row in rows)
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES))
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: that of temporary files)")
+    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        measure(options)
+        return
+    rows = []
+    for size in options.sizes:
+        for layout, (ranks, _) in LAYOUTS.items():
+            with tempfile.TemporaryDirectory(dir=options.folder) as name:
+                words = ["--part", size, layout, "--folder", name, "--rows", f"{name}/rows.json"]
+                words += ["--repeats", str(options.repeats)]
+                command = [*launcher(ranks), __file__, *words]
+                subprocess.run(command, check=True, env=environment(Path(name) / "cache"), stdout=sys.stderr)
+                rows += json.loads(Path(name, "rows.json").read_text())
+            print(f"{size} {layout}", flush=True)
+            found = {"versions": versions(), "repeats": options.repeats, "rows": rows}
+            OUT.write_text(json.dumps(found, indent=1) + "\n")
+    subprocess.run([sys.executable, str(Path(__file__).with_name("pages.py")), "async_save"], check=True)
+
+
+if __name__ == "__main__":
+    main()

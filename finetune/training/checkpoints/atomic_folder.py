@@ -1,0 +1,106 @@
+"""A folder that is whole or not there, written by all ranks together."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from finetune.errors import RunError
+from finetune.training.checkpoints.manifest import FileRecord, files_of, shares
+from finetune.training.checkpoints.writing import (
+    SHARED_DISK_SECONDS,
+    About,
+    barrier,
+    commit,
+    every,
+    explained,
+    folder_of,
+    leads,
+    of_first,
+    outer_of,
+    rank,
+    ranks,
+    record_on_disk,
+    together,
+)
+
+
+class Handed(Protocol):
+    """Who writes and commits beside what goes on (finetune.training.checkpoints.trainer_adapter)."""
+
+    def begin(self, place: Path) -> None:
+        """The ranks begin to write."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the files that it will write of this rank's."""
+
+    def hand_over(self, sizes: dict[str, int]) -> None:
+        """All that is still to be done; `sizes` are of this rank's share of the files that are there."""
+
+
+class AtomicFolder:
+    """Writes one folder, all ranks together: `with AtomicFolder(place, about) as folder`, and it is there with its
+    manifest and on the disk, or it is not. Without `about` it gets no manifest. With `beside` it will be there later.
+
+    What is written is `unfinished-NAME/NAME`: libraries that choose the last name themselves can be sent there.
+    """
+
+    def __init__(self, place: Path, about: About | None, beside: Handed | None = None) -> None:
+        self.place, self.about, self.beside = place, about, beside
+        self.outer, self.folder = outer_of(place), folder_of(place)
+        self.records: dict[str, FileRecord] = {}
+
+    def __enter__(self) -> Path:
+        with explained(self.place):
+            together(self._make)
+            together(self._see)
+            if self.beside is not None:
+                self.beside.begin(self.place)
+        return self.folder
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        # Where it failed, the unfinished folder stays under a name that nobody resumes from. The other ranks may be
+        # anywhere in a library's collectives: the launcher ends them once this one has.
+        with explained(self.place):
+            if error is not None:
+                raise error
+            barrier()
+            later = {name for names in every(self.beside.names) for name in names} if self.beside else set()
+            sizes = of_first(together(lambda: self._sizes(later) if leads() else {}))
+            names = shares(sizes, ranks())[rank()]
+            if self.beside is not None:
+                beside = self.beside
+                together(lambda: beside.hand_over({name: sizes[name] for name in names}))
+                return
+            own = together(lambda: {name: record_on_disk(self.folder, name, sizes[name], rank()) for name in names})
+            self.records = {name: record for part in every(own) for name, record in part.items()}
+            together(self._commit)
+
+    @property
+    def bytes(self) -> int:
+        """Once it has its place."""
+        return sum(record.bytes for record in self.records.values())
+
+    def _sizes(self, later: set[str]) -> dict[str, int]:
+        return {name: size for name, size in files_of(self.folder)[0].items() if name not in later}
+
+    def _make(self) -> None:
+        if leads():
+            shutil.rmtree(self.outer, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+
+    def _see(self) -> None:
+        end = time.monotonic() + SHARED_DISK_SECONDS
+        while not self.folder.is_dir():
+            if time.monotonic() > end:
+                raise RunError(
+                    f"{self.folder}: rank 0 has made it, but this rank does not see it. Use a shared folder."
+                )
+            time.sleep(0.1)
+
+    def _commit(self) -> None:
+        if leads():
+            self.records = commit(self.place, self.about, self.records)

@@ -1,0 +1,137 @@
+"""Saving beside the training, a rank's side: it copies what it would write, and a process of its own writes that
+(finetune.training.checkpoints.writer_process)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.training.checkpoints.copies import Memory, copied, copied_weights
+from finetune.training.checkpoints.learned import Learned
+from finetune.training.checkpoints.writer_process import Copy, Job, Report, main
+from finetune.training.checkpoints.writing import OtherRankError, folder_of
+
+ENDING_SECONDS = 10.0  # that a run which fails gives to a checkpoint that is being written
+
+
+class Writer:
+    """The process and the memory of this rank. One checkpoint at a time: `begin`, `keep` for each file, `hand_over`,
+    and then `wait` for what its process reports."""
+
+    def __init__(self) -> None:
+        self.memory = Memory(os.memfd_create("finetune-checkpoint"))
+        self.learned = Learned()
+        self.folder: Path | None = None  # into which the ranks write just now
+        self.copies: list[Copy] = []
+        self.reports: list[Report] = []  # on the job under way
+        self.commits = False  # whether the checkpoint gets its place here
+        self.start()
+
+    def start(self) -> None:
+        """Where it has died between two saves, anew."""
+        own, other = Pipe()
+        words = [str(number) for number in (other.fileno(), self.memory.handle, os.getpid())]
+        # It imports what this process can. It needs no GPU, and is not to say which accelerator it finds.
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        env["PYTHONSAFEPATH"] = "1"  # and nothing of the folder that the run was started in
+        command = [sys.executable, "-c", f"from {main.__module__} import main; main()", *words]
+        self.process = subprocess.Popen(command, env=env, pass_fds=(other.fileno(), self.memory.handle))
+        other.close()
+        self.connection: Connection = own
+
+    def begin(self, place: Path) -> None:
+        if self.process.poll() is not None:
+            self.start()
+        self.memory.clear()
+        self.folder, self.copies, self.reports = folder_of(place), [], []
+
+    @property
+    def names(self) -> list[str]:
+        return [copy.name for copy in self.copies]
+
+    def keep(self, path: str | Path, content: Any, is_zip: bool = True) -> bool:
+        """What torch.save would write to `path`. False where it is for the caller to write: no save is under way, or
+        classes are in it that only this process knows."""
+        if self.folder is None or not Path(path).is_relative_to(self.folder):
+            return False
+        pickled = copied(content, self.memory)
+        if b"__main__" in pickled:
+            return False
+        self.copies.append(Copy(str(Path(path).relative_to(self.folder)), pickled, is_zip=is_zip))
+        return True
+
+    def keep_model(self, folder: Path, weights: dict[str, torch.Tensor], write: Callable[[bool], None]) -> None:
+        """What `write` writes of `weights` into the checkpoint: the first time by itself. It is told whether to write
+        the weights, or all but these."""
+        known = self.learned.of(weights) if folder == self.folder else None
+        if known is None:
+            write(True)
+            if folder == self.folder:
+                self.learned.look(folder, weights)
+            return
+        write(False)
+        ours = {name: weights[name] for name in known.names}
+        self.copies.append(Copy(known.file, copied_weights(ours, self.memory), known.metadata))
+
+    def hand_over(self, job: Job) -> None:
+        self.folder, self.commits = None, job.keeper is not None
+        words = bytearray(pickle.dumps(replace(job, copies=tuple(self.copies))))
+        place = self.memory.put(torch.frombuffer(words, dtype=torch.uint8))  # a pipe would hold few of them
+        self.connection.send((place, len(words), self.memory.segments))
+
+    def look(self) -> str | None:
+        """What has gone wrong with the checkpoint under way, if it has; waits for nothing."""
+        with suppress(EOFError, OSError):
+            while self.connection.poll():
+                self.reports.append(self.connection.recv())
+        failed = next((report for report in self.reports if report.error), None)
+        if failed is not None:
+            return failed.error
+        status = self.process.poll()
+        if status is None or any(report.is_whole or not self.commits for report in self.reports):
+            return None
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"the process that writes it {how}"
+
+    def is_done(self) -> bool:
+        """Whether nothing is left to do here of the job under way."""
+        return self.look() is None and any(report.is_whole or not self.commits for report in self.reports)
+
+    def wait(self, whole: bool) -> Report:
+        """Until this part is on the disk, or the `whole` checkpoint in its place. Raises OtherRankError or OSError."""
+        while True:
+            error = self.look()
+            found = [report for report in self.reports if report.is_whole or not whole]
+            if error is not None:
+                number = next((report.errno for report in self.reports if report.error), None)
+                raise OSError(number, os.strerror(number)) if number else OtherRankError(error)
+            if found:
+                return found[-1]
+            with suppress(EOFError, OSError):
+                self.connection.poll(0.2)
+
+    def close(self, gives_time: bool = False) -> None:
+        """The process ends; with `gives_time` it may finish what is under way first."""
+        end = time.monotonic() + ENDING_SECONDS
+        while gives_time and self.folder is None and self.look() is None and not self.is_done():
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+        os.close(self.memory.handle)

@@ -1,0 +1,135 @@
+"""The process of a rank that writes checkpoints beside the training: what the rank has copied, and then, as a save
+without it does, hashes, flushes, and on rank 0 the manifest and the rename.
+
+The ranks' writers need no collectives: each leaves what its files are beside the folder, and that of rank 0 waits for
+all of them. It ends with its rank, whatever that dies of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from finetune.training.checkpoints.copies import Memory, restored, restored_weights
+from finetune.training.checkpoints.manifest import FileRecord, record_of
+from finetune.training.checkpoints.rotation import Keeper, Marks
+from finetune.training.checkpoints.writing import About, commit, folder_of, outer_of, record_on_disk
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+NICENESS = 10  # what it does can wait for a step
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A file to come, by its name in the checkpoint: of torch.save, or of safetensors where there is `metadata`."""
+
+    name: str
+    content: Any
+    metadata: dict[str, str] | None = None
+    is_zip: bool = True
+
+    def write(self, folder: Path, memory: Memory) -> FileRecord:
+        path = folder / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self.metadata is not None:
+            save_file(restored_weights(self.content, memory), path, self.metadata)
+        else:
+            torch.save(restored(self.content, memory), path, _use_new_zipfile_serialization=self.is_zip)
+        return record_of(path, to_disk=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's part of a checkpoint. `sizes` are those of the files that are there already, this rank's share. The
+    `keeper` is rank 0's."""
+
+    place: Path
+    about: About
+    rank: int
+    ranks: int
+    sizes: dict[str, int]
+    copies: tuple[Copy, ...]
+    keeper: Keeper | None = None
+    limit: int | None = None
+    best: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """That a rank's part is on the disk; that the checkpoint has its place, of so many bytes; or what was met."""
+
+    is_whole: bool = False
+    bytes: int = 0
+    trusted: dict[Path, Marks] = field(default_factory=dict)
+    error: str | None = None
+    errno: int | None = None
+
+
+def reports(job: Job, memory: Memory, connection: Connection) -> Iterator[Report]:
+    """Of a job, while it is done."""
+    folder, outer = folder_of(job.place), outer_of(job.place)
+    own = {copy.name: copy.write(folder, memory) for copy in job.copies}
+    own |= {name: record_on_disk(folder, name, size, job.rank) for name, size in job.sizes.items()}
+    _tell(outer, job.rank, own)
+    yield Report()
+    if job.keeper is None:
+        return
+    records = {name: record for rank in range(job.ranks) for name, record in _told(outer, rank, connection).items()}
+    records = commit(job.place, job.about, records)
+    job.keeper.trust(job.place)
+    job.keeper.rotate(job.limit, job.place, job.best)
+    yield Report(True, sum(record.bytes for record in records.values()), job.keeper.trusted)
+
+
+def _tell(outer: Path, rank: int, records: dict[str, FileRecord]) -> None:
+    temporary = outer / f"rank-{rank}.unfinished"
+    temporary.write_text(json.dumps({name: asdict(record) for name, record in records.items()}), encoding="utf-8")
+    temporary.replace(outer / f"rank-{rank}.json")
+
+
+def _told(outer: Path, rank: int, connection: Connection) -> dict[str, FileRecord]:
+    """By another rank's writer. Where it fails, its rank says so, and this rank closes the connection."""
+    path = outer / f"rank-{rank}.json"
+    while not path.is_file():
+        if connection.poll(POLL_SECONDS):
+            sys.exit()
+    return {name: FileRecord(**record) for name, record in json.loads(path.read_text(encoding="utf-8")).items()}
+
+
+def main() -> None:
+    """Of the process, whose arguments are the handles of its connection and of the memory, and its rank's number."""
+    handle, memory, parent = map(int, sys.argv[1:])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has died before that
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # meant for the ranks, which end it
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICENESS)
+    torch.set_num_threads(1)
+    connection, shared = Connection(handle), Memory(memory)
+    while True:
+        try:
+            place, size, segments = connection.recv()
+        except EOFError:
+            return
+        shared.map(segments)
+        job: Job = pickle.loads(shared.at(place, size).numpy().tobytes())
+        try:
+            for report in reports(job, shared, connection):
+                connection.send(report)
+        except Exception as error:
+            words = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+            connection.send(Report(error=words[:400], errno=getattr(error, "errno", None)))

@@ -1,0 +1,64 @@
+"""Real runs of several ranks whose checkpoints are written while they train: the same bytes as saved synchronously, and
+a signal that is heeded within its grace."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import LAUNCHERS, RECIPE, TINY, flags, launch, run_to_its_end
+from living import living
+
+from finetune.training.checkpoints.manifest import checkpoints_in, problems
+
+SAVES = {**TINY, "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "eval_strategy": "no"}
+OF_THE_MOMENT = ("manifest.json", "run.json", "training_args.bin", "trainer_state.json")  # times, names and flags
+
+
+def content(checkpoint: Path) -> dict[str, bytes]:
+    found = {str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if path.name not in OF_THE_MOMENT}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="DDP"),
+        *(pytest.param({"deepspeed": f"zero{stage}"}, id=f"ZeRO-{stage}") for stage in range(4)),
+        pytest.param({"deepspeed": "zero2_offload"}, id="ZeRO-2, offloaded"),
+        pytest.param({"deepspeed": "zero3_offload"}, id="ZeRO-3, offloaded"),
+        pytest.param({"fsdp": "full_shard"}, id="FSDP"),
+    ],
+)
+@pytest.mark.usefixtures("built_ops")
+def test_a_checkpoint_has_the_bytes_of_one_that_was_saved_synchronously(layout: dict[str, Any], tmp_path: Path) -> None:
+    for asked in ("off", "on"):
+        launch("torchrun", tmp_path / asked, {**SAVES, **layout, "async_save": asked}, ranks=2)
+    for step in (2, 4):
+        one, other = (content(tmp_path / asked / f"checkpoint-{step}") for asked in ("off", "on"))
+        assert one.keys() == other.keys()
+        assert [name for name in one if one[name] != other[name]] == []
+        assert problems(tmp_path / "on" / f"checkpoint-{step}", hashes=True) == []
+
+
+@pytest.mark.nightly
+def test_a_signal_is_heeded_by_a_checkpoint_that_is_there_when_the_run_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    endless = {**SAVES, "max_steps": 4000, "save_steps": 3, "async_save": "on", "output_dir": folder}
+    command = [*LAUNCHERS["torchrun"](2), RECIPE, *flags(endless)]
+    with living(command, RECIPE, tmp_path / "log") as run:
+        run.wait_for(lambda: checkpoints_in(folder))
+        run.ranks()[1].send_signal(signal.SIGTERM)
+        run.end()
+    newest = checkpoints_in(folder)[0]
+    assert f"{newest.name} is saved; --resume auto goes on from it" in run.output
+    assert problems(newest, hashes=True) == []
+    assert list(folder.glob("unfinished-*")) == []
+    step = int(newest.name.rpartition("-")[2])
+    resumed = flags({**endless, "max_steps": step + 1, "resume": "auto"})
+    status, output = run_to_its_end([sys.executable, RECIPE, *resumed])
+    assert status == 0, output[-3000:]

@@ -1,0 +1,105 @@
+"""What is copied for another process comes out there as it was, and is written to the same bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finetune.training.checkpoints.copies import (
+    SEGMENT_BYTES,
+    Memory,
+    copied,
+    copied_weights,
+    restored,
+    restored_weights,
+)
+from finetune.training.checkpoints.learned import Learned
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    made = Memory(os.memfd_create("test"))
+    yield made
+    os.close(made.handle)
+
+
+def other_side(memory: Memory) -> Memory:
+    return Memory(memory.handle, memory.segments)
+
+
+def states() -> dict[str, Any]:
+    flat = torch.arange(1000.0)
+    own = torch.ones(3)
+    own.note = "kept by value"  # type: ignore[attr-defined]
+    return {
+        "views": [flat[:10], flat[20:40].view(4, 5).t()],
+        "kinds": [torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.bfloat16), torch.tensor(7)],
+        "empty": torch.empty(0, 4),
+        "trained": torch.nn.Parameter(torch.ones(2)),
+        "large": torch.randn(SEGMENT_BYTES // 4 + 1),
+        "own": own,
+        "numbers": (1, 0.5, None, "text"),
+    }
+
+
+def test_the_file_is_the_one_that_torch_writes_though_all_has_changed_since(memory: Memory, tmp_path: Path) -> None:
+    found = states()
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    torch.save(found, tmp_path / "one" / "file.pt")
+    for _ in range(2):  # the second time in the place of the first
+        memory.clear()
+        pickled = copied(found, memory)
+    size = memory.bytes
+    for tensor in [*found["views"], *found["kinds"], found["large"]]:
+        tensor.zero_()
+    torch.save(restored(pickled, other_side(memory)), tmp_path / "two" / "file.pt")
+    assert (tmp_path / "one" / "file.pt").read_bytes() == (tmp_path / "two" / "file.pt").read_bytes()
+    assert size <= 3 * SEGMENT_BYTES, "it is used again"
+
+
+def test_tensors_that_share_their_memory_still_do(memory: Memory) -> None:
+    one, other = restored(copied(states(), memory), other_side(memory))["views"]
+    assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    assert other.stride() == (1, 5)
+
+
+def test_weights_are_written_as_safetensors_writes_them(memory: Memory, tmp_path: Path) -> None:
+    weights = {"b": torch.randn(3, 4).t(), "a": torch.ones(2, dtype=torch.bfloat16), "none": torch.empty(0, 3)}
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, tmp_path / "one", {"format": "pt"})
+    places = copied_weights(weights, memory)
+    save_file(restored_weights(places, other_side(memory)), tmp_path / "two", {"format": "pt"})
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_a_form_is_learnt_of_what_is_written_as_it_is(tmp_path: Path) -> None:
+    weights, learned = {"a": torch.ones(2), "tied": torch.ones(2)}, Learned()
+    save_file({"a": weights["a"]}, tmp_path / "model.safetensors", {"format": "pt"})
+    learned.look(tmp_path, weights)
+    form = learned.of(weights)
+    assert form is not None
+    assert (form.file, form.names, form.metadata) == ("model.safetensors", ("a",), {"format": "pt"})
+    assert learned.of({**weights, "a": torch.ones(3)}) is None, "another model"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param({"model.safetensors": {"renamed": torch.ones(2)}}, id="other names"),
+        pytest.param({"model.safetensors": {"a": torch.zeros(2)}}, id="other numbers"),
+        pytest.param({"model-1.safetensors": {"a": torch.ones(2)}, "model-2.safetensors": {}}, id="several files"),
+    ],
+)
+def test_no_form_is_learnt_of_what_was_changed_on_its_way(written: dict[str, Any], tmp_path: Path) -> None:
+    learned, weights = Learned(), {"a": torch.ones(2)}
+    for name, content in written.items():
+        save_file(content, tmp_path / name)
+        assert load_file(tmp_path / name).keys() == content.keys()
+    learned.look(tmp_path, weights)
+    assert learned.of(weights) is None

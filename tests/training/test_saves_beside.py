@@ -1,0 +1,173 @@
+"""Checkpoints written while the training goes on: what they hold, and what becomes of a run whose writer fails."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback, TrainingArguments, set_seed
+
+from finetune.errors import RunError
+from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+from finetune.run.flags.guards import GuardArguments
+from finetune.training.checkpoints import trainer_beside
+from finetune.training.checkpoints.manifest import checkpoints_in, problems
+from finetune.training.trainer import FinetuneTrainer
+
+ROWS = [{"input_ids": [i % 7, 1, 2, 3], "labels": [i % 7, 1, 2, 3]} for i in range(16)]
+OF_THE_MOMENT = ("manifest.json", "training_args.bin", "trainer_state.json")  # times, and the folder's name
+
+Does = Callable[[FinetuneTrainer, int], None]
+
+
+class AtSaves(TrainerCallback):
+    """`does` something right after each save."""
+
+    def __init__(self, does: Does) -> None:
+        self.does, self.trainer = does, None
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.trainer is not None
+        self.does(self.trainer, state.global_step)
+
+
+def nothing(trainer: FinetuneTrainer, step: int) -> None:
+    pass
+
+
+def train(
+    folder: Path, asked: str, does: Does = nothing, kind: type[FinetuneTrainer] = FinetuneTrainer, **more: Any
+) -> FinetuneTrainer:
+    set_seed(0)
+    shape = {"vocab_size": 16, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    args = TrainingArguments(
+        str(folder), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4, per_device_train_batch_size=4,
+        save_strategy="steps", save_steps=2, **more,
+    )  # fmt: skip
+    at_saves = AtSaves(does)
+    guards = GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0, async_save=asked)
+    model = GPTLiteForCausalLM(GPTLiteConfig(max_position_embeddings=8, **shape))
+    trainer = kind(model=model, args=args, train_dataset=ROWS, guards=guards, callbacks=[at_saves])
+    at_saves.trainer = trainer
+    trainer.train()
+    return trainer
+
+
+def writer_of(trainer: FinetuneTrainer) -> Any:
+    writer = trainer.saves.beside.writer
+    assert writer is not None
+    return writer
+
+
+def files(checkpoint: Path) -> dict[str, bytes]:
+    found = {path.relative_to(checkpoint): path for path in checkpoint.rglob("*") if path.is_file()}
+    return {str(name): path.read_bytes() for name, path in found.items() if name.name not in OF_THE_MOMENT}
+
+
+def test_a_checkpoint_holds_its_step_though_all_changes_before_anything_is_written(tmp_path: Path) -> None:
+    class Late(FinetuneTrainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            os.kill(writer_of(self).process.pid, signal.SIGSTOP)
+            super()._save_checkpoint(model, trial)
+
+    def spoil(trainer: FinetuneTrainer, step: int) -> None:
+        if step == 4:  # or the second save would be of other weights than the synchronous one
+            states = [part for state in trainer.optimizer.state.values() for part in state.values()]
+            for tensor in [*trainer.model.parameters(), *states]:
+                tensor.data.fill_(7.0)
+            assert [path.name for path in checkpoints_in(tmp_path / "beside")] == ["checkpoint-2"]
+        os.kill(writer_of(trainer).process.pid, signal.SIGCONT)
+        if step == 2:
+            trainer.saves.beside.finish()
+
+    train(tmp_path / "sync", "off")
+    beside = train(tmp_path / "beside", "on", spoil, kind=Late)
+    assert float(next(beside.model.parameters()).detach().flatten()[0]) == 7.0
+    for step in (2, 4):
+        one, other = (files(tmp_path / name / f"checkpoint-{step}") for name in ("sync", "beside"))
+        assert one.keys() == other.keys() >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+        assert [name for name in one if one[name] != other[name]] == []
+        assert problems(tmp_path / "beside" / f"checkpoint-{step}", hashes=True) == []
+    assert sorted(path.name for path in (tmp_path / "beside").iterdir()) == ["checkpoint-2", "checkpoint-4", "latest"]
+
+
+def test_a_writer_that_is_killed_is_told_of_at_the_step_and_ends_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def kill(trainer: FinetuneTrainer, step: int) -> None:
+        if step == 4:
+            os.kill(writer_of(trainer).process.pid, signal.SIGSTOP)
+            os.kill(writer_of(trainer).process.pid, signal.SIGKILL)
+            writer_of(trainer).process.wait()
+
+    with pytest.raises(RunError, match=r"checkpoint-4 could not be saved: .* was killed by SIGKILL"):
+        train(tmp_path, "on", kill)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-2"]
+    assert problems(tmp_path / "checkpoint-2", hashes=True) == []
+
+
+def test_a_disk_that_takes_no_more_ends_the_run_and_leaves_the_earlier_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fill(trainer: FinetuneTrainer, step: int) -> None:
+        if step == 2:
+            trainer.saves.beside.finish()
+            resource.prlimit(writer_of(trainer).process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
+
+    with pytest.raises(RunError, match="checkpoint-4 could not be saved"):
+        train(tmp_path, "on", fill)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-2"]
+    assert problems(tmp_path / "checkpoint-2", hashes=True) == []
+
+
+def test_a_save_that_is_due_waits_and_the_last_whole_checkpoint_stays_meanwhile(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there: list[list[str]] = []
+
+    def stop_for_a_while(trainer: FinetuneTrainer, step: int) -> None:
+        there.append([path.name for path in checkpoints_in(tmp_path)])
+        writer = writer_of(trainer)
+        os.kill(writer.process.pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (writer.process.pid, signal.SIGCONT)).start()
+
+    train(tmp_path, "on", stop_for_a_while, save_total_limit=1)
+    assert there == [[], ["checkpoint-2"]], "the first while it was written, and after it"
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-4"]
+    assert capfd.readouterr().out.count("note: checkpoint-4 waits for checkpoint-2") == 1
+
+
+def test_auto_is_for_checkpoints_that_are_worth_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for worth in (2**40, 0):
+        monkeypatch.setattr(trainer_beside, "WORTH_BYTES", worth)
+        train(tmp_path / str(worth), "auto")
+        said.append("beside the training (--async_save auto)" in capfd.readouterr().out)
+    assert said == [False, True]
+
+
+def test_where_memory_lacks_each_save_is_finished_at_once_and_the_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainer_beside, "free_memory", lambda: 1000)
+    train(tmp_path, "on")
+    said = capfd.readouterr().out
+    assert "note: --async_save on: each save is finished before the next step, for the copies take about" in said
+    assert problems(tmp_path / "checkpoint-4", hashes=True) == []
+
+
+def test_nothing_is_left_of_process_and_memory(tmp_path: Path) -> None:
+    pids: list[int] = []
+    before = len(os.listdir("/proc/self/fd"))
+    trainer = train(tmp_path, "on", lambda trainer, step: pids.append(writer_of(trainer).process.pid))
+    assert trainer.saves.beside.writer is None
+    assert not Path(f"/proc/{pids[0]}").exists()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
