@@ -14,8 +14,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import plan_speed
+
 from finetune import plan
-from finetune.plan.machine import find_machine
+from finetune.plan.job import Job
+from finetune.plan.machine import Machine, find_machine
+from finetune.plan.memory import plan_memory
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 MIB, GIB = 2**20, 2**30
@@ -29,9 +33,10 @@ HEAD = """# Planned beside what others measured
 
 `python benchmarks/plan_public.py`
 
-The figures of two publications, which nobody here measured, beside what `finetune plan` says of the same run with
-`--loss_chunk_tokens 0`, since both computed all logits at once. Only what is comparable stands here: adapters on
-a half-precision base, one GPU, gradient checkpointing. Neither says anything of full fine-tuning, of ZeRO, or of time.
+The figures of seven publications, which nobody here measured, beside what `finetune plan` says of the same run with
+`--loss_chunk_tokens 0`, since all computed all logits at once. No row was changed, or left out for its error.
+
+# Memory
 
 ## Allocator peaks on a T4
 
@@ -50,6 +55,12 @@ GiB of the device, so the plan has the CUDA context and the allocator's loss of 
 model of 1.8 billion parameters lies further off than the others at every length but the longest, which the publication
 does not explain. Its rows with trained embeddings are left out: it trained them in bf16, and peft now makes
 them fp32.
+"""
+THIRD = """
+## Whole devices under ZeRO-3
+
+Source: the same table, full fine-tuning and LoRA of rank 64 with gradient checkpointing, GiB of all GPUs together. Its
+stack of 2023 held more than the plan has, which neither the publication nor DeepSpeed's code of today explains.
 """
 
 
@@ -107,7 +118,21 @@ def page(data: dict[str, Any]) -> str:
         f"| {row['model']} | {row['tokens']} | {row['gib']:.1f} | {planned:.1f} | {error:+.0%} |"
         for (row, planned), error in zip(second, errors, strict=True)
     ]
-    return "\n".join(lines) + "\n"
+    third = [(row, plan_speed.device_gb(row, models, step_peak)) for row in data["qwen_zero3"]]
+    errors = [planned / row["gb"] - 1 for row, planned in third]
+    lines += [THIRD, summary(errors), "", "| model | GPUs | tuned | tokens | measured GiB | planned | error |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    lines += [
+        f"| {row['model']} | {row['gpus']} | {'LoRA' if row['lora'] else 'full'} | {row['tokens']} | {row['gb']:.1f} "
+        f"| {planned:.1f} | {error:+.0%} |"
+        for (row, planned), error in zip(third, errors, strict=True)
+    ]
+    return "\n".join([*lines, *plan_speed.page(data)]) + "\n"
+
+
+def step_peak(job: Job, machine: Machine) -> int:
+    """Bytes; nothing was evaluated."""
+    return plan_memory(job, machine).peak.bytes
 
 
 if __name__ == "__main__":

@@ -12,15 +12,22 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from finetune.plan.machine import Machine
-from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, Gemm, Op
+from finetune.plan.values import ATTENTION, CHUNKED_LOSS, FLASH_ATTENTION_2, FP32_BYTES, Gemm, Op
 
 # A GPU's kernel takes this long if it has next to nothing to do: to fill the chip and to drain it again.
 KERNEL_SECONDS = 2e-6
 TILE = 64  # rows and columns of a product that a GPU computes as one; the rest of a tile is idle (NVIDIA, "Matrix
 # Multiplication Background User's Guide", tile quantization; 64 is the least of cuBLAS's)
-# Fused attention against large products: FlashAttention-2 reaches 73% and 63% of an A100's peak, products 80 to 87%
-# (Dao, arXiv 2307.08691, figures 4 and 5).
-ATTENTION_SHARE, ATTENTION_BACK_SHARE = 0.85, 0.7
+# Of the rate of a chip's best product alone, what products reach within a training step, where power and clocks are
+# shared and shapes are as they come. Not measured by us: it makes the median error of the rows of 2,048 tokens on eight
+# A100-80GB in docs/results/plan_public.md zero; no other row was used.
+SUSTAINED = 0.86
+# Fused attention of long sequences against a chip's best product: FlashAttention-2 reaches 73% forward and 63% backward
+# of an A100's peak, products 87% (Dao, arXiv 2307.08691, figures 4 and 5).
+ATTENTION_SHARES = 0.85, 0.7
+# Keys for each query at which it reaches half of that: FlashAttention-2 forward on an H100, 191 of 335 TFLOP/s at 512
+# tokens with a causal mask, 309 of 370 without (Shah et al., arXiv 2407.08608, figure 5).
+HALF_SPEED_KEYS = 150
 ONE_PASS = {"copy", "cast", "scale", "neg", "view", "slice", "chunk", "repeat"}  # whose backward passes move as much
 COPIES = {"view", "slice", "chunk", "cat", "repeat"}
 NEAREST = 6  # measured shapes between which a product's rate is interpolated
@@ -90,7 +97,7 @@ class Kernels:
         """Of one direction. `bias`: the operator that a bias costs beside the product."""
         if not kernels:
             return NOTHING
-        if op.name == "attention":
+        if op.name in (ATTENTION, FLASH_ATTENTION_2):
             return Work(self._attention(name, gemms, moved), kernels)
         if not op.gemms:
             return Work(self.moved(name, moved, size), kernels)
@@ -112,11 +119,14 @@ class Kernels:
         return self._work(op, name, op.gemms_back, op.moved_back / (1 + one_pass), op.kernels_back, size, "mean")
 
     def _attention(self, kind: str, gemms: tuple[Gemm, ...], moved: float) -> float:
-        flops = sum(gemm.flops for gemm in gemms)
-        if rates := self.rates.get((kind, self.precision)):
+        flops, is_back = sum(gemm.flops for gemm in gemms), kind.endswith("_back")
+        if rates := self.rates.get((ATTENTION + "_back" * is_back, self.precision)):
             return flops / _between(rates, gemms[0].m)
-        share = ATTENTION_SHARE if kind == "attention" else ATTENTION_BACK_SHARE
-        arithmetic = flops / (share * self._peak)
+        share = ATTENTION_SHARES[is_back] * self.machine.gemm_efficiency[self.precision]
+        if kind.startswith(FLASH_ATTENTION_2):
+            share = min(share, self.machine.flash_attention_2.get("backward" if is_back else "forward", share))
+        share /= 1 + HALF_SPEED_KEYS / gemms[0].n
+        arithmetic = flops / (share * self.machine.peak_flops[self.precision])
         return max(arithmetic, moved / self._bandwidth) + self._floor
 
     # Products
@@ -166,7 +176,8 @@ class Kernels:
 
     @property
     def _peak(self) -> float:
-        return self.machine.peak_flops[self.precision] * self.machine.gemm_efficiency[self.precision]
+        best = self.machine.peak_flops[self.precision] * self.machine.gemm_efficiency[self.precision]
+        return best * SUSTAINED if self.is_gpu else best
 
     @property
     def _bandwidth(self) -> float:

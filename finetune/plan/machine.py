@@ -130,6 +130,11 @@ class Machine:
     kernel_table: Annotated[tuple[tuple[str, str, int, float], ...], KERNEL_ROWS] = ()
     # By collective within a node: what its ring formula needs to come out at the time that was measured.
     collectives: dict[str, Link] = field(default_factory=dict)
+    # Shares of the peak that the package flash-attn 2 reaches at long sequences, "forward" and "backward", on a chip
+    # whose own instructions it lacks; absent of others.
+    flash_attention_2: Annotated[dict[str, float], dict.fromkeys(("forward", "backward"), SHARE)] = field(
+        default_factory=dict
+    )
     step_factor: Annotated[float, POSITIVE] = 1.0  # how much longer a real step takes than its operators one by one
 
     def __hash__(self) -> int:
@@ -146,8 +151,14 @@ def _shape(kind: type) -> dict[str, Any]:
 
 SHAPE = _shape(Machine) | {"collectives": dict.fromkeys(COLLECTIVES, _shape(Link))}
 SHAPE["sources"] = dict.fromkeys(SHAPE, TEXT)
-OPTIONAL = ("kernel_table", "collectives", "step_factor")
-PARTIAL = ("peak_flops", "gemm_efficiency", "sources", "collectives")  # these need not have every key
+OPTIONAL = ("kernel_table", "collectives", "step_factor", "flash_attention_2")
+PARTIAL = (
+    "peak_flops",
+    "gemm_efficiency",
+    "sources",
+    "collectives",
+    "flash_attention_2",
+)  # these need not have every key
 
 
 def machine_names() -> tuple[str, ...]:

@@ -158,8 +158,11 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
     )
     update = update_of(job, machine, kernels, weights)
     copies = sum((flow.work.times(count) for flow, _, count in flows), traffic.step.work)
-    exposed = sum(_exposed(flow, work, count, traffic.overlaps) for flow, work, count in flows)
-    offload = sum(_sticking_out(flow, work, count, job) for flow, work, count in flows)
+    exposed = offload = 0.0
+    for flow, beside, count in flows:
+        waited = _exposed(flow, beside, count, traffic.overlaps)
+        exposed += waited
+        offload += _sticking_out(flow, beside.device + waited, count, job)
     work = sum((work for _, work, _ in flows), copies + update.work)
     return _step(job, machine, segments, {
         "forward": forward.device * micros,
@@ -202,10 +205,10 @@ def _exposed(flow: Flow, work: Work, count: int, overlaps: bool) -> float:
     return max(flow.tail * count, communication - work.device)
 
 
-def _sticking_out(flow: Flow, work: Work, count: int, job: Job) -> float:
-    """Transfers to and from the host, which run beside the computation on a GPU."""
+def _sticking_out(flow: Flow, lasts: float, count: int, job: Job) -> float:
+    """Transfers to and from the host, which run beside computation and collectives on a GPU; these last `lasts`."""
     offload = flow.offload * count
-    return offload if job.device == "cpu" else max(0.0, offload - work.device)
+    return offload if job.device == "cpu" else max(0.0, offload - lasts)
 
 
 def _segments(job: Job, machine: Machine) -> tuple[SegmentWork, ...]:

@@ -8,6 +8,7 @@ FP32_BYTES = 4
 HALF_BYTES = 2
 INT64_BYTES = 8
 FOREVER = 1 << 60
+ATTENTION, FLASH_ATTENTION_2 = "attention", "flash_attention_2"  # fused, by torch or by the package of that name
 CHUNKED_LOSS = "linear_cross_entropy"  # an operator that moves bytes beside its products
 
 

@@ -79,7 +79,8 @@ def test_the_shipped_machines_are_those_that_are_promised() -> None:
 def test_every_number_has_a_source(name: str) -> None:
     machine = read_machine(SHIPPED / f"{name}.json")
     assert machine.name == name
-    assert set(machine.sources) == set(asdict(machine)) - NO_NUMBERS
+    without = {"flash_attention_2"} if not machine.flash_attention_2 else set()
+    assert set(machine.sources) == set(asdict(machine)) - NO_NUMBERS - without
     for source in machine.sources.values():
         assert "https://" in source or source.startswith(("measured", "assumed: "))
         assert "\n" not in source
@@ -90,7 +91,7 @@ def test_every_machine_is_plausible(name: str) -> None:
     machine = find_machine(name)
     assert 0.4 <= min(machine.gemm_efficiency.values()) <= max(machine.gemm_efficiency.values()) < 1
     assert 0.65 <= machine.memory_efficiency <= 0.95
-    assert 5e-6 <= machine.launch_seconds <= 10e-6
+    assert 5e-6 <= machine.launch_seconds <= 17e-6
     assert machine.inter_node.bandwidth_bytes_per_second < machine.intra_node.bandwidth_bytes_per_second
     assert machine.inter_node.latency_seconds > machine.intra_node.latency_seconds
     assert machine.nvme.bandwidth_write < machine.nvme.bandwidth_read <= 50e9
@@ -258,7 +259,7 @@ def test_a_value_that_cannot_be_is_refused(tmp_path: Path, path: str, value: Any
     assert said in _refusal(tmp_path / "bad.json", json.dumps(content))
 
 
-@pytest.mark.parametrize("key", sorted(set(asdict(find_machine("cpu"))) - CALIBRATED))
+@pytest.mark.parametrize("key", sorted(set(asdict(find_machine("cpu"))) - CALIBRATED - {"flash_attention_2"}))
 def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
     content = json.loads((SHIPPED / "cpu.json").read_text())
     del content[key]

@@ -13,7 +13,7 @@ import pytest
 from conftest import REPO
 
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
-from finetune.plan.kernels import KERNEL_SECONDS, Kernels, Work, kernels_of
+from finetune.plan.kernels import KERNEL_SECONDS, SUSTAINED, Kernels, Work, kernels_of
 from finetune.plan.machine import Link, Machine, Nvme, find_machine
 from finetune.plan.model import Model, model_of
 from finetune.plan.optimizers import Optimizer
@@ -236,7 +236,7 @@ def test_a_pipeline_idles_less_with_more_micro_batches() -> None:
 
 def test_a_large_product_takes_its_flops_at_the_rate_that_large_ones_reach() -> None:
     kernels = Kernels(H100, "bf16")
-    seconds = 2 * 8192**3 / (H100.peak_flops["bf16"] * H100.gemm_efficiency["bf16"])
+    seconds = 2 * 8192**3 / (SUSTAINED * H100.peak_flops["bf16"] * H100.gemm_efficiency["bf16"])
     assert kernels.product(Gemm(8192, 8192, 8192)) == pytest.approx(seconds + KERNEL_SECONDS)
 
 

@@ -11,9 +11,10 @@ from finetune.plan.engines.resident import Weights
 from finetune.plan.engines.zero3 import gathers
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job, tape_of
 from finetune.plan.kernels import (
-    ATTENTION_BACK_SHARE,
-    ATTENTION_SHARE,
+    ATTENTION_SHARES,
+    HALF_SPEED_KEYS,
     KERNEL_SECONDS,
+    SUSTAINED,
     TILE,
     Kernels,
     kernels_of,
@@ -261,21 +262,38 @@ def test_products_that_do_not_fill_their_tiles_take_as_long_as_those_that_do() -
     h100 = replace(find_machine("H100"), memory_bandwidth=1e30, name="no memory")
     kernels = Kernels(h100, "bf16")
     whole = kernels.product(Gemm(2 * TILE, 3 * TILE, 4096)) - KERNEL_SECONDS
-    assert whole == pytest.approx(2 * 128 * 192 * 4096 / (h100.peak_flops["bf16"] * h100.gemm_efficiency["bf16"]))
+    reached = SUSTAINED * h100.peak_flops["bf16"] * h100.gemm_efficiency["bf16"]
+    assert whole == pytest.approx(2 * 128 * 192 * 4096 / reached)
     assert kernels.product(Gemm(TILE + 1, 3 * TILE, 4096)) - KERNEL_SECONDS == pytest.approx(whole)
     assert kernels.product(Gemm(TILE + 1, 2 * TILE + 1, 4096, many=2)) - KERNEL_SECONDS == pytest.approx(2 * whole)
     assert (TILE, KERNEL_SECONDS) == (64, 2e-6)
 
 
 def test_attention_reaches_its_shares_of_the_peak_or_waits_for_memory() -> None:
-    assert (ATTENTION_SHARE, ATTENTION_BACK_SHARE) == (0.85, 0.7)
+    assert (ATTENTION_SHARES, HALF_SPEED_KEYS) == ((0.85, 0.7), 150)
     h100 = find_machine("H100")
     kernels, gemms = Kernels(h100, "bf16"), (Gemm(4096, 4096, 64, many=8),)
-    peak = h100.peak_flops["bf16"] * h100.gemm_efficiency["bf16"]
+    peak = h100.peak_flops["bf16"] * h100.gemm_efficiency["bf16"] * 4096 / (4096 + 150)
     for kind, share in (("attention", 0.85), ("attention_back", 0.7)):
         assert kernels._attention(kind, gemms, 1.0) == pytest.approx(gemms[0].flops / (share * peak) + KERNEL_SECONDS)
     slow = h100.memory_bandwidth * h100.memory_efficiency
     assert kernels._attention("attention", gemms, 1e12) == pytest.approx(1e12 / slow + KERNEL_SECONDS)
+    few = (Gemm(512, 150, 64, many=1000),)
+    assert kernels._attention("attention", few, 1.0) == pytest.approx(
+        2 * few[0].flops / (0.85 * h100.peak_flops["bf16"] * h100.gemm_efficiency["bf16"]) + KERNEL_SECONDS
+    )
+
+
+def test_flash_attention_2_reaches_no_more_of_a_chip_than_its_instructions_let_it() -> None:
+    gemms = (Gemm(4096, 4096, 64, many=8),)
+    for name, forward, backward in (("H100", 0.36, 0.32), ("B200", 0.17, 0.15)):
+        machine = find_machine(name)
+        for kind, share in (("flash_attention_2", forward), ("flash_attention_2_back", backward)):
+            reached = share * machine.peak_flops["bf16"] * 4096 / (4096 + 150)
+            taken = Kernels(machine, "bf16")._attention(kind, gemms, 1.0)
+            assert taken == pytest.approx(gemms[0].flops / reached + KERNEL_SECONDS)
+    a100 = Kernels(find_machine("A100"), "bf16")
+    assert a100._attention("flash_attention_2", gemms, 1.0) == a100._attention("attention", gemms, 1.0)
 
 
 def test_a_pipelines_neighbours_on_two_nodes_meet_over_the_network() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from finetune.plan.forward.parts import Batch, Setting
 from finetune.plan.tape import Tape
-from finetune.plan.values import FP32_BYTES, HALF_BYTES, INT64_BYTES, Gemm, Value
+from finetune.plan.values import ATTENTION, FLASH_ATTENTION_2, FP32_BYTES, HALF_BYTES, INT64_BYTES, Gemm, Value
 
 EAGER, MATH, FUSED = "eager", "math", "fused"
 
@@ -238,7 +238,8 @@ def _fused(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
     second = Gemm(heads.tokens, heads.width, max(length, 1), heads.count)
     masks = () if mask is None else (mask,)
     return tape.op(
-        "attention", (query, key, value, *masks), heads.elements,
+        FLASH_ATTENTION_2 if numbers.attention == FLASH_ATTENTION_2 else ATTENTION,
+        (query, key, value, *masks), heads.elements,
         saves=(query, key, value, *masks), saves_output=True, extra_saved=FP32_BYTES * heads.count * heads.tokens,
         gemms=(first, second), gemms_back=(first, first, first, second, second),
         scratch_back=_flash_scratch(heads, query.bytes_each) if numbers.device == "cuda" and not masks else 0,

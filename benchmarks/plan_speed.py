@@ -1,0 +1,196 @@
+"""Published training speeds beside what `finetune plan` says: the second half of docs/results/plan_public.md, which
+plan_public.py prints. Every plan is made anew; a row of the data has published figures alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from finetune.plan.job import DEEPSPEED, FSDP, TRAINER, Job
+from finetune.plan.machine import Machine, find_machine
+from finetune.plan.model import Model, model_of, with_lora
+from finetune.plan.named import find_model_config
+from finetune.plan.search import laid_out
+from finetune.plan.seconds import plan_seconds
+from finetune.plan.values import Lora
+from finetune.plan.zero import Zero
+
+EVERY_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Of MPT: layers, width and heads (llm-foundry, scripts/train/yamls/pretrain). GPT-2's operators with torch's GELU, but
+# for biases, which it has not.
+MPT = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16),
+       "3b": (32, 2560, 20), "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56),
+       "70b": (80, 8192, 64)}  # fmt: skip
+NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+# FlashAttention in Triton, which FlashAttention-2 is 1.3 to 2.5 times as fast as (arXiv 2307.08691, section 4.1):
+# half of its shares of the peak.
+TRITON = {"A100": {"forward": 0.365, "backward": 0.315}, "H100": {"forward": 0.18, "backward": 0.16}}
+LOW = 2048  # tokens, up to which samples count as short
+
+HEAD = """
+# Speed
+
+A row is "used" where a constant of the planner was taken from it; all others are kept back. Three constants were taken
+so: `SUSTAINED` in `finetune/plan/kernels.py` (eight A100-80GB at 2,048 tokens, llm-foundry), the products of Hopper in
+`finetune/plan/machines/` (H100-80GB at 2,048 tokens, llm-foundry), and the seconds of a launch (the first Qwen, full
+fine-tuning under ZeRO-3 up to 1,024 tokens). The others had been seen when these were chosen, so this is no blind test.
+An error above zero means that the plan is faster than what was published.
+"""
+SOURCES = """
+Left out, since a plan does not count it: `torch.compile`, FP8, tensor, context and expert parallelism, selective
+checkpointing (torchtitan's H100 rows, at 500 W a GPU), runs that do not say how long their samples are (LitGPT).
+Also left out are torchtune's rows on an A6000: 4,699 tokens/s of an 8B model are 226 TFLOP/s, on a chip with 155. No
+row is of a V100, a consumer card or a chip of AMD: nothing was found that says enough.
+
+## Many layouts
+
+All on A100s of 80 GB in bf16.
+
+- Qwen: QwenLM/Qwen, README, "Profiling of Memory and Speed": seconds an iteration of 8 micro-batches of one sample,
+  flash attention 2, gradient checkpointing. ZeRO-3 as our `zero3` has it is assumed.
+- ATorch: intelligent-machine-learning/dlrover, atorch/examples/llama2, README, "Performance": hardware TFLOP/s, turned
+  into tokens by its own `compute_llama2_training_flops`; blocks of 4,096 tokens by its launch script. Its column of
+  memory is left out: it lies 19 GB above the plan at any number of GPUs, which the publication does not explain.
+- fms-fsdp: foundation-model-stack/fms-fsdp, README, 4,096 tokens on 128 GPUs. Its 7b and 13b shard within a node and
+  copy between nodes, which no plan has: FSDP over all ranks is assumed.
+- torchtitan: pytorch/torchtitan, docs/performance.md of 2024, FSDP2; no `torch.compile` is assumed.
+- torchtune: meta-pytorch/torchtune, README, "Optimization flags", the row with a packed data set. Its optimizer works
+  in bf16, and the size of its A100 is assumed.
+"""
+FOUNDRY = """
+## llm-foundry
+
+mosaicml/llm-foundry, scripts/train/benchmarking/README.md, every row in bf16: MPT from 125 million to 70 billion
+parameters under FSDP, planned as GPT-2 of the same shape. Attention is a Triton kernel of 2023 there, here at half the
+speed of FlashAttention-2, whose paper finds itself 1.3 to 2.5 times as fast. Some rows are out of line with
+their own neighbours: 760m on A100-80GB at 512 and 1,024 tokens, 1b on 32 A100-40GB.
+"""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """`error`: how much faster the plan is than what was published. `used`: a constant was taken from it."""
+
+    cells: tuple[str, ...]
+    error: float
+    used: bool
+    kind: str
+
+
+@cache
+def mpt(size: str, tokens: int) -> Model:
+    layers, width, heads = MPT[size]
+    return model_of({"model_type": "gpt2", "n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": 50368,
+                     "n_positions": tokens, "activation_function": "gelu", **NO_DROPOUT})  # fmt: skip
+
+
+def of_foundry(row: list[Any]) -> Speed:
+    gpu, size, tokens, gpus, batch, steps, checkpointing, published = row
+    machine = replace(find_machine(gpu), flash_attention_2=TRITON[gpu[:4]])
+    job = Job(mpt(size, tokens), FSDP, Zero(), gpus, 8, micro_batch=batch, tokens=tokens, accumulation=steps,
+              precision="bf16", checkpoint_interval=checkpointing, attention="flash_attention_2")  # fmt: skip
+    planned = plan_seconds(job, machine).tokens_per_second / gpus
+    is_short = tokens == LOW and gpus == 8
+    used = (is_short and gpu == "A100-80GB") or (tokens == LOW and gpu == "H100-80GB")
+    cells = (gpu, size, f"{tokens:,}", str(gpus), f"{batch} x {steps}", "yes" if checkpointing else "no",
+             f"{published:,}", f"{planned:,.0f}")  # fmt: skip
+    return Speed(cells, planned / published - 1, used, kind_of(tokens, gpus))
+
+
+def kind_of(tokens: int, gpus: int) -> str:
+    where = "one node" if gpus <= 8 else "several nodes"
+    return f"{where}, {'up to 2,048' if tokens <= LOW else '4,096 and more'} tokens"
+
+
+def other(row: dict[str, Any], models: dict[str, Any]) -> Speed:
+    job, machine = job_of(row, models), find_machine("A100-80GB")
+    step = plan_seconds(job, machine)
+    planned = step.tokens_per_second / row["gpus"]
+    if "seconds" in row:
+        published = step.tokens / row["gpus"] / row["seconds"]
+    elif "tflops" in row:
+        published = row["tflops"] * 1e12 / hardware_flops(row["tokens"])
+    else:
+        published = row["tokens_per_second"]
+    used = row["source"] == "Qwen" and row["layout"] == "zero3" and not row["lora"] and row["tokens"] <= 1024
+    layout = {"none": "alone", "fsdp": "FSDP"}.get(row["layout"], row["layout"]) + (", LoRA" if row["lora"] else "")
+    cells = (row["source"], row["model"], layout, str(row["gpus"]), f"{row['tokens']:,}",
+             f"{row['batch']} x {row['accumulation']}", "yes" if row["checkpointing"] else "no",
+             f"{published:,.0f}", f"{planned:,.0f}")  # fmt: skip
+    return Speed(cells, planned / published - 1, used, kind_of(row["tokens"], row["gpus"]))
+
+
+def job_of(row: dict[str, Any], models: dict[str, Any]) -> Job:
+    model = model_of(
+        {**(models.get(row["model"]) or find_model_config(row["model"])), "max_position_embeddings": 32768}
+    )
+    if row["lora"]:
+        model = with_lora(model, Lora(row["lora"], EVERY_LINEAR, 0.05))
+    job = Job(
+        model, world_size=row["gpus"], ranks_per_node=row.get("gpus_per_node", 8), micro_batch=row.get("batch", 1),
+        tokens=row["tokens"], accumulation=row.get("accumulation", 8), precision="bf16", dtype="bfloat16",
+        checkpoint_interval=int(row.get("checkpointing", True)), attention=row.get("attention", "flash_attention_2"),
+    )  # fmt: skip
+    layout = row.get("layout", "zero3")
+    if layout == "zero3":
+        return laid_out(job, layout)
+    return replace(job, engine={"none": TRAINER, "fsdp": FSDP, "zero0": DEEPSPEED}[layout])
+
+
+def hardware_flops(
+    tokens: int, layers: int = 32, width: int = 4096, inner: int = 11008, vocabulary: int = 32000
+) -> float:
+    """Of a token of Llama-2-7b with checkpointing, as ATorch counts them: attention without a mask, blocks four times
+    forward's FLOPs, the head three times."""
+    block = 8 * width**2 + 4 * tokens * width + 6 * width * inner
+    return 4 * layers * block + 3 * 2 * width * vocabulary
+
+
+def device_gb(row: dict[str, Any], models: dict[str, Any], peak: Any) -> float:
+    """GB of all devices, of the context and of what is lost between blocks, too."""
+    machine: Machine = find_machine("A100-80GB")
+    job = job_of({**row, "gpus_per_node": row["gpus"]}, models)
+    return row["gpus"] * (peak(job, machine) / (1 - machine.fragmentation) + machine.context_bytes) / 2**30
+
+
+def summary(rows: Iterable[Speed], words: str) -> str:
+    errors = [row.error for row in rows]
+    worst = max(errors, key=abs)
+    either = statistics.median(map(abs, errors))
+    return f"| {words} | {len(errors)} | {either:.1%} | {statistics.median(errors):+.1%} | {worst:+.0%} |"
+
+
+def speeds(data: dict[str, Any]) -> tuple[list[Speed], list[Speed]]:
+    """Of many layouts, and of llm-foundry."""
+    others = [other(row, data["models"]) for row in data["speed"]]
+    return others, [of_foundry(row) for row in data["llm_foundry"]]
+
+
+def page(data: dict[str, Any]) -> Iterator[str]:
+    others, foundry = speeds(data)
+    rows = [*others, *foundry]
+    kept = [row for row in rows if not row.used]
+    yield HEAD
+    yield "| rows | of them | median error, either way | median error | worst |"
+    yield "|---|---|---|---|---|"
+    yield summary((row for row in rows if row.used), "used")
+    yield summary(kept, "kept back")
+    yield summary((row for row in kept if row in others), "kept back, other than llm-foundry's")
+    for kind in sorted({row.kind for row in kept}):
+        yield summary((row for row in kept if row.kind == kind), f"kept back, {kind}")
+    yield SOURCES
+    yield "| source | model | layout | GPUs | tokens | batch | checkpointing | tokens/s a GPU | planned | error |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield from map(_line, others)
+    yield FOUNDRY
+    yield "| GPU | model | tokens | GPUs | batch | checkpointing | tokens/s a GPU | planned | error |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    yield from map(_line, foundry)
+
+
+def _line(row: Speed) -> str:
+    return f"| {' | '.join(row.cells)} | {row.error:+.0%}{' (used)' * row.used} |"
