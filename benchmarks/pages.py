@@ -27,6 +27,7 @@ import faults_changed
 import generate
 import identity_cost
 import images
+import limit_page
 import mutants
 import nothing_silent
 import path_flags
@@ -67,6 +68,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "generate": _of("generate", generate.page),
     "identity_cost": _of("identity_cost", identity_cost.page),
     "images": _of("images", images.page),
+    "limit": _of("limit", limit_page.page),
     "mutants": lambda: mutants.page(mutants.read_rows()),
     "nothing_silent": _of("nothing_silent", nothing_silent.page),
     "path_flags": lambda: path_flags.page(_lines("path_flags.jsonl")),

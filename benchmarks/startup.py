@@ -1,8 +1,10 @@
-"""What a recipe costs before it trains: --help, a typo and a wrong path in CPU seconds, and the first step by the clock
-beside the same job as a bare Trainer script. Writes docs/results/startup.json and startup.md.
+"""What a recipe costs before and after it trains: --help, a typo and a wrong path in CPU seconds, and the first step
+and the end by the clock beside the same job as a bare Trainer script, alone and on two ranks of the deepspeed launcher.
+Writes docs/results/startup.json and startup.md.
 
     python benchmarks/startup.py                       # this tree
     python benchmarks/startup.py --before CHECKOUT     # and another one, by the same Python, in turn
+    python benchmarks/startup.py --parts ranks         # the two ranks alone; the other figures are kept
 
 CPU seconds are user and system time of the process and its children, by the operating system's account. The two
 scripts of a pair run in turn.
@@ -12,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -38,14 +41,29 @@ JOB = {
     "report_to": "none",
 }
 
+PARTS = ("one", "ranks")  # one process, and two ranks
+STOCK_ZERO2 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 2},
+}
+
 # The same data and model by transformers and datasets alone. The text is the recipe's built-in one, written to a file.
 STOCK = """
-import sys
+import os, sys
 from datasets import load_dataset
 from transformers import (AutoTokenizer, DataCollatorWithPadding, DistilBertConfig,
                           DistilBertForSequenceClassification, Trainer, TrainingArguments)
 
-table, tokenizer, folder = sys.argv[1:4]
+table, tokenizer, folder, config = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+state = {}
+if config:
+    from accelerate import PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    state = {"accelerator_config": {"use_configured_state": True}, "deepspeed": config}
 data = load_dataset("csv", data_files=table, split="train").class_encode_column("label")
 tokenizer = AutoTokenizer.from_pretrained(tokenizer)
 data = data.map(lambda rows: tokenizer(rows["text"], truncation=True, max_length=512), batched=True)
@@ -53,16 +71,17 @@ names = data.features["label"].names
 config = DistilBertConfig(n_layers=2, dim=128, hidden_dim=512, n_heads=2, vocab_size=len(tokenizer),
                           num_labels=len(names))
 training = TrainingArguments(folder, per_device_train_batch_size=16, max_steps=3, logging_steps=1, save_strategy="no",
-                             report_to="none", use_cpu=True)
+                             report_to="none", use_cpu=True, **state)
 Trainer(DistilBertForSequenceClassification(config), training, train_dataset=data, processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer)).train()
 """
 
 FIRST_STEP = """Seconds by the clock from the start of `python` to the first logged step of seq_cls (built-in text, a
 tiny DistilBERT, 192 rows, fp32, one process), data prepared before, beside a bare Trainer script for the same job:"""
-NOT_SHOWN = (
-    "What it does not show: a GPU's start, a hub, several ranks, or large data that is prepared for the first time."
-)
+ON_RANKS = """The same on two ranks, from `deepspeed --num_gpus 2` (ZeRO-2) to the first logged step; from the last
+one to the prompt, in which the recipe evaluates, saves, draws and writes its model card, and the bare script does
+nothing; and CPU seconds of all processes, of which the launcher's two take part in no training:"""
+NOT_SHOWN = "What it does not show: a GPU's start, a hub,{} or large data that is prepared for the first time."
 
 WRITE_TEXT = """
 import csv, sys
@@ -82,20 +101,18 @@ def cost(command: list[str], env: dict[str, str]) -> tuple[float, float, int]:
     return used.ru_utime + used.ru_stime, time.monotonic() - start, os.waitstatus_to_exitcode(status)
 
 
-def first_step(command: list[str], env: dict[str, str]) -> float:
-    """Seconds until the first logged step is printed."""
-    start = time.monotonic()
+def timed_run(command: list[str], env: dict[str, str]) -> dict[str, float]:
+    """Seconds until the first logged step is printed, those from the last one to the end, and CPU seconds of all."""
+    before, start, steps = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), list[float]()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1,
                           env={**os.environ, "PYTHONUNBUFFERED": "1", **env}) as run:  # fmt: skip
         assert run.stdout is not None
-        for line in run.stdout:
-            if "'loss'" in line:
-                seconds = time.monotonic() - start
-                break
-        else:
-            raise SystemExit(f"{' '.join(command)} logged no step")
-        run.communicate()
-    return seconds
+        steps += [time.monotonic() - start for line in run.stdout if "'loss'" in line]
+    took, used = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if run.returncode or not steps:
+        raise SystemExit(f"{' '.join(command)} logged {len(steps)} steps and ended with {run.returncode}")
+    cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    return {"first step": steps[0], "last step to prompt": took - steps[-1], "CPU": cpu}
 
 
 def of_tree(tree: Path) -> dict[str, str]:
@@ -120,23 +137,34 @@ def answers(trees: dict[str, Path], repeats: int) -> dict:
     return {r: {w: {n: summary(v) for n, v in t.items()} for w, t in ws.items()} for r, ws in found.items()}
 
 
-def first_steps(trees: dict[str, Path], repeats: int, scratch: Path) -> dict:
+def first_steps(trees: dict[str, Path], repeats: int, scratch: Path, ranks: int = 1) -> dict:
     """Each tree's seq_cls and the stock script, in turn, after one round that fills caches."""
     table, flags = scratch / "text.csv", [word for k, v in JOB.items() for word in (f"--{k}", str(v))]
     subprocess.run([sys.executable, "-c", WRITE_TEXT, str(table)], check=True, env={**os.environ, **of_tree(REPO)})
     stock = scratch / "stock.py"
     stock.write_text(STOCK)
-    found: dict[str, list[float]] = {}
+    start, config, threads = [sys.executable], "", dict[str, str]()
+    if ranks > 1:
+        threads = {"OMP_NUM_THREADS": "1"}
+        start, config = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)], str(scratch / "z")
+        Path(config).write_text(json.dumps(STOCK_ZERO2))
+    found: dict[str, dict[str, list[float]]] = {}
     for round_ in range(repeats + 1):
         for name, tree in trees.items():
             env = {**of_tree(tree), "FINETUNE_CACHE": str(scratch / f"cache-{name}")}
-            folder = scratch / f"{name}-{round_}"
-            command = [sys.executable, str(tree / "recipes" / "seq_cls.py"), *flags, "--output_dir", str(folder)]
-            found.setdefault(name, []).append(first_step(command, env))
-        tokenizer = scratch / f"{next(iter(trees))}-0"
-        command = [sys.executable, str(stock), str(table), str(tokenizer), str(scratch / "stock")]
-        found.setdefault("stock", []).append(first_step(command, {**of_tree(REPO), "HF_HOME": str(scratch / "hf")}))
-    return {name: summary(values[1:]) for name, values in found.items()}
+            folder = scratch / f"{ranks}-{name}-{round_}"
+            command = [*start, str(tree / "recipes" / "seq_cls.py"), *flags, "--output_dir", str(folder)]
+            keep(found, name, timed_run(command, env))
+        tokenizer = scratch / f"{ranks}-{next(iter(trees))}-0"
+        command = [*start, str(stock), str(table), str(tokenizer), str(scratch / "stock"), config]
+        env = {**of_tree(REPO), "HF_HOME": str(scratch / "hf"), "DS_ACCELERATOR": "cpu", **threads}
+        keep(found, "stock", timed_run(command, env))
+    return {name: {what: summary(values[1:]) for what, values in by.items()} for name, by in found.items()}
+
+
+def keep(found: dict[str, dict[str, list[float]]], name: str, took: dict[str, float]) -> None:
+    for what, value in took.items():
+        found.setdefault(name, {}).setdefault(what, []).append(value)
 
 
 def page(record: dict) -> str:
@@ -158,7 +186,13 @@ def page(record: dict) -> str:
             lines.append(f"| {recipe} | {what} | " + " | ".join(cells) + " |")
     lines += ["", FIRST_STEP, "", "| script | seconds |", "|---|---|"]
     lines += [f"| {name} | {shown(values)} |" for name, values in record["first_step"].items()]
-    lines += ["", NOT_SHOWN, ""]
+    if ranks := record.get("ranks"):
+        columns = ("first step", "last step to prompt", "CPU")
+        lines += ["", ON_RANKS, "", f"Load at the start: {ranks['load']:.1f}; {ranks['repeats']} turns.", ""]
+        lines += [f"| script | {' | '.join(columns)} |", "|---|---|---|---|"]
+        for name, values in ranks["found"].items():
+            lines.append(f"| {name} | {' | '.join(shown(values[what]) for what in columns)} |")
+    lines += ["", NOT_SHOWN.format("" if ranks else " several ranks,"), ""]
     return "\n".join(lines)
 
 
@@ -170,19 +204,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="another checkout, to measure in turn")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     asked = parser.parse_args()
     trees = {**({"before": asked.before.resolve()} if asked.before else {}), "this tree": REPO}
+    back = {name: trees[name] for name in reversed(trees)}
     os.chdir(REPO)
+    path = OUT / "startup.json"
+    record = json.loads(path.read_text()) if path.is_file() else {}
+    record["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
+    record["versions"] = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
     with tempfile.TemporaryDirectory() as folder:
-        record = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed")),
-            "repeats": asked.repeats,
-            "trees": list(trees),
-            "answers": answers(trees, asked.repeats),
-            "first_step": first_steps({name: trees[name] for name in reversed(trees)}, asked.repeats, Path(folder)),
-        }
-    (OUT / "startup.json").write_text(json.dumps(record, indent=1) + "\n")
+        if "one" in asked.parts:
+            record |= {"repeats": asked.repeats, "trees": list(trees), "answers": answers(trees, asked.repeats)}
+            found = first_steps(back, asked.repeats, Path(folder))
+            record["first_step"] = {name: values["first step"] for name, values in found.items()}
+        if "ranks" in asked.parts:
+            load = os.getloadavg()[0]
+            found = first_steps(back, asked.repeats, Path(folder), ranks=2)
+            record["ranks"] = {"load": load, "repeats": asked.repeats, "found": found}
+    path.write_text(json.dumps(record, indent=1) + "\n")
     (OUT / "startup.md").write_text(page(record))
     print(page(record))
 

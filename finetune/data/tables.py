@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from datasets import ClassLabel, Dataset, LargeList, List
-from sklearn.model_selection import train_test_split
 
 from finetune.data.builtin import docstring_rows
 from finetune.data.columns import (
@@ -268,6 +267,8 @@ def hold_out(
         )
     pool, strata = rows[np.isin(ids, found[counts > 1])], int(np.sum(counts > 1))
     if strata <= size <= len(pool) - strata:
+        from sklearn.model_selection import train_test_split  # on the one rank that prepares, where nothing is cached
+
         by = ids[pool] if classes else None
         _, held_out = train_test_split(pool, test_size=size, random_state=seed, stratify=by)
         return np.setdiff1d(rows, held_out), np.sort(held_out), ""

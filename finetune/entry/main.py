@@ -15,6 +15,7 @@ from finetune.entry.here import resolve_here
 from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError
 from finetune.privacy import shown
 from finetune.run.help import help_of
+from finetune.run.importing import begin_imports
 from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.run.recipe import Recipe
 from finetune.run.run import Run
@@ -32,7 +33,13 @@ def run_recipe(recipe: Recipe, main: Callable[[Run], None]) -> None:
         if own_rank() == 0:
             _print(help_of(recipe, sys.modules[main.__module__].__doc__))
         return
-    run_main(lambda: main(resolve_here(recipe, sys.argv[1:], read_launch())))
+    run_main(lambda: main(_settled(recipe)))
+
+
+def _settled(recipe: Recipe) -> Run:
+    run = resolve_here(recipe, sys.argv[1:], read_launch())
+    begin_imports(run)
+    return run
 
 
 def _print(text: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from scipy.special import expit, log_softmax
-from sklearn.metrics import confusion_matrix
 
 from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError, first_line
@@ -276,6 +275,8 @@ TASKS = {
 
 def confusion(predictions: Any, ids: Any, classes: int) -> npt.NDArray[Any]:
     """Counts (classes, classes): rows are true labels, columns predicted ones."""
+    from sklearn.metrics import confusion_matrix  # after training: the first step need not wait
+
     counts: npt.NDArray[Any] = confusion_matrix(
         np.asarray(ids), first_output(predictions).argmax(axis=-1), labels=range(classes)
     )

@@ -27,6 +27,7 @@ from finetune.run.environment import precision as precision_by_accelerate
 from finetune.run.facts import checkpointing_kwargs, object_of, precision_flags
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.profiling import check_profile
+from finetune.run.importing import end_imports
 from finetune.run.launch import Launch, accelerate_uses_deepspeed, accelerate_uses_fsdp
 from finetune.run.optimizer import trains_half
 from finetune.run.run import Run
@@ -90,6 +91,7 @@ def start(run: Run) -> Session:
     """Settle the machine, meet the other ranks, and build `TrainingArguments`. Raises RequestError for what only the
     machine or the checkpoint to go on from can tell."""
     launch = run.launch
+    end_imports()
     runtime.quiet_libraries(launch)
     has_cuda = _choose_devices(run)
     chosen = checkpoint_to_resume(run)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy.special import expit
-from sklearn.metrics import precision_recall_fscore_support
 
 from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.run.files import LABELS
@@ -60,6 +59,8 @@ def label_table(
     logits: npt.NDArray[Any], truth: npt.NDArray[Any], labels: Labels, thresholds: Sequence[float] | None
 ) -> list[dict[str, Any]]:
     """For each label precision, recall, F1, the number of rows that have it, and its threshold."""
+    from sklearn.metrics import precision_recall_fscore_support
+
     given = given_labels(logits, thresholds)
     figures = precision_recall_fscore_support(np.asarray(truth) > 0, given > 0, average=None, zero_division=0)
     least = [UNSETTLED_THRESHOLD] * len(labels.names) if thresholds is None else thresholds

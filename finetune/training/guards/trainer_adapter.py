@@ -24,6 +24,13 @@ class TrainerSuspect(Suspect):
         return self.trainer.deepspeed if self.trainer.is_deepspeed_enabled else None
 
     def prepare(self) -> None:
+        # Looked for once: to walk over all modules before each step cost more than all else that the guard does.
+        self.running = [
+            (module, name)
+            for module in self.trainer.model.modules()
+            for name, _ in module.named_buffers(recurse=False)
+            if name.startswith(RUNNING)
+        ]
         if not self.trainer.clips_itself:  # else the norm is seen there
             super().prepare()
 
@@ -32,8 +39,7 @@ class TrainerSuspect(Suspect):
         self.window, self.items, self.bad_norm = window, items, False
         self.losses: list[torch.Tensor] = []
         self.loss_before = self.trainer.running_loss.now
-        buffers = self.trainer.model.named_buffers()
-        self.statistics = {name: b.clone() for name, b in buffers if name.rpartition(".")[2].startswith(RUNNING)}
+        self.statistics = [(module, name, getattr(module, name).clone()) for module, name in self.running]
 
     def losses_are_finite(self) -> bool:
         return all(bool(torch.isfinite(loss)) for loss in self.losses)
@@ -91,6 +97,5 @@ class TrainerSuspect(Suspect):
             group["lr"] = rate
 
     def _restore_statistics(self) -> None:
-        buffers = dict(self.trainer.model.named_buffers())
-        for name, before in self.statistics.items():
-            buffers[name].copy_(before)
+        for module, name, before in self.statistics:
+            getattr(module, name).copy_(before)

@@ -21,6 +21,7 @@ from finetune.training.guards.finder import Finder, Found, odd_inputs, oddity
 from finetune.training.guards.memory import is_out_of_memory
 from finetune.training.guards.nan_guard import MOST_SHOWN, Finding, NanGuard, Suspect, _said, poisoned
 from finetune.training.guards.replay import read_batches, replay, write_batch, write_report
+from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.guards.verdict import Heartbeat, Position, judge
 
 NAN, INF = float("nan"), float("inf")
@@ -360,3 +361,31 @@ def test_one_that_waits_alone_hangs_nobody() -> None:
     found = judge(both, {}, 40.0, str)
     assert found is not None
     assert found.ranks == ()
+
+
+# What it costs
+
+
+class WalkCounted(nn.Sequential):
+    walks = 0
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        self.walks += 1
+        return super().named_modules(*args, **kwargs)
+
+
+def test_a_step_keeps_running_statistics_without_a_walk_over_the_model() -> None:
+    model = WalkCounted(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    loop: Any = SimpleNamespace(model=model, clips_itself=True, running_loss=SimpleNamespace(now=0.0))
+    suspect = TrainerSuspect(loop)
+    suspect.prepare()
+    walks = model.walks
+    for _ in range(3):
+        suspect.begin([], None)
+    assert walks
+    assert model.walks == walks
+    before = model[1].running_mean.clone()
+    model(torch.ones(4, 2))
+    assert not torch.equal(model[1].running_mean, before)
+    suspect.forget_loss()
+    assert torch.equal(model[1].running_mean, before)

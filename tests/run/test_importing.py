@@ -1,0 +1,111 @@
+"""What a recipe's process imports, and what holds meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+from finetune.run.importing import EAGER, begin_imports, end_imports, uses_bitsandbytes
+from finetune.run.launch import Launch
+from finetune.run.recipes.seq_cls import SEQ_CLS
+from finetune.run.resolve import resolve
+
+LOOKS = """
+import gc, json, os, runpy, sys
+from finetune.run.main import run_recipe
+
+recipe = runpy.run_path("recipes/seq_cls.py")
+
+def main(run):
+    import finetune.training.start as room
+    real = room.start
+
+    def start(run):
+        before = {"collects": gc.isenabled(), "eager": os.environ.get("TORCHDYNAMO_DISABLE")}
+        session = real(run)
+        after = {"collects": gc.isenabled(), "eager": os.environ.get("TORCHDYNAMO_DISABLE")}
+        print(json.dumps([before, after, gc.get_freeze_count(), sorted(sys.modules)]))
+        os._exit(0)
+
+    room.start = start
+    recipe["main"](run)
+
+run_recipe(recipe["SEQ_CLS"], main)
+"""
+UNUSED = {
+    *("torch._inductor.compile_fx", "torch._functorch.aot_autograd"),
+    *("sklearn.model_selection", "matplotlib", "tensorboard", "wandb", "trackio", "trl", "IPython"),
+}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """Before `start`, after it, how many objects are left out of collections, and the modules that are imported."""
+    folder = tmp_path_factory.mktemp("run") / "out"
+    env = {name: value for name, value in os.environ.items() if name != EAGER}
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS, "--output_dir", str(folder)],
+        cwd=REPO, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: list[object] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    return found
+
+
+def test_a_recipe_imports_nothing_that_its_first_step_has_no_use_for(started: list[object]) -> None:
+    modules = started[3]
+    assert isinstance(modules, list)
+    assert "transformers.trainer" in modules, "the list is of a recipe that has imported the stack"
+    assert not UNUSED & set(modules)
+
+
+def test_garbage_is_not_looked_for_while_the_stack_is_imported_and_is_again_from_start_on(
+    started: list[object],
+) -> None:
+    before, after, frozen, _ = started
+    assert before == {"collects": False, "eager": "1"}
+    assert after == {"collects": True, "eager": None}
+    assert isinstance(frozen, int)
+    assert frozen > 100_000
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--use_peft", "True", "--model_name_or_path", "some/model"],
+        ["--optim", "adamw_bnb_8bit"],
+        ["--optim", "paged_adamw_32bit"],
+    ],
+)
+def test_a_run_that_may_quantize_leaves_bitsandbytes_compiled(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(EAGER, raising=False)
+    run = resolve(SEQ_CLS, ["--output_dir", str(tmp_path / "out"), *flags], Launch())
+    assert uses_bitsandbytes(run)
+    begin_imports(run)
+    assert EAGER not in os.environ
+    end_imports()
+    gc.unfreeze()
+    assert gc.isenabled()
+
+
+def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EAGER, "1")
+    begin_imports(resolve(SEQ_CLS, ["--output_dir", str(tmp_path / "out")], Launch()))
+    end_imports()
+    gc.unfreeze()
+    assert os.environ[EAGER] == "1"
+
+
+def test_a_process_that_is_not_ours_alone_keeps_its_collector_as_it_is() -> None:
+    frozen = gc.get_freeze_count()
+    end_imports()
+    assert gc.get_freeze_count() == frozen
