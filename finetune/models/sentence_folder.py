@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from finetune.data.hub import hub_is_reachable
@@ -101,8 +101,8 @@ def _read(name: str, file: str, revision: str) -> Any:
         found = hf_hub_download(name, file, revision=revision, local_files_only=not hub_is_reachable())
     except Exception as error:  # by the client's transport, too
         is_known = not isinstance(error, LocalEntryNotFoundError)  # which says that the hub was not asked
-        known = try_to_load_from_cache(name, file, revision=revision)
-        if (is_known and isinstance(error, EntryNotFoundError)) or known is _CACHED_NO_EXIST:
+        known = try_to_load_from_cache(name, file, revision=revision)  # a mark, no path, of what the hub has not
+        if (is_known and isinstance(error, EntryNotFoundError)) or not isinstance(known, str | None):
             return None
         raise RequestError(
             f"{said} says how its texts become vectors, and could not be looked for on the hub ({first_line(error)}). "

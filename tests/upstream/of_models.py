@@ -79,6 +79,7 @@ MODELS = (
         for where, why in (
             ("models/causal.py", "a config is settled before its model is built"),
             ("models/document_mask.py", "which masks the attention takes"),
+            ("models/shared_prompt.py", "whether the attention takes a mask of four dimensions"),
             (GPTLITE, "which function attends"),
             ("models/small_copy.py", "a small copy attends as its model does"),
             (
