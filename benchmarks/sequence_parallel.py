@@ -198,13 +198,12 @@ def stock(home: Path) -> Iterator[dict[str, Any]]:
 
 HEAD = """# Sequence parallelism against one process
 
-`python benchmarks/sequence_parallel.py`, {date}, CPU processes over gloo in fp32;
-{versions}. A Llama with four heads and two of keys;
-prompts that are not learnt and answers of one or nine words, packed into blocks of 64 tokens with
-`--document_mask True`; {batch} blocks a step, {steps} steps of SGD without clipping. Each row is the largest difference
-over these steps from one process without DeepSpeed that reads {batch} blocks at a time, relative for loss and gradient
-norm. "Weights" is that of any weight after the last step, beside the largest change of any, which is the sum of its
-gradients times the rate: {update:.3g}.
+`python benchmarks/sequence_parallel.py`, {date}, CPU processes over gloo in fp32; {versions}.
+A Llama with four heads and two of keys; prompts that are not learnt and answers of one or nine words, packed into
+blocks of 64 tokens with `--document_mask True`; {batch} blocks a step, {steps} steps of SGD without clipping. Each row
+is the largest difference over these steps from one process without DeepSpeed that reads {batch} blocks at a time,
+relative for loss and gradient norm. "Weights" is that of any weight after the last step, beside the largest change of
+any, which is the sum of its gradients times the rate: {update:.3g}.
 
 | ranks that share a text | groups | ZeRO | accumulation | loss | gradient norm | weights |
 |---:|---:|---:|---:|---:|---:|---:|"""

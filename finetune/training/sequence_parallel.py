@@ -97,7 +97,9 @@ class SequenceParallel:
                 return plain(module, query, key, value, mask, *args, **kwargs)
             groups = getattr(module, "num_key_value_groups", None)
             try:
-                return exchange(module, query, key, value, None, *args, **{**kwargs, "position_ids": self.positions})
+                kwargs["position_ids"] = self.positions
+                mixed, weights = exchange(module, query, key, value, None, *args, **kwargs)  # (B, T / size, C)
+                return mixed.unflatten(-1, (query.shape[1], -1)), weights  # by head, as GPT-2 wants it
             finally:
                 if groups is not None:  # which the exchange changes where ranks are more than key-value heads
                     module.num_key_value_groups = groups

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [(draw.choices(words, k=draw.choice([1, 4])), draw.choices(words, k=draw.choice([1, 9]))) for _ in range(90)]
     lines = [json.dumps({"prompt": " ".join(asked), "completion": f" {' '.join(said)}"}) for asked, said in rows]
     (folder / "rows.jsonl").write_text("\n".join(lines))
-    for kind in ("llama", "qwen3", "gpt2"):
+    for kind in ("llama", "qwen3"):
         saved(folder / kind, kind)
     return folder
 
@@ -65,7 +66,11 @@ def trained(home: Path) -> Callable[..., Finished]:
         if key not in made:
             launcher = "python" if ranks == 1 else launcher
             made[key] = launch(
-                launcher, folder or home / f"run-{len(made)}", asked(home, **values), ranks=ranks, recipe=RECIPE
+                launcher,
+                folder or Path(tempfile.mkdtemp(dir=home)) / "run",
+                asked(home, **values),
+                ranks=ranks,
+                recipe=RECIPE,
             )
         return made[key]
 
@@ -93,7 +98,6 @@ CASES = [
     ("llama", 2, 2, "zero1", 2, WRAPPED),
     ("llama", 4, 2, "zero3", 2, PACKED),
     ("llama", 4, 2, "zero1", 1, ONE_A_BLOCK),
-    ("gpt2", 2, 2, "zero2", 1, ONE_A_BLOCK),
     ("llama", 2, 2, "zero2_offload", 1, PACKED),
     ("llama", 2, 2, "zero3_offload", 1, ONE_A_BLOCK),
     (None, 2, 2, "zero3", 1, PACKED),
@@ -185,10 +189,7 @@ def test_it_goes_with(extra: str, config: str, trained: Callable[..., Finished])
     rows = {**ONE_A_BLOCK, **EXTRAS[extra]}
     truth = trained(per_device_train_batch_size=GLOBAL_BATCH, **rows)
     shared = {"deepspeed": config, "sequence_parallel_size": 2, "per_device_train_batch_size": GLOBAL_BATCH // 2}
-    run = trained(4, **shared, **rows)
-    assert_same(run, truth)
-    for name in ("num_tokens", "real_tokens"):
-        assert [row.get(name) for row in run.steps] == [row.get(name) for row in truth.steps]
+    assert_same(trained(4, **shared, **rows), truth)
 
 
 @pytest.mark.nightly
