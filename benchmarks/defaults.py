@@ -21,10 +21,11 @@ from releases import in_words, versions
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results" / "defaults.jsonl"
-RECIPES = ("seq_cls", "token_cls", "causal_lm", "image_cls")
+RECIPES = ("seq_cls", "token_cls", "question_answering", "causal_lm", "image_cls")
 SHOWN = {
     "seq_cls": {"accuracy": "eval_accuracy"},
     "token_cls": {"entity F1": "eval_f1"},
+    "question_answering": {"exact match": "eval_exact_match", "F1": "eval_f1"},
     "causal_lm": {"bits per byte": "eval_bits_per_byte"},
     "image_cls": {"accuracy": "eval_accuracy"},
 }
@@ -50,6 +51,8 @@ def measure(recipe: str) -> dict[str, Any]:
             row["held_out_by_class"] = held_out(json.loads((run / "confusion_matrix.json").read_text()))
     if recipe == "token_cls":
         row["f1_of_the_name_alone"] = baseline()
+    if recipe == "question_answering":
+        row["without_reading"] = without_reading()
     return row | {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
 
 
@@ -63,6 +66,13 @@ def baseline() -> float:
     from token_cls_baseline import by_name_alone
 
     return by_name_alone()
+
+
+def without_reading() -> dict[str, dict[str, float]]:
+    """Exact match and F1 of answers that need no model."""
+    import question_answering_baseline as baselines
+
+    return baselines.without_reading()
 
 
 def page(rows: list[dict[str, Any]]) -> str:
@@ -81,6 +91,10 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines[-1] += f"guessing the largest ({most}) gives {classes[most] / sum(classes.values()):.2f}. token_cls: the tag "
     lines[-1] += "that a name has most often in training makes an entity F1 of "
     lines[-1] += f"{latest['token_cls']['f1_of_the_name_alone']:.3f} (benchmarks/token_cls_baseline.py)."
+    if "question_answering" in latest:
+        nearest, last = latest["question_answering"]["without_reading"].values()
+        lines[-1] += " question_answering: the line of the function with the most words of the question has an F1 of "
+        lines[-1] += f"{nearest['f1']:.3f}, its last line {last['f1']:.3f} (benchmarks/question_answering_baseline.py)."
     return "\n".join(lines) + "\n"
 
 

@@ -99,6 +99,7 @@ SETTINGS = {
     "docs/reshard.md": ["2 x 8 x 1", "(16 x 4) is 0.5", "8 x 1 x 4", "0.4 MiB", "in 0.1 s"],
     "docs/seq_cls.md": ["also written 1.0", "Metrics during training use 0.5"],
     "docs/token_cls.md": ["transformers 5.23"],
+    "docs/question_answering.md": ["transformers 5.23"],
 }
 
 

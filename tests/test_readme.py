@@ -67,6 +67,12 @@ def write_files(folder: Path) -> None:
             place / f"{index}.png"
         )
     (folder / "train.conll").write_text("Ada B-person\nwrites O\n\nIn O\nParis B-place\n\n" * 20)
+    context = "Ada Lovelace wrote it in London. " * 4
+    asked = [
+        {"id": f"{i}", "question": "Who wrote it?", "answers": [{"text": "Ada", "answer_start": 0}]} for i in range(9)
+    ]
+    paragraphs = [{"context": f"{context}{i}", "qas": asked} for i in range(9)]
+    (folder / "train-v1.1.json").write_text(json.dumps({"data": [{"title": "Ada", "paragraphs": paragraphs}]}))
     pairs = [{"document": f"A long text, number {i}.", "summary": f"Text {i}."} for i in range(40)]
     for name in ("summaries.jsonl", "articles.jsonl"):
         (folder / name).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -118,6 +124,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHORT: dict[str, dict[str, Any]] = {
     "seq_cls": TINY,
     "token_cls": TINY,
+    "question_answering": TINY,
     "seq2seq": {"max_train_samples": 64, "bf16": False},
     "causal_lm": {"sample_tokens": 4, "bf16": False},
     "preference": {"max_train_samples": 32, "max_eval_samples": 8, "bf16": False},
@@ -151,7 +158,13 @@ def test_a_command_of_the_readme_works(
     command = command.replace("runs/python", str(tmp_path / "run"))
     is_run = None if command.startswith("finetune ") else re.search(r"recipes/(\w+)\.py", command)
     if is_run:
-        models = {"seq_cls": minilm, "token_cls": minilm, "embedding": minilm, "image_cls": image_model}
+        models = {
+            "seq_cls": minilm,
+            "token_cls": minilm,
+            "question_answering": minilm,
+            "embedding": minilm,
+            "image_cls": image_model,
+        }
         command = command.replace("path/to/model", str(models.get(is_run[1], causal_model)))
         short = {**SHORT[is_run[1]], "max_steps": 2, "output_dir": tmp_path / "run"}
         command = re.sub(rf" --({'|'.join(short)}) \S+", "", command) + " " + " ".join(flags(short))

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ast
 import sysconfig
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 PACKAGES = (
     "asyncio",
@@ -31,6 +33,9 @@ PACKAGES = (
     "wsgiref",
     "xml",
 )
+T = TypeVar("T")
+HELD_OUT_OF = 10  # one package of so many, by a hash of its name
+SKIPPED = ("test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data")
 MIN_CHARACTERS = 40
 MOST_SHARED = 0.1  # of a topic's longer lines, that stand in longer topics as well
 MIN_ROWS_PER_LABEL = 20  # a package with fewer docstrings than this cannot be split into train and evaluation
@@ -65,6 +70,21 @@ def parsed_file(path: Path) -> ast.Module | None:
         return ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError):
         return None
+
+
+def by_package(made: Callable[[ast.Module], Iterable[tuple[str, T]]]) -> dict[str, dict[str, T]]:
+    """What is `made` of the whole library's source, a text and what belongs to it, for the splits `train` and
+    `validation`, which share no package and no text."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    splits: dict[str, dict[str, T]] = {"train": {}, "validation": {}}
+    for path in sorted(library.rglob("*.py")):
+        package, *inner = path.relative_to(library).parts
+        if {package, *inner}.isdisjoint(SKIPPED) and (tree := parsed_file(path)):
+            held_out = zlib.crc32(package.removesuffix(".py").encode()) % HELD_OUT_OF == 0
+            for text, rest in made(tree):
+                splits["validation" if held_out else "train"].setdefault(text, rest)
+    splits["train"] = {text: rest for text, rest in splits["train"].items() if text not in splits["validation"]}
+    return splits
 
 
 def _docstrings(folder: Path) -> Iterator[str]:

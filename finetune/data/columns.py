@@ -67,6 +67,16 @@ def said_counts(counts: Mapping[str, int]) -> str:
     return f"from {fewest:,} of {rarest} to {most:,} of {commonest}"
 
 
+def said_data(data: Any, what: str, *more: str) -> str:
+    """The line for the log of data of other kinds: rows of `what`, and what else is to be said of it."""
+    account = data.account
+    rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
+    left_out = sum(account.skipped.values())
+    own = "--train_file takes your own" if account.source.startswith("built-in") else ""
+    said = (f"{left_out:,} bad rows left out" if left_out else "", data.columns, *account.notes, *more, own)
+    return f"data: {account.source} ({'; '.join([f'{rows} {what}', *filter(None, said)])})"
+
+
 def said_columns(read: Mapping[str, Sequence[str]], others: Sequence[str]) -> str:
     """Which columns are read, by what they are read as, and which are not; of many some."""
     shown = [f"{listed(names)} as {what}" for what, names in read.items() if names]

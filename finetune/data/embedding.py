@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from finetune.data.classification import ClassificationData, Kind, prepare
-from finetune.data.columns import WIDTHS, Columns, said_counts
+from finetune.data.columns import WIDTHS, Columns, said_counts, said_data
 from finetune.data.embedding_rows import (
     BUILT_IN,
     CLASSES,
@@ -38,14 +38,10 @@ class EmbeddingData(ClassificationData):
     def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
         account, kind = self.account, self.labels.task
-        rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
-        left_out, cut = sum(account.skipped.values()), sum(account.truncated.values())
-        said = [f"{left_out:,} bad rows left out"] if left_out else []
-        said += [f"{len(self.labels.names)} labels: {said_counts(account.label_counts)}"] if kind == CLASSES else []
-        said += [note for note in (self.columns, *account.notes) if note]
-        said += [f"{cut:,} rows with a text cut to {account.max_seq_length} tokens"] if cut else []
-        said += ["--train_file takes your own"] if account.source == BUILT_IN else []
-        return f"data: {account.source} ({'; '.join([f'{rows} {kind}', *said])})"
+        cut = sum(account.truncated.values())
+        labels = f"{len(self.labels.names)} labels: {said_counts(account.label_counts)}" if kind == CLASSES else ""
+        too_long = f"{cut:,} rows with a text cut to {account.max_seq_length} tokens" if cut else ""
+        return said_data(self, kind, labels, too_long)
 
     @property
     def columns(self) -> str:

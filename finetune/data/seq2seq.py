@@ -4,13 +4,9 @@ library and the first lines of their docstrings."""
 from __future__ import annotations
 
 import ast
-import sysconfig
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +15,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.builtin import parsed_file
+from finetune.data.builtin import by_package
 from finetune.data.classification import ClassificationData, Kind, prepare
-from finetune.data.columns import Columns, Labels, is_empty, said_columns
+from finetune.data.columns import Columns, Labels, is_empty, said_columns, said_data
 from finetune.data.files import open_file
 from finetune.data.find_columns import TRANSLATION, find_pair
 from finetune.data.splits import open_splits, unused_fraction
@@ -34,8 +30,6 @@ from finetune.run.recipes.seq2seq import PairArguments
 SOURCE, TARGET = "source", "target"
 PAIRS = Labels("text_to_text", ())
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"  # as T5's, in this order
-HELD_OUT_OF = 10  # one package of so many, by a hash of its name
-SKIPPED = ("test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data")
 LEAST_LINE, MOST_BODY = 12, 4_000  # characters
 BUILT_IN = "built-in functions of Python's standard library, to the first line of their docstring, held out by package"
 
@@ -57,16 +51,11 @@ class PairData(ClassificationData):
 
     def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
-        account = self.account
-        rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
-        left_out, cut = sum(account.skipped.values()), [self.cut(split) for split in self.splits]
-        said = [f"{left_out:,} bad pairs left out"] if left_out else []
-        said += [self.columns] * bool(self.columns) + list(account.notes)
-        for side in (SOURCE, TARGET):
-            if count := sum(one[side] for one in cut):
-                said.append(f"{count:,} {side}s cut to --max_{side}_length")
-        more = ["--train_file takes your own"] if account.source == BUILT_IN else []
-        return f"data: {account.source} ({'; '.join([f'{rows} pairs', *said, *more])})"
+        cut = [self.cut(split) for split in self.splits]
+        counts = {side: sum(one[side] for one in cut) for side in (SOURCE, TARGET)}
+        return said_data(
+            self, "pairs", *(f"{n:,} {side}s cut to --max_{side}_length" for side, n in counts.items() if n)
+        )
 
 
 def prepare_pairs(
@@ -242,16 +231,9 @@ def function_rows() -> dict[str, dict[str, list[str]]]:
     """Columns `source` and `target` of the splits `train` and `validation`: functions as they are written, without
     their docstring, and its first line. The splits share no package, no function and no line. Sources are parsed, never
     imported."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    splits: dict[str, dict[str, str]] = {"train": {}, "validation": {}}
-    for path in sorted(library.rglob("*.py")):
-        package, *inner = path.relative_to(library).parts
-        if {package, *inner}.isdisjoint(SKIPPED) and (tree := parsed_file(path)):
-            held_out = zlib.crc32(package.removesuffix(".py").encode()) % HELD_OUT_OF == 0
-            for source, line in _functions(tree):
-                splits["validation" if held_out else "train"].setdefault(source, line)
-    seen = set(chain(splits["validation"], splits["validation"].values()))
-    splits["train"] = {source: line for source, line in splits["train"].items() if seen.isdisjoint((source, line))}
+    splits = by_package(_functions)
+    lines = {*splits["validation"], *splits["validation"].values()}
+    splits["train"] = {source: line for source, line in splits["train"].items() if line not in lines}
     return {split: {SOURCE: list(found), TARGET: list(found.values())} for split, found in splits.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,23 @@ def unused_fraction(cut: PreparationArguments) -> str:
     asked = cut.validation_fraction
     is_asked = asked != PreparationArguments.validation_fraction
     return f"--validation_fraction {asked:g} does nothing, for there is a validation split" if is_asked else ""
+
+
+def hold_out_by(
+    train: Dataset, keys: Sequence[Any], fraction: float, seed: int, said: str, what: str
+) -> dict[str, Dataset]:
+    """A seeded part of what rows have in common as `validation`: rows with equal `keys` stand on one side alone. Raises
+    RequestError where there is too little of it, in `said` by the name of `what`."""
+    unique = sorted(set(keys))
+    random.Random(seed).shuffle(unique)
+    held = set(unique[: max(1, round(fraction * len(unique)))])
+    if len(held) == len(unique):
+        raise RequestError(f"{said}: has too few {what} to hold some out. Add --validation_file.")
+    rows = {
+        "train": [i for i, key in enumerate(keys) if key not in held],
+        "validation": [i for i, key in enumerate(keys) if key in held],
+    }
+    return {split: train.select(kept) for split, kept in rows.items()}
 
 
 def require_splits(there: Iterable[str], training: Any, kind: str) -> None:

@@ -6,7 +6,6 @@ into entities.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from finetune.data.find_columns import find_token_columns
 from finetune.data.list_text import lists_of_text, note_of_lists
 from finetune.data.odd_labels import note_of_slips
 from finetune.data.python_names import name_rows
-from finetune.data.splits import open_splits, said_split, unused_fraction
+from finetune.data.splits import hold_out_by, open_splits, said_split, unused_fraction
 from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked
 from finetune.data.tag_schemes import (
     OUTSIDE,
@@ -115,7 +114,8 @@ def clean_sentences(
         said = said_split(arguments, "train")
         if len(tables["train"]) == 1 and LINE in tables["train"].column_names:
             said += ": has no blank line between words, and so is a single sentence (a blank line ends one)"
-        cleaned |= _held_out(cleaned["train"], cut.validation_fraction, seed, said)
+        sentences = [tuple(words) for words in cleaned["train"]["tokens"][:]]
+        cleaned |= hold_out_by(cleaned["train"], sentences, cut.validation_fraction, seed, said, "sentences")
     elif "train" in cleaned:
         notes.append(unused_fraction(cut))
     cleaned = as_many_as_asked(cleaned, cut, seed)
@@ -207,19 +207,6 @@ def _ids(rows: Sequence[Sequence[str]], labels: Labels, said: str) -> list[list[
             f"{said}: has entities that are not in the training data: {shown}. Check that both use the same names."
         )
     return [[labels.ids[tag] for tag in row] for row in rows]
-
-
-def _held_out(train: Dataset, fraction: float, seed: int, said: str) -> Table:
-    """A seeded part of the sentences. The same sentence is on one side alone."""
-    keys = [tuple(words) for words in train["tokens"][:]]
-    unique = sorted(set(keys))
-    random.Random(seed).shuffle(unique)
-    held = set(unique[: max(1, round(fraction * len(unique)))])
-    rows = {"train": [i for i, key in enumerate(keys) if key not in held],
-            "validation": [i for i, key in enumerate(keys) if key in held]}  # fmt: skip
-    if not rows["train"]:
-        raise RequestError(f"{said}: has too few sentences to hold some out. Add --validation_file.")
-    return {split: train.select(kept) for split, kept in rows.items()}
 
 
 def word_encoder(

@@ -9,6 +9,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -16,7 +17,7 @@ from transformers import (
 
 import finetune.models.gptlite
 import finetune.models.mlp  # noqa: F401 - they register their models
-from finetune.plan.families.parts import CAUSAL, CLASSES, MASKED, SEQ2SEQ, TAGS
+from finetune.plan.families.parts import CAUSAL, CLASSES, MASKED, SEQ2SEQ, SPANS, TAGS
 
 AUTO = {
     CAUSAL: AutoModelForCausalLM,
@@ -24,6 +25,7 @@ AUTO = {
     CLASSES: AutoModelForSequenceClassification,
     SEQ2SEQ: AutoModelForSeq2SeqLM,
     TAGS: AutoModelForTokenClassification,
+    SPANS: AutoModelForQuestionAnswering,
 }
 
 
@@ -45,6 +47,8 @@ def samples(config: dict[str, Any], head: str, tokens: int, for_pipeline: bool =
         return {"input_ids": ids, "labels": torch.tensor(0)}
     if head == TAGS:
         return {"input_ids": ids, "labels": torch.zeros_like(ids)}
+    if head == SPANS:
+        return {"input_ids": ids, "start_positions": torch.tensor(0), "end_positions": torch.tensor(1)}
     if for_pipeline:
         return {"input_ids": ids, "shift_labels": ids.roll(-1)}
     return {"input_ids": ids, "labels": ids}

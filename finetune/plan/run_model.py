@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
-from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, TAGS, VECTORS, Sizes
+from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, LABELLED, MASKED, SEQ2SEQ, SPANS, TAGS, VECTORS, Sizes
 from finetune.plan.model import Model, head_of_class, is_block_linear, model_of, read_config
 from finetune.plan.named import CHARACTERS, Named, find_model, gptlite_config
 from finetune.plan.values import Lora
@@ -63,8 +63,8 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
         own = model_of(config, str(given)).head
     except (RequestError, KeyError):  # which is said when the model is looked at
         return (CAUSAL,)
-    trained = [head for head in (own, CAUSAL, CLASSES, TAGS, IMAGES, SEQ2SEQ) if head in heads and head != MASKED]
-    return tuple(trained[:1])
+    likely = (own, CAUSAL, CLASSES, TAGS, SPANS, IMAGES, SEQ2SEQ)
+    return tuple(head for head in likely if head in heads and head != MASKED)[:1]
 
 
 def _head_of(run: Run) -> str | None:
@@ -151,7 +151,7 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
         **distilbert_shape(size, run.value("dropout"), run.value("max_seq_length")),
     }
     granted = f"a vocabulary of {config['vocab_size']:,} tokens"
-    if _head_of(run) == VECTORS:
+    if _head_of(run) not in (CLASSES, TAGS):
         notes.append(f"{granted} is taken for granted; the data decides")
     else:
         notes.append(f"{granted} and {Sizes(config, '').labels} labels are taken for granted; the data decides")
@@ -187,7 +187,7 @@ def lora_of(run: Run, model: Model) -> Lora | None:
     every = sorted({tensor.name.split(".")[-2] for tensor in model.tensors if is_block_linear(tensor)})
     asked = run.value("lora_target_modules")
     targets = tuple(every if asked in (None, ["all-linear"]) else asked)
-    heads = FAMILIES[model.family].heads[model.head](model.sizes) if model.head in (CLASSES, TAGS) else ()
+    heads = FAMILIES[model.family].heads[model.head](model.sizes) if model.head in LABELLED else ()
     own = dict.fromkeys(name.rpartition(".")[0] for name, _ in heads)
     saved = (*own, *(run.value("lora_modules_to_save") or ()))
     lora = Lora(run.value("lora_r"), targets, run.value("lora_dropout"), saved, run.value("lora_use_dora"))

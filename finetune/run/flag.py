@@ -22,6 +22,7 @@ NAME_OR_PATH = "name or path"  # a hub id, a shipped name, or a path
 METRIC = "metric"  # one of ours by name, or a Python file
 TEMPLATE = "template"  # a shipped chat template by name, or a jinja file
 OUTPUT = "output"  # is made where it is missing
+GIVEN = ("*",)  # of `Void`: any value that says something
 MOST = 2**63  # a larger number is a slip of a finger
 TRUE, FALSE = ("true", "yes", "y", "t", "1", "on"), ("false", "no", "n", "f", "0", "off")
 
@@ -177,3 +178,17 @@ def kind_of(hint: Any) -> tuple[str, bool]:
         return "json", False
     simple = {int: "int", float: "float", bool: "bool"}
     return simple.get(options[0], "str") if len(options) == 1 else "str", False
+
+
+@dataclass(frozen=True)
+class Void:
+    """`flags` do nothing where `by` has one of `values`, unless one of `unless` is on. Where nobody said `by`, they
+    ask for what it `implies`; without that, for what `mend` says."""
+
+    flags: tuple[str, ...]
+    by: str
+    values: tuple[Any, ...]
+    mend: str = "Drop it."
+    implies: Any = None
+    unless: tuple[str, ...] = ()
+    spares_defaults: bool = False  # a YAML for other data may say them

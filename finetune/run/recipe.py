@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from finetune.run.flag import OUTPUT, Flag, flags_of
+from finetune.run.flag import OUTPUT, Flag, Void, flags_of
 from finetune.run.task import NO_TASK, Task
 from finetune.run.trainer_flags import trainer_flags
 
@@ -37,9 +37,10 @@ class Recipe:
     both engines trains by DeepSpeed's pipeline engine where --pipeline_parallel_size is given.
 
     `defaults` overrule the Trainer's and the groups'; `scratch_defaults` overrule them where no model is named. `reads`
-    names recipes whose YAMLs this one takes, too. `figures` are what an evaluation gives where --metrics says nothing;
-    `metrics` are those of ours that it may name. `scratch` makes of the flags' values, by name, the config of the model
-    that is built where none is named, for the planner; None: `finetune.plan.run_model` knows it.
+    names recipes whose YAMLs this one takes, too; `void` has flags of its own that others make void. `figures` are what
+    an evaluation gives where --metrics says nothing; `metrics` are those of ours that it may name. `scratch` makes of
+    the flags' values, by name, the config of the model that is built where none is named, for the planner; None:
+    `finetune.plan.run_model` knows it.
     """
 
     name: str  # of the file in recipes/
@@ -52,6 +53,7 @@ class Recipe:
     trainer_groups: tuple[type, ...] = ()
     pipeline_groups: tuple[type, ...] = ()
     reads: tuple[str, ...] = ()
+    void: tuple[Void, ...] = ()
     figures: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     scratch: Callable[[Callable[[str], Any]], dict[str, Any]] | None = None

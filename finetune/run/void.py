@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from finetune.run.conflicts import BY_METRIC, FILES
 from finetune.run.engine import deepspeed_by_accelerate, fsdp_by_accelerate
 from finetune.run.files import RUN_RECORD
+from finetune.run.flag import GIVEN, Void
 from finetune.run.flags.adapter import OF_NEW_ADAPTERS
 from finetune.run.flags.compression import HOOKS, KEEPS_ERRORS, OF_DDP
 from finetune.run.flags.guards import POLICIES
@@ -19,23 +20,8 @@ from finetune.run.optimizer import without_args
 from finetune.run.parse import COMMAND_LINE
 from finetune.run.run import Run
 
-GIVEN = ("*",)  # any value that says something
 KEEP_ONE = "Keep one of the two."
 NOTHING: tuple[Any, ...] = (None, False, "", [], -1, "no", "none")  # values that ask for nothing; 0 is False
-
-
-@dataclass(frozen=True)
-class Void:
-    """`flags` do nothing where `by` has one of `values`, unless one of `unless` is on. Where nobody said `by`, they
-    ask for what it `implies`; without that, for what `mend` says."""
-
-    flags: tuple[str, ...]
-    by: str
-    values: tuple[Any, ...]
-    mend: str = "Drop it."
-    implies: Any = None
-    unless: tuple[str, ...] = ()
-    spares_defaults: bool = False  # a YAML for other data may say them
 
 
 # By transformers 5.23: trainer_callback.py (DefaultFlowCallback), training_args.py, optimization.py (get_scheduler),
@@ -155,20 +141,6 @@ VOID = (
     Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
     Void(("comm_hook_start_steps",), "ddp_comm_hook", tuple(one for one in HOOKS if one not in KEEPS_ERRORS)),
     Void(("powersgd_rank",), "ddp_comm_hook", tuple(one for one in HOOKS if one != "powersgd")),
-    Void(("label_smoothing",), "loss", ("ipo", "kto", "orpo", "reward"), "It is of dpo and simpo. Drop it."),
-    Void(("length_normalization",), "loss", ("kto", "orpo", "reward", "simpo"), "It is of dpo and ipo. Drop it."),
-    Void(("target_margin",), "loss", ("dpo", "ipo", "kto", "orpo", "reward"), "Give --loss simpo, or drop it."),
-    Void(
-        ("desirable_weight", "undesirable_weight"),
-        "loss",
-        ("dpo", "ipo", "orpo", "reward", "simpo"),
-        "Give --loss kto, or drop it.",
-    ),
-    Void(("reference",), "loss", ("orpo", "reward", "simpo"), "It has no reference. Drop it."),
-    Void(
-        ("share_prompt",), "loss", ("kto", "reward"), "It is for losses that compare answers' probabilities. Drop it."
-    ),
-    Void(("beta", "loss_chunk_tokens", "sample_tokens"), "loss", ("reward",)),
     Void(("resume",), "do_train", (False,), "Give the checkpoint as --model_name_or_path, or drop it."),
     Void(
         ("resume_changed", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
@@ -241,11 +213,11 @@ def _engine(run: Run, deepspeed: str | None) -> tuple[str, str, str]:
     return engine, said, run.source(by) if by in (*run.given, "fsdp") else COMMAND_LINE  # that of the launcher
 
 
-def settle_void(run: Run, rows: Sequence[Void] = VOID) -> tuple[Run, list[str]]:
+def settle_void(run: Run, rows: Sequence[Void] | None = None) -> tuple[Run, list[str]]:
     """The run without what is void, and what is wrong. The command line overrules a YAML here, too, and of a run's
     record, which has defaults beside what was said, one line the other. The rest is a mistake, or implied."""
     mistakes: list[str] = []
-    for row in rows:
+    for row in (*VOID, *run.recipe.void) if rows is None else rows:
         if row.by not in run.recipe.flags or not _is_void(row, run):
             continue
         for name in row.flags:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from finetune.measure.models import AUTO, samples
 from finetune.models.chunked_loss import use_chunked_loss
 from finetune.plan.families import FAMILIES
-from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, TAGS
+from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, SPANS, TAGS
 from finetune.plan.forward import FORWARDS, build_tape
 from finetune.plan.forward.parts import Batch, Part
 from finetune.plan.model import Model, model_of, with_lora
@@ -72,6 +72,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilbert": (CLASSES, DISTIL),
     **{f"{kind}-tags": (TAGS, {"model_type": kind, **ENCODER}) for kind in ("bert", "roberta")},
     "distilbert-tags": (TAGS, DISTIL),
+    **{f"{kind}-spans": (SPANS, {"model_type": kind, **ENCODER}) for kind in ("bert", "roberta")},
+    "distilbert-spans": (SPANS, DISTIL),
     "llama-tags": (TAGS, LLAMA),
     "gpt2-tags": (TAGS, GPT2),
     "distilbert-masked": (MASKED, DISTIL),

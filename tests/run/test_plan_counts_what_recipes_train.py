@@ -53,7 +53,7 @@ CASES = [*recipes(), *(name for name, recipe in OF_RECIPES.items() if recipe), *
 # Whose vocabulary is that of the text, which no plan reads; or whose classes are.
 # Packed weights are half as many to torch.
 BY_THE_DATA = ("seq2seq", "causal_lm", "preference", "embedding", "causal_lm_pipeline", "seq_cls", "token_cls",
-               "token_cls_conll", "gptlite_post", "gptlite_tinyshakespeare")  # fmt: skip
+               "question_answering", "token_cls_conll", "gptlite_post", "gptlite_tinyshakespeare")  # fmt: skip
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 LARGE_VOCABULARY = 9000
 FILES = {"instruction": "chats.jsonl", "gpt2_124m": "words.txt"}  # the latter enough for a BPE of 50,304 tokens
@@ -75,6 +75,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "tags.jsonl", tags)
     write(folder / "sources.jsonl", [{"source": text, "target": text} for text in texts])
     write(folder / "translations.jsonl", [{"translation": {"en": text, "de": text}} for text in texts])
+    answers = {"text": ["quick"], "answer_start": [4]}
+    asked = [{"question": f"What is {row}?", "context": text, "answers": answers} for row, text in enumerate(texts)]
+    write(folder / "questions.jsonl", asked)
     (folder / "text.txt").write_text(SENTENCE * 2000)
     chat = [{"role": "user", "content": SENTENCE}, {"role": "assistant", "content": SENTENCE * 3}]
     write(folder / "pairs.jsonl", [{"prompt": text, "chosen": text + "!", "rejected": "No."} for text in texts])
@@ -123,6 +126,8 @@ def flags_of(case: str, folder: Path) -> list[str]:
         words += ["--dataset_name", str(folder / "classes")]
     elif recipe == "token_cls":
         words += ["--train_file", str(folder / "tags.jsonl")]
+    elif recipe == "question_answering":
+        words += ["--train_file", str(folder / "questions.jsonl")]
     elif recipe == "seq2seq":
         words += ["--train_file", str(folder / ("translations.jsonl" if "translation" in case else "sources.jsonl"))]
     elif recipe == "image_cls":

@@ -141,7 +141,7 @@ def test_a_number_out_of_its_range_is_refused_with_its_source(recipe: Recipe) ->
     words = [f"--{flag.name}=-2" for flag in numbers]
     with pytest.raises(RequestError) as met:
         resolve(recipe, words, Launch(), is_here=False)
-    for flag in numbers:
+    for flag in (flag for flag in numbers if not flag.range.holds(-2)):
         assert f"--{flag.name} is {flag.read('-2')!r} (command line), but it must be {flag.range}." in str(met.value)
 
 

@@ -15,7 +15,7 @@ from test_recipes import RECIPES
 
 from finetune.entry.here import resolve_here
 from finetune.errors import RequestError
-from finetune.run.flag import Flag
+from finetune.run.flag import GIVEN, Flag, Void
 from finetune.run.launch import Launch
 from finetune.run.parse import COMMAND_LINE, Setting
 from finetune.run.recipe import Recipe
@@ -26,7 +26,7 @@ from finetune.run.recipes.seq2seq import SEQ2SEQ
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.resolve import resolve
 from finetune.run.run import Run
-from finetune.run.void import GIVEN, OF_ENGINES, VOID, VOID_HERE, Void, says, settle_void
+from finetune.run.void import OF_ENGINES, VOID, VOID_HERE, says, settle_void
 
 YAML_LINE = "a.yaml line 1"
 
@@ -43,7 +43,7 @@ def value_of(flag: Flag) -> Any:
 def cases() -> Iterator[Any]:
     """Each row on each recipe that has both of its flags."""
     for recipe in RECIPES:
-        for row in (*VOID, *VOID_HERE):
+        for row in (*VOID, *recipe.void, *VOID_HERE):
             for name in (name for name in row.flags if {name, row.by} <= set(recipe.flags)):
                 yield pytest.param(recipe, row, name, id=f"{recipe.name}-{name}-{row.by}")
 
@@ -52,7 +52,9 @@ def settled(recipe: Recipe, flags: dict[str, tuple[Any, str]]) -> tuple[Run, lis
     """As `resolve` does, before anything else is looked at."""
     run = resolve(recipe, [], Launch(), is_here=False)
     given = {name: Setting(value, source) for name, (value, source) in flags.items()}
-    return settle_void(replace(run, settings={**run.settings, **given}, notes=()), (*VOID, *VOID_HERE))
+    return settle_void(
+        replace(run, settings={**run.settings, **given}, notes=()), (*VOID, *run.recipe.void, *VOID_HERE)
+    )
 
 
 def voiding(recipe: Recipe, row: Void) -> Any:
@@ -106,7 +108,8 @@ def test_flags_that_go_together_are_taken(recipe: Recipe) -> None:
 
 def test_every_flag_of_the_table_is_some_recipes() -> None:
     known = {name for recipe in RECIPES for name in recipe.flags}
-    assert {name for row in (*VOID, *VOID_HERE) for name in (*row.flags, row.by, *row.unless)} <= known
+    own = [row for recipe in RECIPES for row in recipe.void]
+    assert {name for row in (*VOID, *VOID_HERE, *own) for name in (*row.flags, row.by, *row.unless)} <= known
     assert {name for flags in OF_ENGINES.values() for name in flags} <= known
 
 

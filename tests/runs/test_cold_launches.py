@@ -24,6 +24,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "causal_lm_pipeline": {**CAUSAL, "gradient_accumulation_steps": 2},
     "image_cls": {"max_train_samples": 64},
     "token_cls": TINY,
+    "question_answering": TINY,
     "seq2seq": {"max_train_samples": 64, "dropout": 0.0, "max_source_length": 16, "max_target_length": 8},
     "embedding": TINY,
     "preference": {"config_overrides": CAUSAL["config_overrides"], "max_train_samples": 64, "block_size": 64},

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.plan.families.parts import CLASSES, MASKED, TAGS, Buffers, Family, Named, Sizes, linear, norm, nothing
+from finetune.plan.families.parts import (
+    CLASSES,
+    MASKED,
+    SPANS,
+    TAGS,
+    Buffers,
+    Family,
+    Named,
+    Sizes,
+    linear,
+    norm,
+    nothing,
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,7 @@ class Encoder:
             heads={
                 CLASSES: self.class_head,
                 TAGS: lambda sizes: linear("classifier", sizes(self.hidden), sizes.labels),
+                SPANS: lambda sizes: linear("qa_outputs", sizes(self.hidden), 2),
                 MASKED: self.masked_head,
             },
             default_head=MASKED,

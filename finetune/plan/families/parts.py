@@ -13,6 +13,8 @@ Named = Iterator[tuple[str, Shape]]
 Buffers = Iterator[tuple[str, Shape, int]]  # with the bytes of an element
 CAUSAL, MASKED, CLASSES, SEQ2SEQ = "causal_lm", "masked_lm", "sequence_classification", "seq2seq_lm"
 IMAGES, TAGS = "image_classification", "token_classification"
+SPANS = "question_answering"  # where an answer begins and ends
+LABELLED = (CLASSES, TAGS, SPANS)  # heads that the model which they stand on did not have before
 VECTORS = "embeddings"  # a head without parameters, of any family of text
 MOST = 100_000_000  # of any size that a config has
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from finetune.plan.families.encoders import STYLES, Encoder
-from finetune.plan.families.parts import CLASSES, TAGS, VECTORS
+from finetune.plan.families.parts import CLASSES, SPANS, TAGS, VECTORS
 from finetune.plan.forward.attention import Heads, attend, kind_of, split_heads
-from finetune.plan.forward.losses import label_loss, vector_loss
+from finetune.plan.forward.losses import label_loss, span_loss, vector_loss
 from finetune.plan.forward.parts import Setting, activation, stack
 from finetune.plan.values import Value
 
@@ -71,6 +71,9 @@ def _head(setting: Setting, style: Encoder, x: Value) -> Value:
         return label_loss(setting, tape.linear(pooled, style.classifier))
     if setting.head == TAGS:
         return label_loss(setting, tape.linear(tape.dropout(x, dropout), "classifier"), batch.positions)
+    if setting.head == SPANS:
+        x = tape.dropout(x, sizes.share("qa_dropout", 0.1)) if is_distilled else x
+        return span_loss(setting, tape.linear(x, "qa_outputs"))
     act = "gelu" if is_roberta else sizes.word(style.act, "gelu")
     x = tape.layer_norm(activation(tape, act, tape.linear(x, style.transform)), style.transform_norm)
     logits = tape.linear(x, style.decoder, f"{style.embeddings}.word_embeddings.weight", style.tied_bias)

@@ -76,6 +76,17 @@ def label_loss(setting: Setting, logits: Value, rows: int | None = None) -> Valu
     return loss
 
 
+def span_loss(setting: Setting, logits: Value) -> Value:
+    """Of two positions a sample, each among all of its tokens (models/bert/modeling_bert.py)."""
+    tape, rows, half = setting.tape, setting.batch.rows, logits.elements // 2
+    sides = [tape.copy(side) for side in tape.chunk(logits, half, half)]
+    first, last = (cross_entropy(tape, side, rows) for side in sides)
+    loss = tape.scale(tape.add(first, last))
+    for side in sides:
+        output_in_fp32(tape, side)
+    return loss
+
+
 def vector_loss(setting: Setting, x: Value) -> Value:
     """One vector a sample, the mean of its tokens in fp32 (finetune.models.encoder, pooled), and a loss of vectors,
     beside which it is small."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.run.flag import FILE, NAME_OR_PATH, TEMPLATE, flag
+from finetune.run.flag import FILE, NAME_OR_PATH, TEMPLATE, Void, flag
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
@@ -133,4 +133,23 @@ PREFERENCE = Recipe(
     },
     # There is nothing to keep of weights that were drawn.
     scratch_defaults={"learning_rate": 1e-3, "per_device_train_batch_size": 16},
+    void=(
+        Void(("label_smoothing",), "loss", ("ipo", "kto", "orpo", "reward"), "It is of dpo and simpo. Drop it."),
+        Void(("length_normalization",), "loss", ("kto", "orpo", "reward", "simpo"), "It is of dpo and ipo. Drop it."),
+        Void(("target_margin",), "loss", ("dpo", "ipo", "kto", "orpo", "reward"), "Give --loss simpo, or drop it."),
+        Void(
+            ("desirable_weight", "undesirable_weight"),
+            "loss",
+            ("dpo", "ipo", "orpo", "reward", "simpo"),
+            "Give --loss kto, or drop it.",
+        ),
+        Void(("reference",), "loss", ("orpo", "reward", "simpo"), "It has no reference. Drop it."),
+        Void(
+            ("share_prompt",),
+            "loss",
+            ("kto", "reward"),
+            "It is for losses of two answers. Drop it.",
+        ),
+        Void(("beta", "loss_chunk_tokens", "sample_tokens"), "loss", ("reward",)),
+    ),
 )

@@ -1,0 +1,51 @@
+"""Exact match and F1 of answers, as SQuAD's scripts count them."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from typing import Any
+
+import datasets
+import evaluate
+
+ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class Squad(evaluate.Metric):
+    """`exact_match` and `f1`, between 0 and 1: the best over a question's true answers, without case, punctuation,
+    articles and more than one blank. A question without a true answer is right where no text is given."""
+
+    def _info(self) -> Any:
+        text = datasets.Value("string")
+        return evaluate.MetricInfo(
+            description="Which share of answers is exact, and which share of their words is right.",
+            citation="Rajpurkar et al., Know what you don't know: unanswerable questions for SQuAD, arXiv 1806.03822",
+            inputs_description="predictions: texts, empty for no answer; references: lists of texts, empty for none.",
+            features=datasets.Features({"predictions": text, "references": datasets.Sequence(text)}),
+        )
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        scores = [_best(guess, truth) for guess, truth in zip(predictions, references, strict=True)]
+        exact, shared = zip(*scores, strict=True)
+        return {"exact_match": sum(exact) / len(scores), "f1": sum(shared) / len(scores)}
+
+
+def _best(guess: str, truth: list[str]) -> tuple[float, float]:
+    said = normalized(guess)
+    known = [words for one in truth if (words := normalized(one))] or [""]
+    return max(float(said == one) for one in known), max(_f1(said.split(), one.split()) for one in known)
+
+
+def normalized(text: str) -> str:
+    """Lower case, without punctuation, without articles, with single blanks; in this order."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def _f1(guess: list[str], truth: list[str]) -> float:
+    if not guess or not truth:
+        return float(guess == truth)
+    shared = sum((Counter(guess) & Counter(truth)).values())
+    return 2 * shared / (len(guess) + len(truth))

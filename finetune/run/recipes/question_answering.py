@@ -1,0 +1,113 @@
+"""recipes/question_answering.py: questions to the words of a text that answer them; and its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.run.decoders import refuse_writer
+from finetune.run.flag import METRIC, Void, flag
+from finetune.run.flags.adapter import AdapterArguments
+from finetune.run.flags.common import RunArguments
+from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.guards import GuardArguments
+from finetune.run.flags.profiling import ProfileArguments
+from finetune.run.flags.text import ModelArguments, PreparationArguments, SequenceArguments
+from finetune.run.on_resume import EVALUATED, GOES_ON, ROWS
+from finetune.run.range import AT_LEAST_ONE, Range
+from finetune.run.recipe import USUAL, Recipe
+from finetune.run.sizes import DISTILBERT_SIZES, distilbert_shape
+from finetune.run.task import Task
+
+MOST_DIFFERENCE = 1e4  # of two scores: far more than any model's
+
+
+@dataclass
+class QuestionDataArguments(SequenceArguments):
+    """What to train on. With none of these, functions of Python's standard library are asked about."""
+
+    column_mapping: list[str] | None = flag(
+        None, "names of columns in your files, e.g. title=question body=context", ROWS, pairs=True
+    )
+    doc_stride: int | None = flag(
+        None,
+        "tokens that two windows of a long context share; default: a third of --max_seq_length, at most 128",
+        ROWS,
+        range=AT_LEAST_ONE,
+    )
+    version_2_with_negative: bool = flag(False, "some questions have no answer in their context, as in SQuAD 2", ROWS)
+
+
+@dataclass
+class AnswerArguments:
+    """Which answers are taken, and how they are scored."""
+
+    max_answer_length: int = flag(30, "longest answer, in tokens", EVALUATED, range=AT_LEAST_ONE)
+    n_best_size: int = flag(20, "how many answers predictions.jsonl has for each question", GOES_ON, range=AT_LEAST_ONE)
+    null_score_diff_threshold: float | None = flag(
+        None,
+        "no answer is given where none scores higher by more than this; default: chosen on held-out questions",
+        EVALUATED,
+        range=Range(above=-MOST_DIFFERENCE, below=MOST_DIFFERENCE),
+    )
+    metrics: list[str] | None = flag(
+        None,
+        "names in finetune/metrics/, or files with an evaluate.Metric of texts and lists of texts; default: squad",
+        GOES_ON,
+        path=METRIC,
+    )
+
+
+def span_shape(read: Callable[[str], Any]) -> dict[str, Any]:
+    """The config of the DistilBERT from scratch that flags ask for, which `read` gives the values of, with the largest
+    vocabulary that it may have."""
+    size, dropout = read("model_size"), read("dropout")
+    return {
+        "model_type": "distilbert",
+        "vocab_size": DISTILBERT_SIZES[size].vocab_size,
+        **distilbert_shape(size, dropout, read("max_seq_length")),
+        "qa_dropout": 0.1 if dropout is None else dropout,  # before the layer of scores
+    }
+
+
+QUESTION_ANSWERING = Recipe(
+    name="question_answering",
+    task=Task("question-answering", "AutoModelForQuestionAnswering", "QUESTION_ANS", refuse_writer),
+    groups=(
+        ModelArguments,
+        AdapterArguments,
+        QuestionDataArguments,
+        PreparationArguments,
+        AnswerArguments,
+        ProfileArguments,
+        RunArguments,
+        CompressionArguments,
+        GuardArguments,
+    ),
+    defaults={
+        **USUAL,
+        "output_dir": "runs/question_answering",
+        "label_names": ["labels"],  # and not a model's start_positions and end_positions: the loss is ours
+        "remove_unused_columns": False,  # the collator makes of a row what the model reads
+    },
+    figures=("loss", "exact_match", "f1"),
+    metrics=("squad",),
+    # A model from scratch has to learn to find a word of the question again in the context, which takes many steps.
+    scratch_defaults={
+        "learning_rate": 1e-3,
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 32,
+        "warmup_steps": 0.1,
+        "max_seq_length": 128,
+    },
+    scratch=span_shape,
+    void=(
+        Void(
+            ("null_score_diff_threshold",),
+            "version_2_with_negative",
+            (False,),
+            "Every question has an answer then. Add --version_2_with_negative True.",
+        ),
+    ),
+)

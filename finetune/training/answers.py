@@ -1,0 +1,297 @@
+"""Extractive question answering: the model with its loss, answers from scores of tokens, and what a run leaves to
+read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.special import log_softmax, softmax
+from transformers import AutoModelForQuestionAnswering, DistilBertForQuestionAnswering
+
+from finetune.data.columns import Labels
+from finetune.data.question_answering import CONTEXT, FIRST, ID, LAST, NULL, QUESTION, SPANS, TEXTS, QuestionData
+from finetune.data.tables import ROW
+from finetune.errors import RequestError
+from finetune.models.adapters import heads_of, kept_as, with_adapter
+from finetune.models.classifier import Source, fit_to, scratch_config
+from finetune.models.source import IN_FP32, Kept, load_weights
+from finetune.run.flags.adapter import AdapterArguments
+from finetune.run.flags.text import ModelArguments
+from finetune.run.recipes.question_answering import AnswerArguments, QuestionDataArguments, span_shape
+from finetune.training.merging import merged
+from finetune.training.metric_modules import load_metrics
+from finetune.training.metrics import LOSS, settle_best_metric
+from finetune.training.model_card import Card, write_card
+from finetune.training.results import named, pictures_of, rows_table, sentences
+from finetune.training.run_folder import write_text
+from finetune.training.start import Session
+from finetune.training.thresholds import save_thresholds
+from finetune.training.trainer import FinetuneTrainer
+
+SAMPLES = {"predictions": ["one text", ""], "references": [["one text", "another"], []]}
+LABELS_A_WINDOW = 3  # the answer's first token, its last, and how many tokens there are
+SHOWN_ROWS = 8  # of the model card
+USE = """import torch
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+model = AutoModelForQuestionAnswering.from_pretrained("path/to/this/folder")
+question, context = "What is asked?", "A text that says it."
+read = tokenizer(question, context, return_tensors="pt", return_offsets_mapping=True)
+offsets, is_context = read.pop("offset_mapping")[0], torch.tensor([side == 1 for side in read.sequence_ids(0)])
+scores = model(**read)
+pairs = (scores.start_logits[0][:, None] + scores.end_logits[0]).masked_fill(~(is_context[:, None] & is_context), -1e9)
+first, last = divmod(int(pairs.triu().masked_fill(pairs.new_ones(pairs.shape).tril(-1) > 0, -1e9).argmax()), len(pairs))
+print(context[offsets[first][0] : offsets[last][1]])"""
+
+
+def span_loss(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """A `compute_loss_func`: the mean over the global batch's windows of the cross entropies of `labels` (B, 3), first
+    and last token, among a window's own tokens, whose number is the third. A model's own loss counts padding in."""
+    sizes = labels[:, 2]
+    total = outputs["start_logits"].new_zeros((), dtype=torch.float32)
+    for name, places in (("start_logits", labels[:, 0]), ("end_logits", labels[:, 1])):
+        scores = outputs[name].float()  # (B, T)
+        own = torch.arange(scores.shape[1], device=scores.device) < sizes[:, None]
+        chances = scores.masked_fill(~own, -math.inf).log_softmax(-1)
+        right = chances.gather(1, places[:, None])[:, 0]
+        even = chances.masked_fill(~own, 0.0).sum(-1) / sizes
+        total = total - ((1 - label_smoothing) * right + label_smoothing * even).sum()
+    items = labels.numel() if num_items_in_batch is None else num_items_in_batch
+    return total * LABELS_A_WINDOW / (2 * items)
+
+
+def both_scores(logits: Any, labels: torch.Tensor | None) -> torch.Tensor:
+    """The Trainer's `preprocess_logits_for_metrics`: of each token's two scores one tensor (B, T, 2)."""
+    return torch.stack([one.float() for one in logits[:2]], dim=-1)
+
+
+def span_model(session: Session, source: Source, data: QuestionData) -> Any:
+    """The model with its adapter. Build it after `start`: ZeRO-3 shards then. Raises RequestError."""
+    kept = kept_as(session.run, source.adapter, session.training.bf16)
+    model = _built(session, source, data, kept)
+    model.accepts_loss_kwargs = False  # the recipe's loss divides by itself
+    return with_adapter(model, session[AdapterArguments], source.adapter, session.run.task.adapter)
+
+
+def _built(session: Session, source: Source, data: QuestionData, kept: Kept = IN_FP32) -> Any:
+    arguments, config, kind = session[ModelArguments], source.config, AutoModelForQuestionAnswering
+    trained = [name for name in getattr(config, "architectures", None) or () if name.endswith("ForQuestionAnswering")]
+    if not session.training.do_train and not trained:
+        raise RequestError(
+            "--do_train False evaluates a trained model, but --model_name_or_path "
+            f"{'is not given' if config is None else 'is of no model that answers questions'}. Give one that was "
+            "trained on such data."
+        )
+    if config is None:
+        share = span_shape(session.run.value)["qa_dropout"]
+        return DistilBertForQuestionAnswering(scratch_config(arguments, source, data.tokenizer, {"qa_dropout": share}))
+    if session.training.do_train and hasattr(config, "thresholds"):
+        del config.thresholds  # of the weights that were
+    config.num_labels = 2
+    fit_to(data.tokenizer, config)
+    if kept.in_4bit:
+        with torch.device("meta"):
+            kept = replace(kept, whole=tuple(heads_of(kind.from_config(config))))
+    is_local = source.hub_id is None
+    return load_weights(kind, str(source.pretrained), config, is_local, arguments, kept, ignore_mismatched_sizes=True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best answers to a question, the likeliest first, each with its characters in the context and its score, and
+    by how much no answer scores higher than the best."""
+
+    row: int
+    id: str
+    question: str
+    context: str
+    spans: tuple[tuple[int, int, float], ...]
+    null_difference: float
+    truth: tuple[str, ...] | None
+
+    def text(self, threshold: float) -> str:
+        """Empty where no answer is given."""
+        if not self.spans or self.null_difference > threshold:
+            return ""
+        first, last, _ = self.spans[0]
+        return self.context[first:last]
+
+
+def answers_of(windows: Any, scores: npt.NDArray[Any], asked: AnswerArguments) -> list[Answer]:
+    """Of the scores (N, T, 2) of windows the answers to their questions, in the order of the questions' rows."""
+    of: dict[int, list[int]] = {}
+    for place, row in enumerate(windows[ROW][:]):
+        of.setdefault(row, []).append(place)
+    found = []
+    for row, places in sorted(of.items()):
+        parts = [(windows[place], scores[place]) for place in places]
+        best: dict[tuple[int, int], float] = {}
+        null = min(float(score[window[NULL]].sum()) for window, score in parts)
+        for window, score in parts:
+            for span, value in _spans(window, score, asked):
+                best[span] = max(value, best.get(span, -math.inf))
+        ordered = sorted(best.items(), key=lambda one: (-one[1], one[0]))[: asked.n_best_size]
+        first, truth = parts[0][0], parts[0][0].get(TEXTS)
+        found.append(Answer(
+            row, first[ID], first[QUESTION], first[CONTEXT], tuple((*span, value) for span, value in ordered),
+            null - ordered[0][1] if ordered else math.inf, None if truth is None else tuple(truth),
+        ))  # fmt: skip
+    return found
+
+
+def _spans(
+    window: Mapping[str, Any], score: npt.NDArray[Any], asked: AnswerArguments
+) -> Iterator[tuple[tuple[int, int], float]]:
+    """Characters from and to, and the score, of a window's likeliest spans of at most so many tokens."""
+    firsts, lasts = np.asarray(window[FIRST]), np.asarray(window[LAST])
+    (places,) = np.nonzero(lasts > firsts)
+    score = score[places]
+    begins, ends = (places[np.argsort(-score[:, side], kind="stable")[: asked.n_best_size]] for side in (0, 1))
+    value = dict(zip(places.tolist(), score.tolist(), strict=True))
+    for begin in begins.tolist():
+        for end in ends.tolist():
+            if begin <= end < begin + asked.max_answer_length:
+                yield (int(firsts[begin]), int(lasts[end])), value[begin][0] + value[end][1]
+
+
+class AnswerMetrics:
+    """A `compute_metrics` that gives the exact loss of windows; and `of_answers`, what the metrics called `names` say
+    of texts."""
+
+    labels: Labels = SPANS
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.metrics = load_metrics(names, None, SAMPLES, "question answering", (LOSS, "null_threshold"))
+
+    def __call__(self, evaluated: Any) -> dict[str, float]:
+        scores, labels = np.asarray(evaluated.predictions, dtype=np.float64), np.asarray(evaluated.label_ids)
+        own = np.arange(scores.shape[1]) < labels[:, 2:]
+        chances = log_softmax(np.where(own[..., None], scores, -np.inf), axis=1)
+        rows = np.arange(len(labels))
+        return {LOSS: float(-(chances[rows, labels[:, 0], 0] + chances[rows, labels[:, 1], 1]).mean() / 2)}
+
+    def of_answers(self, answers: Sequence[Answer], threshold: float) -> dict[str, float]:
+        inputs = {
+            "predictions": [one.text(threshold) for one in answers],
+            "references": [list(one.truth or ()) for one in answers],
+        }
+        return {name: value for metric in self.metrics for name, value in metric.compute(inputs).items()}
+
+    @property
+    def greater_is_better(self) -> dict[str, bool]:
+        """Every figure of an evaluation, and whether the greater of two is the better one."""
+        return {LOSS: False, **{figure: better for metric in self.metrics for figure, better in metric.figures.items()}}
+
+
+def metrics_of_answers(session: Session) -> AnswerMetrics:
+    """Those that --metrics names, or SQuAD's; the Trainer is told of the best. Raises RequestError."""
+    metrics = AnswerMetrics(session[AnswerArguments].metrics or ("squad",))
+    settle_best_metric(session.training, metrics, session.run.given)
+    return metrics
+
+
+class AnswerTrainer(FinetuneTrainer):
+    """Answers the questions of each set that it evaluates. `found` has the answers to those of the last, by the prefix
+    of its figures; `threshold` is by how much no answer has to score higher to be given."""
+
+    def judge_answers(self, session: Session, source: Source, metrics: AnswerMetrics) -> None:
+        """Call it before the trainer is used."""
+        self.asked, self.judges = session[AnswerArguments], metrics
+        self.takes_none = session[QuestionDataArguments].version_2_with_negative
+        given = self.asked.null_score_diff_threshold
+        if given is None and not session.training.do_train:
+            given = _carried(source.config)
+        self.chooses = self.takes_none and given is None
+        self.threshold = math.inf if not self.takes_none else 0.0 if given is None else given
+        self.found: dict[str, list[Answer]] = {}
+
+    def more_figures(self, dataset: Any, prefix: str) -> dict[str, float]:
+        """What the answers are judged by."""
+        answers = self.found[prefix] = answers_of(dataset, np.asarray(self.looped.predictions), self.asked)
+        if any(one.truth is None for one in answers):
+            return {}
+        if self.chooses and prefix == "eval":
+            self.threshold = best_threshold(answers)
+        chosen = {"null_threshold": self.threshold} if self.takes_none else {}
+        return {**self.judges.of_answers(answers, self.threshold), **chosen}
+
+
+def _carried(config: Any) -> float | None:
+    """The threshold of a trained model, whose config a stranger may have written."""
+    found = getattr(config, "thresholds", None)
+    if not isinstance(found, list) or len(found) != 1 or not isinstance(found[0], int | float):
+        return None
+    return float(found[0])
+
+
+def best_threshold(answers: Sequence[Answer]) -> float:
+    """Where the most questions are answered exactly, or rightly not at all; of several such places that nearest 0, and
+    halfway between two questions."""
+    ordered = sorted(answers, key=lambda one: one.null_difference)
+    # Below a threshold answers are given: of the first k questions.
+    right = [float(one.text(math.inf) in (one.truth or ())) for one in ordered]
+    rightly_none = [float(not one.truth) for one in ordered]
+    gains = np.cumsum([0.0, *np.subtract(right, rightly_none)])
+    ends = np.clip([one.null_difference for one in ordered], -1e6, 1e6)
+    cuts = np.concatenate([[ends[0] - 1], (ends[1:] + ends[:-1]) / 2, [ends[-1] + 1]])
+    best = np.flatnonzero(gains >= gains.max() - 1e-9)
+    return float(cuts[best[np.argmin(np.abs(cuts[best]))]])
+
+
+def write_answer_report(session: Session, data: QuestionData, source: Source, trainer: AnswerTrainer) -> list[str]:
+    """`predictions.jsonl`, the picture of the training and README.md with some of the answers."""
+    folder, account, threshold = session.folder, data.account, trainer.threshold
+    if "predict" in trainer.found:
+        write_answers(folder / "predictions.jsonl", trainer.found["predict"], threshold)
+    if trainer.takes_none and session.training.do_train:
+        save_thresholds(folder, [threshold])
+    held_out, tables = trainer.found.get("eval", []), []
+    if held_out:
+        shown = held_out[:: max(1, len(held_out) // SHOWN_ROWS)][:SHOWN_ROWS]
+        rows = [(one.question, " | ".join(one.truth or ()), one.text(threshold)) for one in shown]
+        tables = [("Of the held-out questions, what is right and what the model answered:",
+                   [("question", "answers", "the model's"), *rows])]  # fmt: skip
+    stride = f"Longer contexts are read in windows of {account.max_seq_length} tokens"
+    none = f"No answer is given where none scores higher by more than {threshold:.4g}" if trainer.takes_none else ""
+    card = Card(
+        task="question answering",
+        pipeline_tag=session.run.task.name,
+        **named(session, source, account),
+        table=rows_table("windows", account),
+        facts=sentences(data.columns, *account.notes, stride, none),
+        pictures=pictures_of(folder, "eval_f1"),
+        use=USE,
+        tables=tables,
+    )
+    write_card(folder, card)
+    return merged(session, source, data, lambda: _built(session, source, data))
+
+
+def write_answers(path: Path, answers: Sequence[Answer], threshold: float) -> None:
+    """A line of JSON for each question, in input order: what is answered, with which share of the scores of the best
+    answers, where it stands in the context, and these; the true answers where they are known."""
+    lines = []
+    for one in answers:
+        values = [value for *_, value in one.spans]
+        has_null = math.isfinite(threshold) and math.isfinite(one.null_difference)
+        chances = softmax([*values, *([values[0] + one.null_difference] if has_null else [])]).tolist()
+        best = [{"text": one.context[first:last], "score": round(chance, 6), "start": first, "end": last}
+                for (first, last, _), chance in zip(one.spans, chances, strict=False)]  # fmt: skip
+        text = one.text(threshold)
+        chance = 0.0 if not best else best[0]["score"] if text else round(chances[-1], 6)
+        row = {ID: one.id, "index": one.row, QUESTION: one.question, "answer": text, "score": chance, "n_best": best}
+        row |= {"null_score_diff": round(one.null_difference, 6)} if has_null else {}
+        row |= {} if one.truth is None else {"answers": list(one.truth)}
+        lines.append(json.dumps(row, ensure_ascii=False))
+    write_text(path, "".join(line + "\n" for line in lines))
