@@ -125,7 +125,8 @@ class Kernels:
         share = ATTENTION_SHARES[is_back] * self.machine.gemm_efficiency[self.precision]
         if kind.startswith(FLASH_ATTENTION_2):
             share = min(share, self.machine.flash_attention_2.get("backward" if is_back else "forward", share))
-        share /= 1 + HALF_SPEED_KEYS / gemms[0].n
+        if self.is_gpu:
+            share /= 1 + HALF_SPEED_KEYS / gemms[0].n
         arithmetic = flops / (share * self.machine.peak_flops[self.precision])
         return max(arithmetic, moved / self._bandwidth) + self._floor
 
