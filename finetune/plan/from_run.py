@@ -202,7 +202,7 @@ def _chunk(run: Run, model: Model, machine: Machine) -> int:
     # A capped head, or a router that adds to the loss (finetune.models.chunked_loss asks the model itself).
     does_more = model.family in CAPPED or model.sizes.is_on("output_router_logits", False)
     is_whole = "lm_head" in adapted or (not asked and does_more)
-    if run.stages is not None or model.head != CAUSAL or is_whole:
+    if run.stages is not None or model.head != CAUSAL or is_whole or model.trace is not None:
         return 0
     return loss_chunk_tokens(asked, model.vocab_size, _device(machine))
 

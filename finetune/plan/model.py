@@ -82,6 +82,15 @@ class Buffer:
         return math.prod(self.shape) * self.bytes_each
 
 
+@dataclass(eq=False, frozen=True)
+class Trace:
+    """Operators of a model of no family, by `finetune.measure.tracing`; `finetune.plan.traced` reads them."""
+
+    layers: int
+    values: tuple[Any, ...]
+    ops: tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class Model:
     """What a config says of a model. A tied weight is there once. `family` is the config's `model_type`; `sizes` is the
@@ -96,6 +105,7 @@ class Model:
     sizes: Sizes
     buffers: tuple[Buffer, ...] = ()
     lora: Lora | None = None
+    trace: Trace | None = None  # of no family: `family` is the config's model_type all the same
 
     @property
     def shards(self) -> bool:

@@ -12,6 +12,7 @@ from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, LABELLED, MASKED, SEQ2SEQ, SPANS, TAGS, VECTORS, Sizes
 from finetune.plan.model import Model, head_of_class, is_block_linear, model_of, read_config
 from finetune.plan.named import CHARACTERS, Named, find_model, gptlite_config
+from finetune.plan.unknown import traced_model
 from finetune.plan.values import Lora
 from finetune.run.choose import candidates, is_told
 from finetune.run.conflicts import FILES
@@ -107,6 +108,8 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Mo
     if _head_of(run) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
         notes.append(f"{Sizes(config, str(given)).labels} labels are taken for granted; the data decides")
     if str(config.get("model_type")) not in FAMILIES:
+        if params_per_layer is None:
+            return _traced(config, run, str(given), notes)
         config = _alike(config, str(given), params_per_layer, notes)
     model, head = model_of(config, str(given)), _head_of(run)
     if head is not None and model.head != head:
@@ -199,6 +202,27 @@ def lora_of(run: Run, model: Model) -> Lora | None:
         raise RequestError(f"{run.value('model_name_or_path')}: its {ADAPTER_CONFIG} is of no LoRA that is known.")
     copied = map(str, there.get("modules_to_save") or ())
     return Lora(rank, tuple(map(str, names)), lora.dropout, (*saved, *copied), bool(there.get("use_dora")))
+
+
+def _traced(config: Mapping[str, Any], run: Run, given: str, notes: list[str]) -> Model:
+    if run.value("use_peft"):
+        raise RequestError(
+            f"{run.said('use_peft')}: adapters are planned on {', '.join(sorted(FAMILIES))}, not on what is traced, as "
+            f"{config.get('model_type')!r} is. Drop it, or give --params_per_layer N, the parameters of a layer."
+        )
+    try:
+        model, seconds = traced_model(config, HEADS.get(run.recipe.task) or CAUSAL, given)
+    except RequestError as error:
+        raise RequestError(
+            f"{error} Give --params_per_layer N, the parameters of one of its layers: it is then taken for a Llama of "
+            f"that size. Families that are written down are {', '.join(sorted(FAMILIES))}."
+        ) from error
+    how = "known from before" if seconds is None else f"traced in {seconds:.0f} s"
+    notes.append(
+        f"no family of the name {config.get('model_type')}: {how}; attention is counted as fused if the model can, and "
+        "the loss over all logits at once"
+    )
+    return model
 
 
 def _alike(config: Mapping[str, Any], where: str, params_per_layer: int | None, notes: list[str]) -> dict[str, Any]:

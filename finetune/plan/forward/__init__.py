@@ -16,6 +16,7 @@ from finetune.plan.forward.resnet import resnet
 from finetune.plan.forward.t5 import t5
 from finetune.plan.model import Model
 from finetune.plan.tape import Tape
+from finetune.plan.traced import tape_of_trace
 from finetune.plan.values import Numbers, Value
 
 FORWARDS: dict[str, Callable[[Setting], Value]] = {
@@ -41,6 +42,9 @@ def build_tape(model: Model, batch: Batch, numbers: Numbers, checkpoint_interval
     shapes = {tensor.name: tensor.shape for tensor in model.tensors}
     packed = frozenset(tensor.name for tensor in model.tensors if tensor.is_packed)
     tape = Tape(numbers, shapes, model.lora, packed, inputs_need_grad=bool(checkpoint_interval))
+    if model.trace is not None:
+        tape_of_trace(model.trace, tape, batch, checkpoint_interval)
+        return tape
     setting = Setting(tape, model.sizes, batch, model.family, model.head, checkpoint_interval, loss_chunk_tokens)
     tape.result = stage(setting, part) if part else FORWARDS[model.family](setting)
     return tape

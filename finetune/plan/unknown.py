@@ -1,0 +1,89 @@
+"""A model of no family that is written down here: its modules are traced, by a process of their own that imports torch,
+and what was found is kept for the next plan.
+
+    model, seconds = traced_model(config, "causal_lm", "path/to/model")
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RequestError
+from finetune.plan.families.parts import CAUSAL, CLASSES, TAGS, Sizes
+from finetune.plan.model import Model, Tensor, Trace
+
+HEADS = (CAUSAL, CLASSES, TAGS)
+LONGEST = 300  # seconds that a model may take to be traced
+TRACING = "finetune.measure.tracing"  # it imports torch, and so is never imported here
+MADE_BY = Path(__file__).resolve().parents[1] / "measure" / "tracing.py"
+NOT_SHAPES = ("auto_map", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+def traced_model(config: Mapping[str, Any], head: str, where: str) -> tuple[Model, float | None]:
+    """And the seconds that it took; None where it was known from before. Raises RequestError where transformers has no
+    such architecture, or its modules cannot run without data."""
+    plain = {name: value for name, value in config.items() if name not in NOT_SHAPES}
+    if head not in HEADS:
+        raise RequestError(f"{where}: heads of {', '.join(HEADS)} are traced, and this one is for {head}.")
+    file = _cache() / f"{_key(plain, head)}.json"
+    began = time.monotonic()
+    if is_known := file.is_file():
+        found = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        found = _traced(plain, head, where)
+        _keep(file, found)
+    tensors = tuple(Tensor(name, tuple(shape), layer) for name, shape, layer in found["tensors"])
+    trace = Trace(found["layers"], tuple(found["values"]), tuple(found["ops"]))
+    sizes = Sizes(dict(config), where)
+    model = Model(str(config["model_type"]), head, tensors, found["layers"], found["hidden_size"], found["vocab_size"],
+                  sizes, trace=trace)  # fmt: skip
+    return model, None if is_known else time.monotonic() - began
+
+
+def _traced(config: dict[str, Any], head: str, where: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        given, out = Path(folder, "config.json"), Path(folder, "trace.json")
+        given.write_text(json.dumps(config), encoding="utf-8")
+        words = [sys.executable, "-m", TRACING, str(given), head, str(out)]
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=LONGEST, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise RequestError(f"{where}: its modules were not traced within {LONGEST} s.") from error
+        if done.returncode or not out.is_file():
+            said = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
+            raise RequestError(
+                f"{where}: model_type is {config.get('model_type')!r}, which is no family that is known, and its "
+                f"modules cannot be traced: {''.join(said)[:200]}."
+            )
+        return dict(json.loads(out.read_text(encoding="utf-8")))
+
+
+def _key(config: dict[str, Any], head: str) -> str:
+    """Of all that a trace hangs on."""
+    made_by = [version("transformers"), version("torch"), hashlib.sha256(MADE_BY.read_bytes()).hexdigest()]
+    return hashlib.sha256(json.dumps([config, head, made_by], sort_keys=True).encode()).hexdigest()
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune" / "traces"
+
+
+def _keep(file: Path, found: dict[str, Any]) -> None:
+    """Whole or not at all. Without a place for it, the next plan traces again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
+            json.dump(found, made)
+        os.replace(made.name, file)
+    except OSError:
+        return
