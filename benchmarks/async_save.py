@@ -27,10 +27,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from durability_runs import REPO, environment, launcher
+from durability_runs import REPO, environment, launcher, rows_of
 from releases import in_words, versions
 
 OUT = REPO / "docs" / "results" / "async_save.json"
+KILLS = OUT.with_name("faults_async.jsonl")
 SIZES = ("4x256", "6x512", "8x768")  # layers x hidden size
 LAYOUTS = {"plain": (1, None), "zero2": (2, "zero2")}
 REPEATS, STEPS = 5, 3
@@ -200,7 +201,28 @@ def render(found: dict[str, Any]) -> str:
         cells += [f"{1e3 * row[name]:,.0f}" if name in row else "-" for name in (*MODES, "written_after")]
         every.append(" | ".join(cells))
     tables = ["\n".join(f"| {line} |" for line in part) for part in (lines, every)]
-    return PAGE.format(table=tables[0], rows=tables[1], versions=in_words(found["versions"]), repeats=found["repeats"])
+    measured = {(row["parameters"], row["layout"]) for row in rows}
+    missing = len(SIZES) * len(LAYOUTS) - len(measured)
+    if missing:
+        tables[0] += f"\n\n{missing} of the {len(SIZES) * len(LAYOUTS)} sizes and layouts are still to be measured."
+    words = {"versions": in_words(found["versions"]), "repeats": found["repeats"]}
+    return PAGE.format(table=tables[0], rows=tables[1], kills=kills(list(rows_of(KILLS))), **words)
+
+
+def kills(rows: list[dict[str, Any]]) -> str:
+    """Of runs with --async_save on; a kill counts as one of a write by what it left."""
+    if not rows:
+        return "None yet."
+    head = ("run", "kills", "that hit a write", "newest checkpoint torn", "steps lost beyond the last whole checkpoint")
+    lines = [" | ".join((*head, "chains bit-equal")), " | ".join(["---:"] * 6)]
+    for run in dict.fromkeys(row["run"] for row in rows):
+        struck = [row for row in rows if row["run"] == run and "kill" in row]
+        chains = [row for row in rows if row["run"] == run and "kills" in row]
+        hit = sum(row["hit"].startswith("save") for row in struck)
+        torn, lost = sum(not row["newest_is_whole"] for row in struck), sum(bool(row["lost_steps"]) for row in struck)
+        equal = sum(row["ended"] and not row["weights_apart"] for row in chains)
+        lines.append(f"{run} | {len(struck)} | {hit} | {torn} | {lost} | {equal} of {len(chains)}")
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 PAGE = """# What a save stalls a run by
@@ -214,6 +236,13 @@ the ratios are medians of those of each turn, with the least and the most. {vers
 The first save of a run is left out: it gets its memory, and has transformers write the weights once. Not shown: GPUs,
 several hosts, FSDP (whose files are written before training goes on, and only hashed and flushed beside it), and
 disks other than this machine's.
+
+## Kills
+
+`python benchmarks/faults.py --async_save on --runs zero2 zero3 ddp` kills ranks and launchers by SIGKILL and resumes.
+Each chain is compared with a run that nobody killed and that saved synchronously. The rows are in faults_async.jsonl.
+
+{kills}
 
 ## Every turn, in ms
 

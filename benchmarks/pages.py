@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import async_save
 import basics
 import causal_lm
 import causal_lm_parts
@@ -55,6 +56,7 @@ def _of(name: str, render: Callable[[Any], str]) -> Callable[[], str]:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "async_save": _of("async_save", async_save.render),
     "basics": _of("basics", basics.page),
     "causal_lm": _of("causal_lm", causal_lm.render),
     "causal_lm_parts": _of("causal_lm_parts", causal_lm_parts.render),
