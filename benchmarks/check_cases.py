@@ -399,6 +399,95 @@ OPTIMIZER = [
     ),
 ]
 
+
+def _scheduled(kind: str, **params: Any) -> dict[str, Any]:
+    return {**BASE, "optimizer": ADAMW, "scheduler": {"type": kind, "params": params}}
+
+
+def _optimized(kind: str, **params: Any) -> dict[str, Any]:
+    return {**BASE, "optimizer": {"type": kind, "params": params}}
+
+
+NUMBERS = [
+    Fault(
+        "warm-up from above",
+        "DS312",
+        r"warmup_min_lr is 0\.01, which is above warmup_max_lr, 5e-05 \(--learning_rate\)",
+        _scheduled("WarmupLR", warmup_min_lr=0.01, warmup_max_lr="auto", warmup_num_steps=1),
+        TRAINER,
+    ),
+    Fault(
+        "ratio above 1",
+        "DS312",
+        "warmup_min_ratio is 3, but it must be a number at least 0 and at most 1",
+        _scheduled("WarmupCosineLR", warmup_min_ratio=3, warmup_num_steps=1, total_num_steps=100),
+        TRAINER,
+    ),
+    Fault(
+        "cycle of no steps",
+        "DS312",
+        "cycle_first_step_size is 0, but it must be a number above 0",
+        _scheduled("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=5e-5, cycle_first_step_size=0),
+        TRAINER,
+    ),
+    Fault(
+        "decay that has no steps",
+        "DS312",
+        "with which nothing decays",
+        _scheduled("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=5e-5, decay_lr_rate=0.1),
+        TRAINER,
+        severity="warning",
+    ),
+    Fault(
+        "parameter of another optimizer",
+        "DS311",
+        r"eps is no parameter of Lion \(FusedLion\)",
+        _optimized("Lion", lr=5e-5, eps="auto"),
+        TRAINER,
+    ),
+    Fault(
+        "one beta of two",
+        "DS312",
+        r"takes a list of 2 numbers",
+        _optimized("Lion", lr=5e-5, betas=[0.9]),
+        TRAINER,
+    ),
+    Fault("negative rate", "DS312", "must be a number at least 0", _optimized("Lion", lr=-5e-5), TRAINER),
+    Fault("offload without a device", "DS609", "nothing is offloaded", zero(2, offload_optimizer={"pin_memory": True})),
+    Fault(
+        "window of no steps",
+        "DS407",
+        "loss_scale_window is 0, with which DeepSpeed refuses",
+        {**BASE, "fp16": {"enabled": True, "loss_scale_window": 0}},
+        {**GPU, **asked(fp16=True)},
+    ),
+    Fault(
+        "precision without its switch",
+        "DS408",
+        "bf16 has no enabled",
+        {**BASE, "bf16": {"check_grad_overflow": True}},
+        {**TRAINER, **asked(bf16=True)},
+        shows="engine.bfloat16_enabled()",
+    ),
+    Fault("a line every 0 steps", "DS906", "cannot be divided", {**BASE, "steps_per_print": 0}, PLAIN),
+    Fault(
+        "monitor without its switch",
+        "DS907",
+        "it does nothing",
+        {**BASE, "csv_monitor": {"output_path": "logs"}},
+        severity="warning",
+        shows="engine.monitor.enabled",
+    ),
+    Fault(
+        "old name with the new one's default",
+        "DS101",
+        'Did you mean "intra_op_parallelism"',
+        {**_nvme(), "aio": {"thread_count": 1}},
+        severity="warning",
+        shows="engine.aio_config()",
+    ),
+]
+
 PRECISION = [
     Fault("fp16 and bf16", "DS401", "both true", {**BASE, "fp16": {"enabled": True}, "bf16": {"enabled": True}}),
     Fault("fp16 without a GPU", "DS402", "does not train on a CPU", {**BASE, "fp16": {"enabled": True}}),
@@ -706,6 +795,7 @@ FAULTS = [
     *SHAPE,
     *BATCH,
     *OPTIMIZER,
+    *NUMBERS,
     *PRECISION,
     *ZERO,
     *OFFLOAD,
@@ -903,6 +993,47 @@ GOOD = [
     Good(
         "DeepSpeed alone: activation checkpointing",
         {"train_batch_size": 4, "activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4}},
+        ALONE,
+    ),
+    Good(
+        "Trainer: Lion with what it takes",
+        {
+            **ALL_AUTO,
+            **zero(2, offload_optimizer=CPU),
+            "optimizer": {"type": "Lion", "params": {"lr": "auto", "betas": "auto", "fp32_optimizer_states": True}},
+        },
+        HERE,
+    ),
+    Good(
+        "DeepSpeed alone: Adafactor of torch, with its two eps",
+        {
+            "train_batch_size": 4,
+            "optimizer": {"type": "Adafactor", "params": {"lr": 0.01, "eps": [None, 1e-3], "d": 1.0}},
+        },
+        ALONE,
+    ),
+    Good(
+        "DeepSpeed alone: a flat cycle that decays",
+        {
+            "train_batch_size": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "weight_decay": 0, "betas": [0, 0.99]}},
+            "scheduler": {
+                "type": "OneCycle",
+                "params": {
+                    "cycle_min_lr": 1e-4,
+                    "cycle_max_lr": 1e-4,
+                    "cycle_second_step_size": None,
+                    "cycle_first_step_size": 10.5,
+                    "decay_step_size": 5,
+                    "decay_lr_rate": 0.1,
+                },
+            },
+        },
+        ALONE,
+    ),
+    Good(
+        "DeepSpeed alone: fields of a dynamic scale under a fixed one",
+        {"train_batch_size": 4, "fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 0}},
         ALONE,
     ),
     Good(

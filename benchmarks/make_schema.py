@@ -27,7 +27,10 @@ OPEN: Schema = {"additionalProperties": True}
 CLOSED: Schema = {"additionalProperties": False}
 ANY_OBJECT: Schema = {"type": "object"}
 COUNT: Schema = {"type": "integer", "minimum": 1}
-RATES: Schema = {"type": ["number", "array"]}
+FROM_0: Schema = {"type": "number", "minimum": 0}
+ABOVE_0: Schema = {"type": "number", "exclusiveMinimum": 0}
+SHARE: Schema = FROM_0 | {"maximum": 1}
+BELOW_1: Schema = FROM_0 | {"exclusiveMaximum": 1}
 DTYPE: Schema = {"enum": ["fp32", "fp16", "bf16", "FP32", "FP16", "BF16", None]}
 
 
@@ -188,17 +191,17 @@ def _optimization() -> Schema:
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DtypeEnum
 
     any_dtype = {"enum": [word for dtype in DtypeEnum for word in dtype._all_values[1:]] + [None]}
-    adam = dict.fromkeys(("lr", "eps", "weight_decay", "momentum", "max_coeff", "min_coeff", "max_grad_norm"), NUMBER)
     switches = ("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fp32_optimizer_states")
     return {
         "optimizer": _section(
             {
                 "type": TEXT | {"examples": sorted(DEEPSPEED_OPTIMIZERS)},
                 # Any optimizer of torch may be named, with parameters of its own.
-                "params": _section({**adam, **dict.fromkeys(switches, BOOLEAN)}) | OPEN,
+                "params": _section({**_of_optimizers(), **dict.fromkeys(switches, BOOLEAN)}) | OPEN,
                 "legacy_fusion": BOOLEAN,
             }
-        ),
+        )
+        | _optimizer_parameters(),
         "scheduler": _section(
             {
                 "type": TEXT
@@ -206,12 +209,7 @@ def _optimization() -> Schema:
                     "examples": list(lr_schedules.VALID_LR_SCHEDULES)
                     # Any class of torch.optim.lr_scheduler may be named.
                 },
-                "params": _section(
-                    dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), RATES)
-                    | dict.fromkeys(("warmup_num_steps", "total_num_steps"), INTEGER)
-                    | {"warmup_type": {"enum": ["log", "linear"]}}
-                )
-                | OPEN,
+                "params": _section(_of_schedules()) | OPEN,
             }
         )
         | _schedule_parameters(),
@@ -271,7 +269,10 @@ def _memory_and_profiles() -> Schema:
             }
         ),
         "aio": _section(
-            {name: BOOLEAN if isinstance(default, bool) else COUNT for name, default in AIO_DEFAULT_DICT.items()}
+            {
+                name: (BOOLEAN if isinstance(default, bool) else COUNT) | {"default": default}
+                for name, default in AIO_DEFAULT_DICT.items()
+            }
         ),
         # profiling/config.py
         "flops_profiler": _section(
@@ -290,9 +291,72 @@ def _memory_and_profiles() -> Schema:
     }
 
 
-def _schedule_parameters() -> dict[str, dict[str, list[str]]]:
-    """Of DeepSpeed's schedules and torch's: what each takes (`x-params`) and must get (`x-required`), but for the
-    optimizer."""
+def _of_optimizers() -> Schema:
+    """The ranges that torch.optim's constructors keep. DeepSpeed's own take any number, and train uphill or to NaN."""
+    betas = {"type": ["array", "string"], "pattern": "^auto$", "items": BELOW_1}
+    from_0 = ("lr", "muon_lr", "adam_lr", "weight_decay", "max_coeff", "min_coeff", "max_grad_norm")
+    return {**dict.fromkeys(from_0, FROM_0), "eps": _each(FROM_0), "momentum": BELOW_1, "betas": betas}
+
+
+def _of_schedules() -> Schema:
+    """What the constructors of deepspeed/runtime/lr_schedules.py and torch/optim/lr_scheduler.py refuse, what divides
+    by 0 at a step, and what makes a rate negative."""
+    rates = ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr", "eta_min")
+    ratios, moments = ("warmup_min_ratio", "cos_min_ratio", "pct_start"), ("cycle_min_mom", "cycle_max_mom")
+    counts = ("total_num_steps", "lr_range_test_step_size", "T_0", "T_mult")
+    from_0 = ("lr_range_test_step_rate", "cycle_first_stair_count", "decay_step_size", "decay_lr_rate", "gamma")
+    return {
+        **dict.fromkeys(rates, _each(FROM_0)),
+        **dict.fromkeys(ratios, SHARE),
+        **dict.fromkeys(moments, _each(BELOW_1)),
+        **dict.fromkeys(counts, COUNT),
+        **dict.fromkeys(from_0, FROM_0),
+        **dict.fromkeys(("cycle_first_step_size", "T_max", "step_size"), ABOVE_0),
+        "cycle_second_step_size": FROM_0 | {"type": ["number", "null"]},
+        "cycle_second_stair_count": FROM_0 | {"type": ["number", "null"]},
+        "total_steps": {"type": ["integer", "null"], "minimum": 1},
+        "warmup_num_steps": INTEGER,  # a rule says more
+        "warmup_type": {"enum": ["log", "linear"]},
+    }
+
+
+def _each(number: Schema) -> Schema:
+    """Or a list, of one for each group of weights."""
+    return number | {"type": ["number", "array"], "items": number | {"type": ["number", "null"]}}
+
+
+def _optimizer_parameters() -> dict[str, dict[str, Schema]]:
+    """Of torch's classes (`x-params`) and DeepSpeed's (`x-own-params`): what each takes, with the defaults."""
+    import torch
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+    own = (FusedAdam, DeepSpeedCPUAdam, FusedLamb, FusedLion, DeepSpeedCPULion, DeepSpeedCPUAdagrad)
+    of_torch = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    kinds = [kind for kind in of_torch if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer]
+    # Muon's groups are built from these alone (runtime/engine.py, _muon_param_groups).
+    muon = (*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS, "muon_lr", "adam_lr")
+    return {
+        "x-params": {kind.__name__: _defaults(kind) for kind in kinds},
+        "x-own-params": {
+            **{kind.__name__: _defaults(kind) for kind in own},
+            "Muon": {**dict.fromkeys(muon), "betas": [0.9, 0.95]},
+        },
+    }
+
+
+def _defaults(kind: type) -> Schema:
+    """Of each parameter but the first; None without one."""
+    every = list(inspect.signature(kind).parameters.values())[1:]
+    return {one.name: None if one.default is one.empty else one.default for one in every}
+
+
+def _schedule_parameters() -> dict[str, dict[str, Any]]:
+    """Of DeepSpeed's schedules and torch's: what each takes (`x-params`, with the defaults) and must get
+    (`x-required`), but for the optimizer."""
     from deepspeed.runtime import lr_schedules
     from torch.optim import lr_scheduler
 
@@ -300,7 +364,7 @@ def _schedule_parameters() -> dict[str, dict[str, list[str]]]:
     schedules |= {name: kind for name, kind in vars(lr_scheduler).items() if _is_schedule(kind)}
     taken = {name: list(inspect.signature(kind).parameters.values())[1:] for name, kind in sorted(schedules.items())}
     return {
-        "x-params": {name: [parameter.name for parameter in every] for name, every in taken.items()},
+        "x-params": {name: _defaults(kind) for name, kind in sorted(schedules.items())},
         "x-required": {name: _required(every) for name, every in taken.items()},
     }
 

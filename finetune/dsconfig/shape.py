@@ -111,10 +111,18 @@ def _unknown(
         mends = (Rename(path, near[0]),) if surely else ()
     else:
         mend = "Delete it."
-    # What nobody reads does no harm, unless something else was meant.
-    is_idle = not is_refused and mend == "Delete it."
+    # What nobody reads does no harm, unless something else was meant, and than what is taken all the same.
+    is_idle = not is_refused and (mend == "Delete it." or _is_taken(where, given, section))
     said = f"{where or repr(key)} is no key that DeepSpeed knows: it {what}. {mend}"
     yield Finding("DS101", "warning" if is_idle else "error", path, said, mends)
+
+
+def _is_taken(where: str, given: dict[str, Any], section: dict[str, Any]) -> bool:
+    """Whether an old name has the value that DeepSpeed takes without it."""
+    if where not in RENAMED:
+        return False
+    now = given.get(RENAMED[where], section["properties"][RENAMED[where]]["default"])
+    return bool(given[where.split(".")[-1]] == now)
 
 
 def _at_once(found: list[Finding]) -> Iterator[Finding]:
@@ -157,7 +165,8 @@ def _wrong(path: KeyPath, found: Any, wanted: dict[str, Any], alone: bool) -> Fi
     kinds = wanted.get("type", [])
     a_number = isinstance(found, int | float) and not isinstance(found, bool)
     same_kind = "enum" in wanted or (a_number and bool({"integer", "number"} & {*_listed(kinds)}))
-    return Finding("DS103" if same_kind else "DS102", "error", path, said)
+    of_numbers = "DS312" if path[1:2] == ("params",) else "DS103"  # an optimizer's and a schedule's may be meant
+    return Finding(of_numbers if same_kind else "DS102", "error", path, said)
 
 
 def _is_typed(path: KeyPath) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from finetune.safe_read import parse_json, read_json_object
 from finetune.safe_read.files import open_plain
 
 INDEX, WHOLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+DTYPE = re.compile(r"[A-Z]+(\d+)(?:_\w+)?")  # F32, BF16, F8_E4M3, F4: the number is that of bits
 MOST_HEADER_BYTES = 2**25  # safetensors' own limit is 100 MB; a hundred thousand tensors have 15
 
 
@@ -49,12 +51,26 @@ def _sizes(file: Path, folder: Path) -> list[int]:
             if length > os.fstat(stream.fileno()).st_size:
                 raise ValueError("its header is longer than the file")
             header = parse_json(stream.read(length).decode("utf-8"), str(file))
-        shapes = [tensor["shape"] for name, tensor in header.items() if name != "__metadata__"]
-        if not all(isinstance(size, int) and size >= 0 for shape in shapes for size in shape):
-            raise ValueError("a shape is none")
-        return [math.prod(shape) for shape in shapes]
+            room = os.fstat(stream.fileno()).st_size - stream.tell()
+        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        return [_elements(name, tensor, room) for name, tensor in tensors.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise RequestError(f"{file}: is no safetensors file ({error}).") from error
+
+
+def _elements(name: str, tensor: dict[str, Any], room: int) -> int:
+    """Of one tensor. Raises ValueError where its shape, its bytes and those of the file (`room`) do not agree."""
+    shape, (begin, end) = tensor["shape"], tensor["data_offsets"]
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ValueError("a shape is none")
+    elements: int = math.prod(shape)
+    named = DTYPE.fullmatch(tensor["dtype"])
+    bits = int(named[1]) if named else 8  # BOOL
+    if not 0 <= begin <= end or elements * bits != (end - begin) * 8:
+        raise ValueError(f"{name[:80]}: its shape does not have the bytes that the header gives it")
+    if end > room:
+        raise ValueError(f"{name[:80]} ends {end:,} bytes into the data, of which the file has {room:,}: it is cut off")
+    return elements
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -48,8 +48,11 @@ def config_of_fields() -> dict[str, Any]:
         },
     }
     for what in ("offload_optimizer", "offload_param"):
+        path = os.environ.get(f"ACCELERATE_DEEPSPEED_{what.upper()}_NVME_PATH", "none")
         if config[zero][what]["device"] == "nvme":
-            config[zero][what]["nvme_path"] = os.environ.get(f"ACCELERATE_DEEPSPEED_{what.upper()}_NVME_PATH", "none")
+            config[zero][what]["nvme_path"] = path
+        elif config[zero][what]["device"] == "none" and path != "none":
+            config[zero][what] = {"nvme_path": path}  # as a section with a path and no device, for the check
     return config | ({"gradient_clipping": clipping} if clipping else {})
 
 

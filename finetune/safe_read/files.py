@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import stat
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ MOST_BYTES = 64 * 2**20
 SPARSE_FROM = 2**30  # bytes: a small file may lie in its inode, or be zeros that a disk packs well
 SPARSE_RATIO = 64
 DEEPEST_FOLDER = 50  # levels below the folder that is read; checkpoints have 3
+UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 HUB_LINKS = ("snapshots", "blobs")  # the hub's cache: models--a--b/snapshots/REVISION/config.json -> ../../blobs/...
 
 
@@ -98,7 +100,13 @@ def read_bounded(
     path: Path, most: int = MOST_BYTES, inside: Path | None = None, name: str | None = None, keep_mark: bool = False
 ) -> str:
     """The text of a plain file, in UTF-8 with or without a mark. Raises RequestError as `open_plain` does."""
+    content = read_bytes(path, most, inside, name)
+    if content.startswith(UTF_16_MARKS):
+        raise RequestError(
+            f"{name or path}: is no text in UTF-8, but in UTF-16, as Windows PowerShell writes it. Save it as UTF-8: "
+            "by an editor, or in PowerShell by Get-Content FILE | Set-Content -Encoding utf8 NEW_FILE."
+        )
     try:
-        return read_bytes(path, most, inside, name).decode("utf-8" if keep_mark else "utf-8-sig")
+        return content.decode("utf-8" if keep_mark else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise RequestError(f"{name or path}: is no text in UTF-8 ({first_line(error)}).") from error

@@ -198,7 +198,7 @@ def test_a_model_gives_the_sizes_of_its_weights(tmp_path: Path, capsys: pytest.C
             "b": {"dtype": "F32", "shape": [64], "data_offsets": [25600, 25856]},
         }
     ).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(25856))
     mine = tmp_path / "mine.json"
     gather = '"stage3_gather_16bit_weights_on_model_save": true'
     mine.write_text(
@@ -210,6 +210,14 @@ def test_a_model_gives_the_sizes_of_its_weights(tmp_path: Path, capsys: pytest.C
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     assert main(["check", str(mine), "--model", str(tmp_path)]) == 2
     assert "is no safetensors file" in capsys.readouterr().err
+
+
+def test_a_config_from_powershell_is_told_how_to_become_utf_8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.json").write_bytes('{"zero_optimization": {"stage": 2}}'.encode("utf-16"))
+    assert main(["check", str(tmp_path / "mine.json")]) == 2
+    assert "in UTF-16, as Windows PowerShell writes it. Save it as UTF-8" in capsys.readouterr().err
 
 
 WRONG = [

@@ -35,6 +35,10 @@ def warmup(steps: Any, total: Any = None, kind: str = "WarmupLR") -> dict[str, A
     return {**BASE, "scheduler": {"type": kind, "params": params}}
 
 
+def scheduled(kind: str, **params: Any) -> dict[str, Any]:
+    return {**BASE, "scheduler": {"type": kind, "params": params}}
+
+
 def half(**keys: Any) -> dict[str, Any]:
     return {**zero(2, **keys), "bf16": {"enabled": "auto"}}
 
@@ -141,8 +145,35 @@ OPTIMIZER: list[Case] = [
     ("DS305", None, {**BASE, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, asked(optim="sgd")),
     ("DS306", None, {**BASE, "optimizer": {"type": "AdamW", "params": {"lr": 5e-5}}}, {}),
     *(("DS311", severity, {**BASE, "optimizer": {"type": kind, "params": {name: 1}}}, {})
-      for kind, name, severity in (("AdamW", "eps", None), ("Adam", "betta", E), ("SGD", "betta", None),
-                                   ("AdamW", "fused", None), ("AdamW", "max_grad_norm", None))),
+      for kind, name, severity in (("AdamW", "eps", None), ("Adam", "betta", E), ("SGD", "betta", E),
+                                   ("AdamW", "fused", E), ("AdamW", "max_grad_norm", None), ("MuAdam", "betta", None),
+                                   ("AdmaW", "betta", None), ("Muon", "muon_lr", None), ("Muon", "nesterov", E),
+                                   ("Lion", "set_grad_none", None), ("LION", "eps", E), ("Lamb", "max_coeff", None),
+                                   ("Adagrad", "lr_decay", None), ("SGD", "dampening", None))),
+    *(("DS311", severity, {**zero(2, **off), "optimizer": {"type": kind, "params": {"lr": 1, name: value}}}, {})
+      for kind, off, name, value, severity in (
+          ("Lion", ADAM_OFF, "set_grad_none", True, E), ("Lion", ADAM_OFF, "fp32_optimizer_states", True, None),
+          ("Lion", {}, "fp32_optimizer_states", True, E), ("Adagrad", ADAM_OFF, "lr_decay", 0, E),
+          ("AdamW", ADAM_OFF, "adamw_mode", True, E), ("AdamW", ADAM_OFF, "adam_w_mode", True, None),
+          ("AdamW", {}, "set_grad_none", True, None), ("AdamW", ADAM_OFF, "set_grad_none", True, E),
+          ("AdamW", {}, "amsgrad", True, E), ("AdamW", {}, "amsgrad", False, None), ("Lamb", {}, "amsgrad", True, E))),
+    *(("DS311", severity,
+       {**BASE, "optimizer": {"type": kind, "params": {"lr": 1, "torch_adam": True, name: True}}}, {})
+      for kind, name, severity in (
+          ("AdamW", "fused", None), ("AdamW", "amsgrad", None), ("Adam", "foreach", None), ("Lion", "set_grad_none", E),
+          ("AdamW", "bias_correction", E))),
+    *(("DS312", severity, {**BASE, "optimizer": {"type": kind, "params": {name: value}}}, run)
+      for kind, name, value, run, severity in (
+          ("Lion", "betas", [0.9], TRAINER, E), ("Lion", "betas", [0.9, 0.99], TRAINER, None),
+          ("AdamW", "betas", [0.9, 0.99, 0.999], LOOP, E), ("AdamW", "betas", "auto", TRAINER, None),
+          ("AdamW", "eps", [1e-8, 1e-3], PLAIN, E), ("Adafactor", "eps", [None, 1e-3], PLAIN, None),
+          ("Adafactor", "eps", 1e-3, PLAIN, E), ("Adafactor", "eps", "auto", TRAINER, E),
+          ("AdamW", "eps", "auto", TRAINER, None), ("Muon", "betas", [0.9], PLAIN, E))),
+    *(("DS312", severity, {**BASE, "optimizer": {"type": kind, "params": {name: value}}}, run)
+      for run in (TRAINER, PLAIN, LOOP) for kind, name, value, severity in (
+          ("Lion", "lr", -1e-9, E), ("Lion", "lr", 0, None), ("SGD", "weight_decay", -0.1, E), ("Lamb", "eps", -1, E),
+          ("NAdam", "betas", [0.9, 1.0], E), ("NAdam", "betas", [0.0, 0.99], None), ("SGD", "momentum", 1.0, E),
+          ("RMSprop", "momentum", 0.99, None))),
 ]  # fmt: skip
 
 SCHEDULE: list[Case] = [
@@ -167,6 +198,35 @@ SCHEDULE: list[Case] = [
     *(("DS309", severity, warmup("auto", 10), asked(warmup_steps=steps)) for steps, severity in ((10, None), (11, W))),
     ("DS309", None, warmup("auto"), {**TRAINER, **asked(warmup_steps=101, max_steps=0)}),
     ("DS309", W, warmup(101), {**TRAINER, **asked(warmup_steps=101)}),
+    *(("DS309", severity, scheduled(kind, **{name: value}), PLAIN) for kind, name, value, severity in (
+        ("LRRangeTest", "lr_range_test_step_size", 200.0, E), ("LRRangeTest", "lr_range_test_step_size", 200, None),
+        ("OneCycle", "cycle_first_step_size", 200.0, None), ("CosineAnnealingWarmRestarts", "T_0", 10.0, E))),
+    *(("DS312", severity, scheduled(kind, **{name: value}), run) for run in (TRAINER, PLAIN, LOOP)
+      for kind, name, value, severity in (
+        ("WarmupCosineLR", "warmup_min_ratio", 1.01, E), ("WarmupCosineLR", "warmup_min_ratio", 1, None),
+        ("WarmupCosineLR", "cos_min_ratio", -0.01, E), ("WarmupDecayLR", "total_num_steps", 0, E),
+        ("WarmupDecayLR", "total_num_steps", 1, None), ("OneCycle", "cycle_first_step_size", 0, E),
+        ("OneCycle", "cycle_second_step_size", 0, None), ("OneCycle", "cycle_max_mom", 1, E),
+        ("OneCycle", "decay_step_size", -1, E), ("LRRangeTest", "lr_range_test_step_size", 0, E),
+        ("WarmupLR", "warmup_min_lr", [-1], E), ("CosineAnnealingLR", "T_max", 0, E), ("StepLR", "step_size", 0, E))),
+    *(("DS312", severity, scheduled(kind, **params), run) for kind, params, run, severity in (
+        ("WarmupLR", {"warmup_min_lr": 1e-4, "warmup_max_lr": 5e-5}, PLAIN, E),
+        ("WarmupLR", {"warmup_min_lr": 5e-5, "warmup_max_lr": 5e-5}, PLAIN, None),
+        ("WarmupLR", {"warmup_min_lr": 1e-4, "warmup_max_lr": "auto"}, TRAINER, E),
+        ("WarmupLR", {"warmup_min_lr": 1e-4, "warmup_max_lr": "auto"}, {}, E),
+        ("WarmupLR", {"warmup_min_lr": 1e-5, "warmup_max_lr": "auto"}, TRAINER, None),
+        ("WarmupLR", {"warmup_min_lr": 1e-4, "warmup_max_lr": "auto"}, LOOP, None),
+        ("WarmupLR", {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}, {}, None),
+        ("WarmupLR", {"warmup_min_lr": 1e-4}, TRAINER, E), ("WarmupLR", {"warmup_min_lr": 1e-4}, PLAIN, None),
+        ("WarmupDecayLR", {"warmup_min_lr": 0.002, "total_num_steps": 9}, PLAIN, E),
+        ("WarmupLR", {"warmup_min_lr": [0, 1e-3], "warmup_max_lr": [1e-4, 1e-4]}, PLAIN, E),
+        ("WarmupLR", {"warmup_min_lr": [0, 1e-4], "warmup_max_lr": 1e-4}, PLAIN, None),
+        ("WarmupLR", {"warmup_min_lr": [0, 1e-3, 1], "warmup_max_lr": [1e-4, 1e-4]}, PLAIN, None),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.01}, PLAIN, E),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_min_mom": 0.95}, PLAIN, E),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_lr_rate": 0.1}, PLAIN, W),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_lr_rate": 0.1, "decay_step_size": 5}, PLAIN, None),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.01}, PLAIN, E))),
     ("DS310", E, warmup(10, None, "WarmupDecayLR"), PLAIN),
     ("DS310", E, warmup(10, None, "WarmupCosineLR"), PLAIN),
     ("DS310", None, warmup(10, 20, "WarmupDecayLR"), PLAIN),
@@ -201,6 +261,18 @@ PRECISION: list[Case] = [
     ("DS405", None, {**zero(1), "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}, {}),
     ("DS405", E, {**zero(0), "fp16": {"enabled": "auto", "fp16_master_weights_and_grads": True}}, {}),
     ("DS406", None, {**BASE, "torch_autocast": {"enabled": True}}, {}),
+    *(("DS407", severity, {**BASE, "fp16": {"enabled": on, name: value, "loss_scale": scale}},
+       {**run, **GPU, "arguments": {**run.get("arguments", ARGUMENTS), "fp16": flag}})
+      for name, value, on, scale, flag, run, severity in (
+        ("loss_scale_window", 0, True, 0, True, {}, E), ("loss_scale_window", 1, True, 0, True, {}, None),
+        ("min_loss_scale", 0, "auto", 0, True, TRAINER, E), ("min_loss_scale", 0, "auto", 0, False, TRAINER, None),
+        ("hysteresis", 0, True, 0, None, PLAIN, E), ("hysteresis", 0, "auto", 0, None, LOOP, W),
+        ("hysteresis", 0, "auto", 0, None, PLAIN, None), ("hysteresis", 0, False, 0, None, LOOP, None),
+        ("loss_scale_window", 0, True, 128, True, {}, None))),
+    *(("DS408", severity, {**BASE, name: section}, run) for name, section, run, severity in (
+        ("bf16", {"check_grad_overflow": True}, {}, E), ("fp16", {"loss_scale": 0}, LOOP, E),
+        ("bf16", {"check_grad_overflow": True}, PLAIN, E), ("bf16", {}, {}, None),
+        ("fp16", {"enabled": False, "hysteresis": 2}, {}, None))),
     ("DS406", None, {**BASE, **BF16, "torch_autocast": {"enabled": False}}, {}),
     ("DS406", W, {**BASE, **FP16, "torch_autocast": {"enabled": True}}, GPU),
 ]  # fmt: skip
@@ -275,6 +347,11 @@ OFFLOAD: list[Case] = [
     *(("DS601", severity, zero(stage, offload_param={"device": device}), {}) for stage, device, severity in (
         (3, "cpu", None), (2, "cpu", E), (2, "none", None))),
     *(("DS602", severity, zero(stage, **ADAM_OFF), {}) for stage, severity in ((0, E), (1, None), (3, None))),
+    *(("DS609", severity, zero(3, **{what: section}), run) for run in ({}, TRAINER, LOOP, PLAIN)
+      for what, section, severity in (
+        ("offload_optimizer", {"pin_memory": True}, E), ("offload_param", {}, E), ("offload_param", None, None),
+        ("offload_optimizer", {"device": "none", "pin_memory": True}, None),
+        ("offload_param", {"device": "cpu"}, None))),
     ("DS603", None, zero(3, offload_param={"device": "nvme"}), {}),
     ("DS603", E, zero(3, offload_optimizer={"device": "nvme"}), PLAIN),
     ("DS603", None, zero(3, offload_optimizer={"device": "cpu"}), PLAIN),
@@ -338,6 +415,14 @@ PIPELINES: list[Case] = [
 ]  # fmt: skip
 
 LEFTOVERS: list[Case] = [
+    *(("DS906", severity, {**BASE, "steps_per_print": value}, run) for value, run, severity in (
+        (0, PLAIN, E), ("inf", PLAIN, E), (0, PIPELINE, E), (0, TRAINER, W), ("inf", LOOP, W), (0, {}, W),
+        (1, PLAIN, None), (None, PLAIN, None), ("auto", PLAIN, None), (10.0, PLAIN, None))),
+    *(("DS907", severity, {**BASE, "wandb": section}, {}) for section, severity in (
+        ({"team": "us"}, W), ({"enabled": False, "team": "us"}, None), ({}, None))),
+    *(("DS101", severity, {**BASE, "aio": aio}, {}) for aio, severity in (
+        ({"thread_count": 1}, W), ({"thread_count": 2}, E), ({"thread_count": 2, "intra_op_parallelism": 2}, W),
+        ({"thread_count": 1, "intra_op_parallelism": 2}, E))),
     *(("DS901", severity, {**zero(1), "activation_checkpointing": {"partition_activations": on}}, run)
       for on, run, severity in ((True, {}, W), (False, {}, None), (None, {}, None), (True, PIPELINE, None),
                                 (True, LOOP, None), (0, {}, None))),

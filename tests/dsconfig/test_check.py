@@ -22,6 +22,8 @@ from finetune.dsconfig.purpose import OF_INFERENCE
 from finetune.dsconfig.rules.refused import KNOWN
 from finetune.dsconfig.shape import schema
 
+ZERO2 = '"zero_optimization": {"stage": 2}'
+
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_fault_is_named(fault: Fault) -> None:
@@ -47,7 +49,7 @@ def test_a_finding_is_placed_at_its_key() -> None:
 
 
 def test_a_parameter_that_no_adam_takes_is_named() -> None:
-    params = {"lr": "auto", "beta": [0.9, 0.99], "momentum": 0.9, "betas": "auto", "fused": True}
+    params = {"lr": "auto", "beta": [0.9, 0.99], "momentum": 0.9, "betas": "auto", "fused": True, "torch_adam": True}
     config = {
         "zero_optimization": {"stage": 2},
         "gradient_clipping": "auto",
@@ -133,9 +135,9 @@ def test_files_of_another_purpose_get_one_message() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "wandb": {"group": "$USER", "team": "<us>"}}',
+        f'{{{ZERO2}, "gradient_clipping": 1.0, "wandb": {{"enabled": false, "group": "$USER", "team": "<us>"}}}}',
         '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "communication_data_type": "FP32"}',
-        '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "wandb": {"group": "as in: <us>, [TODO]"}}',
+        f'{{{ZERO2}, "gradient_clipping": 1.0, "wandb": {{"enabled": false, "group": "as in: <us>, [TODO]"}}}}',
     ],
     ids=["texts of a monitor", "capitals", "a text with marks in it"],
 )
@@ -240,7 +242,6 @@ def test_every_code_has_an_entry_in_the_documentation_and_a_case() -> None:
 
 
 BF16_BY_ITS_OLD_NAME = {"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}}
-ZERO2 = '"zero_optimization": {"stage": 2}'
 MENDED = [
     pytest.param(
         f'{{{ZERO2}, "gradient_cliping": 1.0}}',
@@ -383,7 +384,7 @@ def test_a_secret_is_never_shown(text: str, secret: str, request: pytest.Fixture
 
 
 def test_a_name_that_is_no_secret_is_left_alone() -> None:
-    text = f'{{{ZERO2}, "gradient_clipping": 1.0, "comet": {{"experiment_key": "abcdefgh12345678"}}}}'
+    text = f'{{{ZERO2}, "gradient_clipping": 1.0, "comet": {{"enabled": false, "experiment_key": "abcdefgh12345678"}}}}'
     assert check(text, a_run()).found == ()
 
 

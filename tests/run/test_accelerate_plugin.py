@@ -74,3 +74,12 @@ def test_a_search_for_the_batch_is_refused_under_zero3_by_fields_too(monkeypatch
     launch = Launch(world_size=2, local_world_size=2, launcher="accelerate")
     with pytest.raises(RequestError, match=r"--auto_find_batch_size is True .*, which ZeRO-3 \(by accelerate\) cannot"):
         resolve_here(SEQ_CLS, ["--auto_find_batch_size", "True"], launch)
+
+
+def test_a_disk_without_a_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, zero_stage=3, zero3_save_16bit_model=True, gradient_clipping=1.0)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", "none")
+    check_fields(run_of(), ())
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", "/tmp")
+    with pytest.raises(RequestError, match=r"offload_optimizer_device: error DS609: .* nothing is offloaded"):
+        check_fields(run_of(), ())

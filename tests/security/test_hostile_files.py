@@ -167,6 +167,13 @@ HEADERS = {
     "a shape of NaN": header(b'{"w": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 4]}}'),
     "a negative shape": header(b'{"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}'),
     "a shape of text": header(b'{"w": {"dtype": "F32", "shape": ["4"], "data_offsets": [0, 4]}}'),
+    "terabytes of weights in a small file": header(
+        b'{"w": {"dtype": "F32", "shape": [1000000, 1000000], "data_offsets": [0, 4000000000000]}}'
+    ),
+    "a shape beyond its bytes": header(b'{"w": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}') + bytes(4),
+    "bytes from before the data": header(b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}'),
+    "a dtype of no text": header(b'{"w": {"dtype": 7, "shape": [1], "data_offsets": [0, 4]}}') + bytes(4),
+    "a cut-off end": header(b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}') + bytes(3),
     "brackets alone": header(DEEP.encode()),
     "no object": header(b"[1, 2]"),
     "no text": header(b"\xff\xfe\xfd"),
@@ -179,6 +186,15 @@ def test_a_safetensors_header_is_refused_that_has(name: str, tmp_path: Path) -> 
     with pytest.raises(RequestError):
         weights_of(tmp_path)
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float8_e4m3fn", "bool", "int64", "complex64"])
+def test_sizes_of_every_kind_of_weight_are_read(kind: str, tmp_path: Path) -> None:
+    import torch
+
+    tensors = {"w": torch.zeros(3, 5).to(getattr(torch, kind)), "empty": torch.zeros(0, 5), "one": torch.ones(())}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert (weights_of(tmp_path).total, weights_of(tmp_path).largest) == (16, 15)
 
 
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:

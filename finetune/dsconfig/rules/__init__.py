@@ -13,6 +13,7 @@ from finetune.dsconfig.rules import (
     leftovers,
     offload,
     optimizer,
+    parameters,
     pipeline,
     precision,
     quantized,
@@ -35,6 +36,7 @@ def rules_for(config: Config) -> tuple[Rule, ...]:
 RULES: tuple[Rule, ...] = (
     *batch.RULES,  # DS2xx: batch sizes, "auto", and agreement with the Trainer's arguments
     *optimizer.RULES,  # DS3xx: optimizer and schedule
+    *parameters.RULES,
     *schedule.RULES,
     *precision.RULES,  # DS4xx
     *zero.RULES,  # DS5xx

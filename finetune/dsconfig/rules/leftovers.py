@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import Context
-from finetune.dsconfig.finding import Drop, Finding, Put, at, named, warning
+from finetune.dsconfig.finding import Drop, Finding, Put, at, error, named, warning
 from finetune.privacy import is_secret
 
 # What costs time in every step, and why.
@@ -18,6 +18,8 @@ PROFILERS = {
     "comms_logger.enabled": "times every collective, and waits for each",
     "activation_checkpointing.profile": "times every recomputation",
 }
+
+SWITCHED = ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler", "torch_autocast")
 
 
 def checkpointing_is_the_trainers(config: Config, run: Context) -> Iterator[Finding]:
@@ -59,6 +61,27 @@ def monitors_are_the_trainers(config: Config, run: Context) -> Iterator[Finding]
             )
 
 
+def steps_can_be_divided(config: Config, run: Context) -> Iterator[Finding]:
+    """DS906. Steps are counted modulo this number (deepspeed 0.19.8, runtime/engine.py, _take_model_step); accelerate
+    1.15 puts infinity there (utils/dataclasses.py, DeepSpeedPlugin), and a pipeline takes the file's."""
+    place = "steps_per_print"
+    found, is_read = config.get(place), run.engine == "deepspeed" or run.pipeline_parallel_size is not None
+    if found == 0 or (isinstance(found, str) and found != "auto"):
+        shown = f'"{found}"' if isinstance(found, str) else "0"
+        does = "by which a step cannot be divided: the first one fails" if is_read else "which accelerate writes over"
+        said = f"{place} is {shown}, {does}. Write null, for no line at all."
+        yield (error if is_read else warning)("DS906", place, said, Put(at(place), None))
+
+
+def sections_are_on_or_off(config: Config, run: Context) -> Iterator[Finding]:
+    """DS907. Each of them has a switch that is off by default (deepspeed 0.19.8, monitor/config.py, comm/config.py,
+    profiling/config.py, runtime/constants.py)."""
+    for name in SWITCHED:
+        if config.section(name) and not config.has(f"{name}.enabled"):
+            said = f"{name} has no enabled, which is false by default: it does nothing. Add it, or delete all."
+            yield warning("DS907", name, said)
+
+
 def nothing_is_secret(config: Config, run: Context) -> Iterator[Finding]:
     """DS904. DeepSpeed prints its config at start, and it is saved in the run folder. The value is never shown."""
     for path, value in config.texts():
@@ -73,4 +96,11 @@ def nothing_is_secret(config: Config, run: Context) -> Iterator[Finding]:
             )
 
 
-RULES = (checkpointing_is_the_trainers, profilers_are_off, monitors_are_the_trainers, nothing_is_secret)
+RULES = (
+    checkpointing_is_the_trainers,
+    profilers_are_off,
+    monitors_are_the_trainers,
+    steps_can_be_divided,
+    sections_are_on_or_off,
+    nothing_is_secret,
+)

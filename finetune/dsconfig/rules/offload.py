@@ -38,6 +38,19 @@ def offload_fits_the_stage(config: Config, run: Context) -> Iterator[Finding]:
         )
 
 
+def offload_has_a_device(config: Config, run: Context) -> Iterator[Finding]:
+    """DS609. deepspeed 0.19.8, runtime/zero/offload_config.py: it is "none" by default, and a rest is never read."""
+    for what in BOTH:
+        place = f"zero_optimization.{what}"
+        if isinstance(config.get(place), dict) and not config.has(f"{place}.device"):
+            yield error(
+                "DS609",
+                place,
+                f'{place} has no device, which is "none" by default: nothing is offloaded. Add "device": "cpu" or '
+                '"nvme", or delete the section.',
+            )
+
+
 def nvme_has_a_path(config: Config, run: Context) -> Iterator[Finding]:
     """DS603."""
     for what in BOTH:
@@ -148,6 +161,7 @@ def _file_system(path: Path) -> str:
 
 RULES = (
     offload_fits_the_stage,
+    offload_has_a_device,
     nvme_has_a_path,
     nvme_path_is_a_disk,
     blocks_are_sectors,

@@ -1,14 +1,14 @@
-"""DS301 to 306, and the parameters of Adam: the optimizer."""
+"""DS301 to 306: the optimizer."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
+from finetune.dsconfig.shape import schema
 
 # deepspeed 0.19.8, runtime/config.py, DEEPSPEED_OPTIMIZERS; any other name must be a class of torch.optim.
 OWN = ("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon")
@@ -16,28 +16,8 @@ OWN = ("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd",
 TESTED_WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon", "Adam", "AdamW", "Adagrad")
 # With an update on the CPU (runtime/engine.py, _configure_basic_optimizer).
 ON_CPU = ("adam", "adamw", "adagrad", "lion")
-OF_TORCH = (
-    "SGD",
-    "RMSprop",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adadelta",
-    "ASGD",
-    "Rprop",
-    "Adafactor",
-    "LBFGS",
-    "SparseAdam",
-)
 REMOVED = {"onebitadam": "AdamW", "zerooneadam": "AdamW", "onebitlamb": "Lamb"}
 REMOVED_IN = (0, 19, 7)
-
-# Constructors of FusedAdam, DeepSpeedCPUAdam and torch.optim.AdamW, and what DeepSpeed takes out before.
-OF_EVERY_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "torch_adam", "adam_w_mode")
-OF_SOME_ADAM = (
-    *("bias_correction", "set_grad_none", "fp32_optimizer_states", "adamw_mode"),
-    *("maximize", "foreach", "capturable", "differentiable", "fused"),
-)
 
 
 def is_left_to_the_trainer(section: dict[str, Any]) -> bool:
@@ -46,6 +26,11 @@ def is_left_to_the_trainer(section: dict[str, Any]) -> bool:
     switches = ("torch_adam", "warmup_type", "adam_w_mode")
     params = section.get("params", {})
     return known and isinstance(params, dict) and all(v == "auto" for k, v in params.items() if k not in switches)
+
+
+def of_torch() -> dict[str, Any]:
+    """The classes of torch.optim, with what each takes."""
+    return dict(schema()["properties"]["optimizer"]["x-params"])
 
 
 def is_left(config: Config, run: Context, name: str) -> bool:
@@ -78,7 +63,7 @@ def optimizer_is_there(config: Config, run: Context) -> Iterator[Finding]:
                 "optimizer.type",
                 f"optimizer.type is {name}, which works up to ZeRO-1, but zero_optimization.stage is {config.stage}.",
             )
-    elif name not in OF_TORCH:
+    elif name not in of_torch():
         near = {"onebit": "AdamW", "fusedadam": "AdamW", "deepspeedcpuadam": "AdamW", "sgd": "SGD"}
         mend = near.get(name.lower(), "AdamW")
         yield error(
@@ -151,7 +136,7 @@ def section_matches_the_flag(config: Config, run: Context) -> Iterator[Finding]:
     name = _name(config)
     if name is None or asked is None or is_left(config, run, "optimizer"):
         return
-    if name.lower() not in OWN and name not in OF_TORCH:
+    if name.lower() not in OWN and name not in of_torch():
         return  # DS301 and DS302 say more
     if not str(asked).lower().startswith(name.lower()):
         yield error(
@@ -179,22 +164,6 @@ def clipping_is_not_in_the_optimizer(config: Config, run: Context) -> Iterator[F
         )
 
 
-def adam_takes_its_parameters(config: Config, run: Context) -> Iterator[Finding]:
-    """DS311. DeepSpeed hands them on to whichever Adam it takes, whose constructor ends the run over another."""
-    kind = _name(config)
-    if (kind or "").lower() not in ("adam", "adamw"):
-        return
-    for name in config.section("optimizer.params"):
-        if name not in (*OF_EVERY_ADAM, *OF_SOME_ADAM, "max_grad_norm"):  # DS306 speaks of the last
-            near = difflib.get_close_matches(name, OF_EVERY_ADAM, 1)
-            yield error(
-                "DS311",
-                f"optimizer.params.{name}",
-                f"optimizer.params.{name} is no parameter of {kind}, which takes {', '.join(OF_EVERY_ADAM)}. "
-                f"{f'Did you mean {near[0]}?' if near else 'Delete it.'}",
-            )
-
-
 def _name(config: Config) -> str | None:
     found = config.get("optimizer.type")
     return found if isinstance(found, str) and found != "auto" else None
@@ -206,5 +175,4 @@ RULES = (
     offload_has_its_optimizer,
     section_matches_the_flag,
     clipping_is_not_in_the_optimizer,
-    adam_takes_its_parameters,
 )

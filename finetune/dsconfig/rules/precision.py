@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
+from finetune.dsconfig.shape import schema
 
 AMPERE = (8, 0)  # compute capability of the first GPUs with bf16 units
 DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
@@ -69,6 +70,8 @@ def loss_scale_does_something(config: Config, run: Context) -> Iterator[Finding]
     """DS404. Fields of dynamic loss scaling under a fixed scale, or with fp16 off, are not read."""
     fields = [name for name in DYNAMIC if config.has(f"fp16.{name}")]
     scale = config.number("fp16.loss_scale")
+    if not config.has("fp16.enabled"):
+        return  # DS408 says more
     if scale and fields and not config.is_off("fp16.enabled"):
         yield warning(
             "DS404",
@@ -84,6 +87,31 @@ def loss_scale_does_something(config: Config, run: Context) -> Iterator[Finding]
             f"fp16.enabled is false, so {', '.join(names)} {_do(names)} nothing. "
             + ("Delete them." if run.engine == "deepspeed" else 'Write "auto", or delete them.'),
         )
+
+
+def loss_scale_can_move(config: Config, run: Context) -> Iterator[Finding]:
+    """DS407. deepspeed 0.19.8, runtime/precision_config.py, refuses the first two where the scale is dynamic; with a
+    hysteresis below 1 it never falls (runtime/fp16/loss_scaler.py, update_scale: it waits for 1, counting down)."""
+    asked = run.arguments.get("fp16") if config.is_auto("fp16.enabled") else config.is_on("fp16.enabled")
+    may_be = asked is None and run.engine != "deepspeed"  # an "auto" whose flag is not known
+    if config.number("fp16.loss_scale") or not (asked or may_be):
+        return
+    for name in ("loss_scale_window", "min_loss_scale", "hysteresis"):
+        place, found = f"fp16.{name}", config.number(f"fp16.{name}")
+        if found is not None and found < 1:
+            does = "the scale would never fall again" if name == "hysteresis" else "DeepSpeed refuses"
+            said = f"{place} is {found:g}, with which {does}. Write at least 1, or delete it: the default is"
+            yield (error if asked else warning)("DS407", place, f"{said} {_default(place)}.")
+
+
+def precision_is_on_or_off(config: Config, run: Context) -> Iterator[Finding]:
+    """DS408. `enabled` is false by default, and nobody adds one to a section that is there (accelerate 1.15,
+    utils/dataclasses.py, set_mixed_precision), whatever the flag says."""
+    for name in ("fp16", "bf16"):
+        if config.section(name) and not config.has(f"{name}.enabled"):
+            auto = '"auto", to follow the flag' if run.engine != "deepspeed" else "true"
+            said = f"{name} has no enabled, which is false by default: no {name}, with or without --{name}."
+            yield error("DS408", name, f'{said} Add "enabled": {auto}; or delete the section.')
 
 
 def masters_have_zero(config: Config, run: Context) -> Iterator[Finding]:
@@ -117,6 +145,11 @@ def autocast_is_alone(config: Config, run: Context) -> Iterator[Finding]:
         )
 
 
+def _default(place: str) -> object:
+    section, name = place.split(".")
+    return schema()["properties"][section]["properties"][name]["default"]
+
+
 def _do(names: list[str]) -> str:
     return "do" if len(names) > 1 else "does"
 
@@ -127,6 +160,8 @@ RULES = (
     fp16_has_a_gpu,
     bf16_has_its_gpu,
     loss_scale_does_something,
+    loss_scale_can_move,
+    precision_is_on_or_off,
     masters_have_zero,
     autocast_is_alone,
 )

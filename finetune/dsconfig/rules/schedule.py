@@ -1,4 +1,4 @@
-"""DS307 to 311: the schedule of the learning rate."""
+"""DS307 to 312: the schedule of the learning rate. The range of each number alone is the schema's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from finetune.dsconfig.rules.optimizer import is_left
 from finetune.dsconfig.shape import schema
 
 OF_DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+WHOLE = ("warmup_num_steps", "lr_range_test_step_size", "total_steps", "T_0", "T_mult")
+PAIRS = (
+    ("warmup_min_lr", "warmup_max_lr"),
+    ("cycle_min_lr", "cycle_max_lr"),
+    ("cycle_min_mom", "cycle_max_mom"),
+    ("base_lr", "max_lr"),
+)
 SCHEDULES = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
 
 
@@ -105,14 +112,6 @@ def warmup_fits_the_run(config: Config, run: Context) -> Iterator[Finding]:
             f"{place} is {steps:g}, which DeepSpeed {does}. Delete the scheduler section for a run without warm-up, or "
             "write at least 1.",
         )
-    if isinstance(steps, float) and steps > 0:
-        yield error(
-            "DS309",
-            place,
-            f"{place} is {steps!r}, but DeepSpeed takes no number with a point or an exponent there. Write "
-            f"{steps:.0f}.",
-            *([Put(at(place), int(steps))] if steps == int(steps) else []),
-        )
     known = total or (run.arguments.get("max_steps", 0) if run.has_trainer else 0)
     asked = run.arguments.get("warmup_steps") if config.is_auto(place) or steps is None else steps
     if isinstance(asked, int | float) and isinstance(known, int) and 0 < known < asked:
@@ -123,6 +122,50 @@ def warmup_fits_the_run(config: Config, run: Context) -> Iterator[Finding]:
             f"the warm-up takes {asked:g} steps, but the run ends after {known}: the full rate is never reached. "
             f"Lower {place if steps is not None else '--warmup_steps'}.",
         )
+
+
+def steps_are_counted_whole(config: Config, run: Context) -> Iterator[Finding]:
+    """DS309. `isinstance(steps, int)` in the constructors (deepspeed 0.19.8, runtime/lr_schedules.py; torch 2.13,
+    optim/lr_scheduler.py)."""
+    for name in WHOLE:
+        place = f"scheduler.params.{name}"
+        steps = config.number(place)
+        if isinstance(steps, float) and steps > 0:
+            yield error(
+                "DS309",
+                place,
+                f"{place} is {steps!r}, but {_library(config)} takes no number with a point or an exponent there. "
+                f"Write {steps:.0f}.",
+                *([Put(at(place), int(steps))] if steps == int(steps) else []),
+            )
+
+
+def lowest_is_below_highest(config: Config, run: Context) -> Iterator[Finding]:
+    """DS312. A schedule takes any two numbers (deepspeed 0.19.8, runtime/lr_schedules.py): the rate then falls where it
+    should rise."""
+    if is_left(config, run, "scheduler"):
+        return
+    for low, high in PAIRS:
+        (lows, by_low), (highs, by_high) = (_bound(config, run, name) for name in (low, high))
+        many = max(len(lows), len(highs))
+        if min(len(lows), len(highs)) in (1, many) and any(
+            one > other for one, other in zip(_of(lows, many), _of(highs, many), strict=True)
+        ):
+            yield error(
+                "DS312",
+                f"scheduler.params.{low if config.has(f'scheduler.params.{low}') else high}",
+                f"scheduler.params.{low} is {_shown(lows)}{by_low}, which is above {high}, {_shown(highs)}{by_high}: "
+                "the schedule would run upside down. Lower the first, or raise the second.",
+            )
+
+
+def decay_has_its_steps(config: Config, run: Context) -> Iterator[Finding]:
+    """DS312. OneCycle skips its decay without them (deepspeed 0.19.8, runtime/lr_schedules.py, _initialize_cycle)."""
+    for name in ("decay_lr_rate", "decay_mom_rate"):
+        place = f"scheduler.params.{name}"
+        if config.number(place) and not config.get("scheduler.params.decay_step_size"):
+            said = f"{place} is {config.number(place):g}, but decay_step_size is 0, with which nothing decays. Add it."
+            yield warning("DS312", place, said)
 
 
 def schedule_knows_its_end(config: Config, run: Context) -> Iterator[Finding]:
@@ -138,10 +181,42 @@ def schedule_knows_its_end(config: Config, run: Context) -> Iterator[Finding]:
         )
 
 
+def _bound(config: Config, run: Context, name: str) -> tuple[list[float], str]:
+    """The numbers of each group of weights, and whose they are where the file does not say; none where nobody knows."""
+    kind, given = str(config.get("scheduler.type")), config.get(f"scheduler.params.{name}")
+    default = schema()["properties"]["scheduler"]["x-params"].get(kind, {}).get(name)
+    if given == "auto" and name == "warmup_min_lr" and run.engine != "deepspeed":
+        return [0.0], ""
+    if given is None and default is not None:
+        return [default], " (its default)"
+    if name == "warmup_max_lr" and given is None and kind == "WarmupLR":  # by which it takes the optimizer's
+        given = config.get("optimizer.params.lr") if config.section("optimizer") else "auto"
+    if name == "warmup_max_lr" and given == "auto" and run.has_trainer:
+        asked = run.arguments.get("learning_rate")
+        return ([asked], " (--learning_rate)") if isinstance(asked, int | float) else ([], "")
+    numbers = given if isinstance(given, list) else [given]
+    return (numbers, "") if all(type(number) in (int, float) for number in numbers) else ([], "")
+
+
+def _of(numbers: list[float], many: int) -> list[float]:
+    return numbers * many if len(numbers) == 1 else numbers
+
+
+def _shown(numbers: list[float]) -> str:
+    return f"{numbers[0]:g}" if len(numbers) == 1 else str(numbers)
+
+
+def _library(config: Config) -> str:
+    return "DeepSpeed" if config.get("scheduler.type") in OF_DEEPSPEED else "torch"
+
+
 RULES = (
     schedule_is_the_one_asked_for,
     schedule_has_its_optimizer,
     schedule_takes_its_parameters,
     warmup_fits_the_run,
+    steps_are_counted_whole,
+    lowest_is_below_highest,
+    decay_has_its_steps,
     schedule_knows_its_end,
 )
