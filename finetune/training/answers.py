@@ -20,6 +20,7 @@ from finetune.data.columns import Labels
 from finetune.data.question_answering import CONTEXT, FIRST, ID, LAST, NULL, QUESTION, SPANS, TEXTS, QuestionData
 from finetune.data.tables import ROW
 from finetune.errors import RequestError
+from finetune.metrics.squad import normalized
 from finetune.models.adapters import heads_of, kept_as, with_adapter
 from finetune.models.classifier import Source, fit_to, scratch_config
 from finetune.models.source import IN_FP32, Kept, load_weights
@@ -236,15 +237,16 @@ def _carried(config: Any) -> float | None:
 
 
 def best_threshold(answers: Sequence[Answer]) -> float:
-    """Where the most questions are answered exactly, or rightly not at all; of several such places that nearest 0, and
-    halfway between two questions."""
+    """Where the most questions are answered exactly, as SQuAD's metric counts it, or rightly not at all; of several
+    such places that nearest 0, and halfway between two questions."""
     ordered = sorted(answers, key=lambda one: one.null_difference)
     # Below a threshold answers are given: of the first k questions.
-    right = [float(one.text(math.inf) in (one.truth or ())) for one in ordered]
+    right = [float(normalized(one.text(math.inf)) in map(normalized, one.truth or ())) for one in ordered]
     rightly_none = [float(not one.truth) for one in ordered]
     gains = np.cumsum([0.0, *np.subtract(right, rightly_none)])
     ends = np.clip([one.null_difference for one in ordered], -1e6, 1e6)
     cuts = np.concatenate([[ends[0] - 1], (ends[1:] + ends[:-1]) / 2, [ends[-1] + 1]])
+    gains[1:-1][cuts[1:-1] >= ends[1:]] = -np.inf  # no threshold lies between two that are equal
     best = np.flatnonzero(gains >= gains.max() - 1e-9)
     return float(cuts[best[np.argmin(np.abs(cuts[best]))]])
 

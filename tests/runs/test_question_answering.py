@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import NOT_JUDGED, TINY, Finished, launch
+from safetensors.torch import load_file
 
 from finetune.training.answers import USE
 
 RECIPE = "recipes/question_answering.py"
-COMPARED = 40  # steps: from there on, where it suddenly learns, what rounding has made of the weights shows
 PLACES = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Quito")
-OWN = {**TINY, "max_steps": 120, "max_train_samples": 300, "learning_rate": 3e-3, "max_seq_length": 40, "doc_stride": 8}
+# At three times this rate all scores fall together and stay so, in plain torch with the model's own loss as well.
+OWN = {**TINY, "max_steps": 120, "max_train_samples": 300, "max_seq_length": 40, "doc_stride": 8}
+SHORT = {"max_steps": 30, "save_strategy": "steps", "save_steps": 20}
 
 
 def rows(many: int, seed: int, without: float = 0.0) -> list[dict[str, Any]]:
@@ -111,8 +113,7 @@ def test_the_threshold_of_no_answer_is_chosen_kept_and_taken_up_again(tmp_path: 
     flags = {**found, "version_2_with_negative": True, "per_device_train_batch_size": 16}
     done = run("python", tmp_path / "run", flags)
     results = done.json("eval_results.json")
-    none = [not json.loads(line)["answers"]["text"] for line in Path(found["validation_file"]).read_text().splitlines()]
-    assert results["eval_exact_match"] >= sum(none) / len(none)  # which giving no answer at all would reach
+    assert results["eval_exact_match"] > 0.9  # with no answer at all a third would be right
     assert done.json("config.json")["thresholds"] == [results["eval_null_threshold"]]
     asked = [{name: row[name] for name in ("id", "question", "context")} for row in rows(30, 5, without=0.5)]
     test = {"test_file": write(tmp_path / "test.jsonl", asked), "do_predict": True, "do_train": False, **NOT_JUDGED}
@@ -134,31 +135,64 @@ WAYS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def short(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    flags = {**files, **SHORT, "per_device_train_batch_size": 16}
+    return run("python", tmp_path_factory.mktemp("short") / "run", flags)
+
+
 @pytest.mark.parametrize(("launcher", "config"), WAYS)
 @pytest.mark.usefixtures("built_ops")
 def test_the_loss_is_the_same_on_two_ranks_and_another_number_goes_on_from_there(
-    launcher: str, config: str, one_rank: Finished, files: dict[str, str], tmp_path: Path
+    launcher: str, config: str, short: Finished, files: dict[str, str], tmp_path: Path
 ) -> None:
     """Ranks and micro-batches hold windows of unlike lengths, and questions with one window or several."""
-    flags = {**files, "deepspeed": config, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    saving = {"save_strategy": "steps", "save_steps": 100}
-    two = run(launcher, tmp_path / "run", {**flags, **saving}, ranks=2)
-    assert one_rank.column("loss")[:COMPARED] == pytest.approx(two.column("loss")[:COMPARED], rel=1e-3)
+    flags = {**files, **SHORT, "deepspeed": config, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    two = run(launcher, tmp_path / "run", flags, ranks=2)
+    assert short.column("loss") == pytest.approx(two.column("loss"), rel=1e-4)
 
-    assert two.json("eval_results.json")["eval_f1"] > 0.7  # of answers that are put together in the order of the rows
-
-    shutil.rmtree(two.folder / "checkpoint-120")
+    shutil.rmtree(two.folder / "checkpoint-30")
     del flags["gradient_accumulation_steps"]  # which is for the toolkit to find, so that the global batch stays
-    again = run("python", two.folder, {**flags, **saving, "resume": "auto"})
+    again = run("python", two.folder, {**flags, "resume": "auto"})
     assert "going on from" in again.output
-    assert again.column("loss")[-20:] == pytest.approx(two.column("loss")[-20:], rel=0.02, abs=2e-3)
+    assert again.column("loss")[-10:] == pytest.approx(two.column("loss")[-10:], rel=1e-4)
+
+
+def test_two_ranks_answer_as_one_does(one_rank: Finished, files: dict[str, str], tmp_path: Path) -> None:
+    """Of questions with unlike numbers of windows."""
+    flags = {"test_file": files["test_file"], "do_train": False, "do_predict": True, **NOT_JUDGED}
+    two = run("torchrun", tmp_path / "run", {**flags, "model_name_or_path": one_rank.folder}, ranks=2)
+    found = [[(row["id"], row["answer"]) for row in predictions(done)] for done in (one_rank, two)]
+    assert found[0] == found[1]
+
+
+SPREADS = [(config, micro, steps) for config in ("none", "zero2") for micro, steps in ((4, 1), (2, 2))]
 
 
 @pytest.mark.nightly
-def test_fsdp_trains_as_one_rank_does(one_rank: Finished, files: dict[str, str], tmp_path: Path) -> None:
-    flags = {**files, "fsdp": True, "per_device_train_batch_size": 8}
-    two = run("torchrun", tmp_path / "run", flags, ranks=2)
-    assert one_rank.column("loss")[:COMPARED] == pytest.approx(two.column("loss")[:COMPARED], rel=1e-3)
+@pytest.mark.parametrize(("config", "micro", "steps"), SPREADS)
+@pytest.mark.usefixtures("built_ops")
+def test_each_gradient_is_that_of_one_process(config: str, micro: int, steps: int, tmp_path: Path) -> None:
+    """A step of SGD at a rate of 1 takes the gradient from each weight. Of a global batch's 8 windows some are of one
+    question, some of questions without an answer."""
+    asked = [*rows(80, 3), *rows(80, 4, without=0.5)]
+    flags = {"train_file": write(tmp_path / "rows.jsonl", asked), "version_2_with_negative": True, **NOT_JUDGED}
+    flags |= {"max_steps": 1, "max_seq_length": 28, "max_train_samples": None}
+    flags |= {"optim": "sgd", "learning_rate": 1, "lr_scheduler_type": "constant", "max_grad_norm": 0}
+    one = run("python", tmp_path / "one", {**flags, "per_device_train_batch_size": 8})
+    spread = {"deepspeed": config, "per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
+    two = run("torchrun", tmp_path / "two", {**flags, **spread}, ranks=2)
+    assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-6)
+    truth, found = (load_file(done.folder / "model.safetensors") for done in (one, two))
+    assert truth.keys() == found.keys()
+    for name, weight in truth.items():
+        assert torch.allclose(found[name], weight, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.nightly
+def test_fsdp_trains_as_one_rank_does(short: Finished, files: dict[str, str], tmp_path: Path) -> None:
+    two = run("torchrun", tmp_path / "run", {**files, **SHORT, "fsdp": True, "per_device_train_batch_size": 8}, ranks=2)
+    assert short.column("loss") == pytest.approx(two.column("loss"), rel=1e-4)
 
 
 def test_a_run_goes_on_where_it_was_cut_off(one_rank: Finished, files: dict[str, str], tmp_path: Path) -> None:

@@ -122,6 +122,16 @@ def test_the_threshold_is_where_most_is_right() -> None:
     assert found == pytest.approx(1.5)
 
 
+def test_no_threshold_parts_questions_that_score_alike() -> None:
+    """As of a model that has learnt nothing: of these either all are answered or none is."""
+    found = best_threshold([answer(0, "a", "a"), answer(0, "b"), answer(0, "c"), answer(0, "d", "e")])
+    assert found < 0
+
+
+def test_the_threshold_counts_as_the_metric_does() -> None:
+    assert best_threshold([answer(1, "The cat.", "cat"), answer(2, "e")]) == pytest.approx(1.5)
+
+
 @pytest.mark.parametrize(
     ("guess", "truth", "exact", "f1"),
     [
