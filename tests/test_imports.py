@@ -179,3 +179,9 @@ def test_recipes_import_rooms_and_never_the_command_line() -> None:
         if room(name) in ("cli", "commands") or name.startswith("recipes")
     }
     assert not wrong
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """Folders of tests are no packages: of two files of one name pytest imports the first, and stops at the other."""
+    names = [path.name for path in (REPO / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
