@@ -128,7 +128,6 @@ def rank(pipe, env: dict, log: Path, steps: int, config: dict, head: str, argv: 
     import torch
     from transformers import TrainerCallback, default_data_collator, set_seed
 
-    from finetune.measure.__main__ import Copies
     from finetune.measure.models import build, samples
     from finetune.run.flags.common import RunArguments
     from finetune.training.loss import settle_loss_scaling
@@ -188,7 +187,7 @@ def rank(pipe, env: dict, log: Path, steps: int, config: dict, head: str, argv: 
     FinetuneTrainer(
         model=model,
         args=session.training,
-        train_dataset=Copies(25_600, samples(config, head, config.get("max_position_embeddings", 1))),
+        train_dataset=[samples(config, head, config.get("max_position_embeddings", 1))] * 25_600,
         data_collator=default_data_collator,
         callbacks=[Turns()],
     ).train()

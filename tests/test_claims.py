@@ -75,6 +75,7 @@ SETTINGS = {
             "twice",
             "16 of 8 experts",
         ),
+        *("to 1%", "to 2.5%", "to 14%"),  # bounds of tests/plan/test_traced.py
     ],
     "docs/embedding.md": [
         "2101.06983",

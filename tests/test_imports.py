@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ LIGHT_ROOM = [f"finetune.run.{path.stem}" for path in sorted((REPO / "finetune/r
         "finetune.plan.run_model",
         "finetune.plan.schedule",
         "finetune.plan.search",
+        "finetune.plan.forward.traced",
+        "finetune.plan.unknown",
         "finetune.plan.weights",
         "finetune.plan.write",
         "finetune.report.write",
@@ -159,6 +162,26 @@ def circle(found: dict[str, set[str]]) -> set[str]:
         if not gone:
             return set(left)
         left = {name: others - gone for name, others in left.items() if name not in gone}
+
+
+def test_what_is_imported_of_ours_is_there_also_in_functions_and_benchmarks() -> None:
+    known = modules()
+    files = [
+        path for folder in ("benchmarks", "finetune", "recipes", "tests") for path in (REPO / folder).rglob("*.py")
+    ]
+    nodes = [(path, node) for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    asked = [(path, node) for path, node in nodes if isinstance(node, ast.ImportFrom) and node.module in known]
+    assert len(asked) > 2000
+    words = {name: set(re.findall(r"\w+", path.read_text())) for name, path in known.items()}
+    missing = {
+        f"{path.name}: from {node.module} import {alias.name}"
+        for path, node in asked
+        for alias in node.names
+        if alias.name not in words[node.module or ""] and f"{node.module}.{alias.name}" not in known
+    }
+    gone = {f"{path.name}: {node.module}" for path, node in nodes if isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("finetune.") and node.module not in known}  # fmt: skip
+    assert not missing | gone
 
 
 def test_the_source_is_python_3_10() -> None:

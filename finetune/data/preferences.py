@@ -23,9 +23,10 @@ from transformers import AutoTokenizer
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.charset import encoding_notes
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, is_ours, read_template
-from finetune.data.columns import IGNORED, said_columns
+from finetune.data.columns import said_columns
 from finetune.data.formats import check_renames, renames_of
 from finetune.data.places import Place
+from finetune.data.preference_batches import OF_ANSWERS, OF_PAIRS, collate
 from finetune.data.preference_rows import (
     SPLITS,
     Sides,
@@ -48,7 +49,6 @@ from finetune.run.recipes.preference import PreferenceDataArguments
 from finetune.safe_read.bounded import each_bounded
 
 FORMAT = 2  # raise it when what is cached changes
-OF_PAIRS, OF_ANSWERS = ("chosen", "rejected"), ("answer", "other")
 
 
 @dataclass(frozen=True)
@@ -115,38 +115,6 @@ class PreferenceData:
         said += f"; {cut:,} rows longer than {account.max_seq_length} tokens, cut alike on both sides" if cut else ""
         more = "; --train_file takes your own" if account.source.startswith("built-in") else ""
         return f"data: {account.source} ({said}{more})"
-
-
-def collate(sides: tuple[str, str], pad: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """B rows to `input_ids`, `attention_mask` and `targets` (2 B, T): the token that follows each position, IGNORED
-    where none is learnt. `places` (2 B,) number all texts, two to a row. The Trainer counts by `labels` (B,), which
-    come first, and by `shift_labels`: without these it would leave out the first row, as the first token of a text."""
-    ids = [row[f"{side}_ids"] for side in sides for row in rows]
-    learnt = [row[f"{side}_learnt"] for side in sides for row in rows]
-    shape = len(ids), max(map(len, ids))
-    batch = {
-        **of_rows(rows),
-        "input_ids": torch.full(shape, pad),
-        "attention_mask": torch.zeros(shape, dtype=torch.long),
-        "targets": torch.full(shape, IGNORED),
-    }
-    for i, (tokens, used) in enumerate(zip(ids, learnt, strict=True)):
-        own, counts = torch.tensor(tokens), torch.tensor(used)
-        batch["input_ids"][i, : len(own)] = own
-        batch["attention_mask"][i, : len(own)] = 1
-        batch["targets"][i, : len(own) - 1] = torch.where(counts, own, IGNORED)[1:]
-    return batch
-
-
-def of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """What a batch has of each row, whatever its sides are."""
-    one_each = torch.ones(len(rows), dtype=torch.long)
-    return {
-        "labels": one_each,
-        "shift_labels": one_each,
-        "desirable": torch.tensor([bool(row["label"]) for row in rows]),
-        "places": torch.tensor([2 * row["row"] + side for side in (0, 1) for row in rows]),
-    }
 
 
 def prepare_preferences(

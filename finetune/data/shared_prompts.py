@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from finetune.data.columns import IGNORED
-from finetune.data.preferences import OF_PAIRS, of_rows
+from finetune.data.preference_batches import OF_PAIRS, of_rows
 
 PROMPT, CHOSEN, REJECTED, PADDING = range(4)  # to which a token of a row belongs
 

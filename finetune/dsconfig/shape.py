@@ -111,7 +111,7 @@ def _unknown(
         mends = (Rename(path, near[0]),) if surely else ()
     else:
         mend = "Delete it."
-    # What nobody reads does no harm, unless something else was meant, and than what is taken all the same.
+    # What nobody reads does no harm, unless something else was meant than DeepSpeed takes anyway.
     is_idle = not is_refused and (mend == "Delete it." or _is_taken(where, given, section))
     said = f"{where or repr(key)} is no key that DeepSpeed knows: it {what}. {mend}"
     yield Finding("DS101", "warning" if is_idle else "error", path, said, mends)

@@ -4,7 +4,7 @@
 
 A model is built on the meta device, where tensors have shapes and no memory, and its loss is computed at five small
 batches. What each operator makes, multiplies and keeps is a number that hangs on samples and tokens, as
-c + d t + b (e + f t + g t^2): five batches give all five. `finetune.plan.traced` makes a plan's tape of it.
+c + d t + b (e + f t + g t^2): five batches give all five. `finetune.plan.forward.traced` makes a plan's tape of it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not self.is_paused:
-            self.record(func._schema.name.split("::")[1], list(_tensors([args, kwargs or {}])), list(_tensors(out)))
+            self.record(func.overloadpacket.__name__, list(_tensors([args, kwargs or {}])), list(_tensors(out)))
         return out
 
     def record(

@@ -84,7 +84,7 @@ class Buffer:
 
 @dataclass(eq=False, frozen=True)
 class Trace:
-    """Operators of a model of no family, by `finetune.measure.tracing`; `finetune.plan.traced` reads them."""
+    """Operators of a model of no family, by `finetune.measure.tracing`; `finetune.plan.forward.traced` reads them."""
 
     layers: int
     values: tuple[Any, ...]

@@ -211,11 +211,12 @@ def _traced(config: Mapping[str, Any], run: Run, given: str, notes: list[str]) -
             f"{config.get('model_type')!r} is. Drop it, or give --params_per_layer N, the parameters of a layer."
         )
     try:
-        model, seconds = traced_model(config, HEADS.get(run.recipe.task) or CAUSAL, given)
+        model, seconds = traced_model(config, _head_of(run) or CAUSAL, given)
     except RequestError as error:
         raise RequestError(
             f"{error} Give --params_per_layer N, the parameters of one of its layers: it is then taken for a Llama of "
-            f"that size. Families that are written down are {', '.join(sorted(FAMILIES))}."
+            "that size, by its hidden_size, num_hidden_layers, num_attention_heads and vocab_size. "
+            f"Families that are written down are {', '.join(sorted(FAMILIES))}."
         ) from error
     how = "known from before" if seconds is None else f"traced in {seconds:.0f} s"
     notes.append(
@@ -225,16 +226,10 @@ def _traced(config: Mapping[str, Any], run: Run, given: str, notes: list[str]) -
     return model
 
 
-def _alike(config: Mapping[str, Any], where: str, params_per_layer: int | None, notes: list[str]) -> dict[str, Any]:
+def _alike(config: Mapping[str, Any], where: str, params_per_layer: int, notes: list[str]) -> dict[str, Any]:
     """Of a family that is not known: a Llama of the same width and depth, whose feed-forward part is as wide as the
     layer's parameters ask for."""
     kind = config.get("model_type")
-    if params_per_layer is None:
-        raise RequestError(
-            f"{where}: model_type is {kind!r}, but those known are {', '.join(sorted(FAMILIES))}. Give "
-            "--params_per_layer N, the parameters of one of its layers: it is then taken for a Llama of that size, by "
-            "its hidden_size, num_hidden_layers, num_attention_heads and vocab_size."
-        )
     sizes = Sizes(dict(config), where)
     hidden, heads = sizes("hidden_size", "n_embd", "d_model"), sizes("num_attention_heads", "n_head", "num_heads")
     inner = (params_per_layer - 4 * hidden**2 - 2 * hidden) // (3 * hidden)

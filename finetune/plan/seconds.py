@@ -28,8 +28,7 @@ from finetune.plan.traffic import Flow, Traffic, traffic_of
 from finetune.plan.update import update_of
 from finetune.plan.values import FP32_BYTES, Segment
 
-# The training loop's own work in a step and in each micro-batch (callbacks, schedule, collating), in eager launches;
-# measured on MLPs of width 8.
+# Eager launches of the loop's own work (callbacks, schedule, collating), a step and a micro-batch: of MLPs of width 8.
 STEP_LAUNCHES, MICRO_BATCH_LAUNCHES = 150.0, 60.0
 # Of StepSeconds, in this order.
 PARTS = ("forward", "backward", "recomputation", "copies", "optimizer", "exposed_communication", "offload", "loop",

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from finetune.plan.families.parts import CAUSAL, CLASSES, TAGS, Sizes
 from finetune.plan.model import Model, Tensor, Trace
 
 HEADS = (CAUSAL, CLASSES, TAGS)
+LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/auto: they name all that it has
 LONGEST = 300  # seconds that a model may take to be traced
 TRACING = "finetune.measure.tracing"  # it imports torch, and so is never imported here
 MADE_BY = Path(__file__).resolve().parents[1] / "measure" / "tracing.py"
@@ -33,6 +35,9 @@ def traced_model(config: Mapping[str, Any], head: str, where: str) -> tuple[Mode
     """And the seconds that it took; None where it was known from before. Raises RequestError where transformers has no
     such architecture, or its modules cannot run without data."""
     plain = {name: value for name, value in config.items() if name not in NOT_SHAPES}
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not _is_listed(kind):
+        raise RequestError(f"{where}: model_type is {kind!r}, which transformers {version('transformers')} has not.")
     if head not in HEADS:
         raise RequestError(f"{where}: heads of {', '.join(HEADS)} are traced, and this one is for {head}.")
     file = _cache() / f"{_key(plain, head)}.json"
@@ -45,9 +50,19 @@ def traced_model(config: Mapping[str, Any], head: str, where: str) -> tuple[Mode
     tensors = tuple(Tensor(name, tuple(shape), layer) for name, shape, layer in found["tensors"])
     trace = Trace(found["layers"], tuple(found["values"]), tuple(found["ops"]))
     sizes = Sizes(dict(config), where)
-    model = Model(str(config["model_type"]), head, tensors, found["layers"], found["hidden_size"], found["vocab_size"],
+    model = Model(kind, head, tensors, found["layers"], found["hidden_size"], found["vocab_size"],
                   sizes, trace=trace)  # fmt: skip
     return model, None if is_known else time.monotonic() - began
+
+
+def _is_listed(kind: str) -> bool:
+    """Read as text, for transformers takes seconds to import. Where it lists its architectures elsewhere, the tracing
+    process finds out."""
+    spec = find_spec("transformers")
+    folders = [Path(place, "models", "auto") for place in (spec and spec.submodule_search_locations) or ()]
+    files = [folder / name for folder in folders for name in LISTS]
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    return not texts or any(f'"{kind}"' in text for text in texts)
 
 
 def _traced(config: dict[str, Any], head: str, where: str) -> dict[str, Any]:

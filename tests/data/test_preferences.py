@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from finetune.data.preference_batches import collate
 from finetune.data.preference_rows import (
     ANSWERS,
     PAIRS,
@@ -20,7 +21,7 @@ from finetune.data.preference_rows import (
     single,
     with_others,
 )
-from finetune.data.preferences import PreferenceData, collate, prepare_preferences
+from finetune.data.preferences import PreferenceData, prepare_preferences
 from finetune.data.tokenizer import train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments

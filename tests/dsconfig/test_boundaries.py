@@ -149,7 +149,8 @@ OPTIMIZER: list[Case] = [
                                    ("AdamW", "fused", E), ("AdamW", "max_grad_norm", None), ("MuAdam", "betta", None),
                                    ("AdmaW", "betta", None), ("Muon", "muon_lr", None), ("Muon", "nesterov", E),
                                    ("Lion", "set_grad_none", None), ("LION", "eps", E), ("Lamb", "max_coeff", None),
-                                   ("Adagrad", "lr_decay", None), ("SGD", "dampening", None))),
+                                   ("Adagrad", "lr_decay", None), ("SGD", "dampening", None),
+                                   ("NAdam", "decoupled_weight_decay", None))),
     *(("DS311", severity, {**zero(2, **off), "optimizer": {"type": kind, "params": {"lr": 1, name: value}}}, {})
       for kind, off, name, value, severity in (
           ("Lion", ADAM_OFF, "set_grad_none", True, E), ("Lion", ADAM_OFF, "fp32_optimizer_states", True, None),

@@ -31,7 +31,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from finetune.data.preferences import OF_PAIRS, collate
+from finetune.data.preference_batches import OF_PAIRS, collate
 from finetune.data.shared_prompts import collate_shared, shared_tokens
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import use_chunked_loss

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import plan
+from finetune.api.planning import plan
 from finetune.errors import RequestError
 from finetune.measure import tracing
 from finetune.plan import unknown
 from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL
-from finetune.plan.job import DEEPSPEED, Job, tape_of
+from finetune.plan.job import DEEPSPEED, FSDP, TRAINER, Job, tape_of
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import plan_memory
 from finetune.plan.model import model_of
@@ -77,6 +77,35 @@ def test_a_traced_model_is_planned_as_its_family_is(here: Path, name: str) -> No
             assert len([part for part in tape_of(other).segments if part.recomputed]) == 3 * interval
 
 
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize(
+    ("engine", "precision", "within"),
+    [(DEEPSPEED, "fp32", 0.025), (TRAINER, "fp32", 0.14), (TRAINER, "bf16", 0.14), (FSDP, "bf16", 0.14)],
+)
+def test_a_traced_model_is_planned_nearly_as_its_family_is_in_fp32_and_without_deepspeed(
+    here: Path, name: str, engine: str, precision: str, within: float
+) -> None:
+    """Grouped heads in fp32 have no fused attention: scores of all pairs of tokens are there. Beside activations these
+    models weigh nothing: the error is theirs."""
+    config = KNOWN[name][1]
+    written, (traced, _) = model_of(config), unknown.traced_model(config, CAUSAL, name)
+    for tokens in (512, 2048):
+        for interval in (0, 1):
+            one = Job(written, engine, Zero(stage=0 if engine == TRAINER else 3), 1 if engine == TRAINER else 8,
+                      micro_batch=4, tokens=tokens, precision=precision, checkpoint_interval=interval)  # fmt: skip
+            peaks = [plan_memory(job, H100).peak.bytes for job in (one, replace(one, model=traced))]
+            assert peaks[1] == pytest.approx(peaks[0], rel=within)
+
+
+def test_eager_attention_of_a_traced_model_has_its_scores(here: Path) -> None:
+    config = KNOWN["llama"][1]
+    one = Job(model_of(config), DEEPSPEED, Zero(stage=3), 8, micro_batch=4, tokens=2048, precision="bf16",
+              attention="eager")  # fmt: skip
+    other = replace(one, model=unknown.traced_model(config, CAUSAL, "llama")[0])
+    peaks = [plan_memory(job, H100).peak.bytes for job in (one, other)]
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -115,11 +144,32 @@ def test_an_adapter_on_a_traced_model_is_refused(here: Path) -> None:
         plan(str(here), gpu="H100-80GB", recipe="causal_lm", use_peft=True, block_size=256)
 
 
-def test_an_architecture_that_transformers_has_not_is_refused_with_what_can_be_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the process that traces."""
+def test_a_process_of_its_own_traces_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing_at_all", "hidden_size": 64}))
-    with pytest.raises(RequestError, match=r"cannot be traced: .*Give --params_per_layer N"):
+    traced, seconds = unknown.traced_model(OPT, CAUSAL, "opt")
+    assert seconds is not None
+    assert traced.trace is not None
+    again, none = unknown.traced_model(OPT, CAUSAL, "opt")
+    assert none is None
+    assert again.tensors == traced.tensors
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("more", [{"num_attention_heads": 5}, {"model_type": "vit"}], ids=["heads", "no language"])
+def test_what_cannot_be_traced_is_refused_with_what_the_process_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps({**OPT, **more}))
+    with pytest.raises(RequestError, match=r"cannot be traced: \w+Error: .*Give --params_per_layer N"):
+        plan(str(tmp_path), gpu="H100-80GB", recipe="causal_lm", block_size=256)
+
+
+@pytest.mark.parametrize("kind", ["nothing_at_all", ["a"], None])
+def test_what_transformers_has_not_is_refused_at_once_with_what_can_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    monkeypatch.setattr(unknown, "_traced", lambda *_: pytest.fail("a process was started"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 64}))
+    with pytest.raises(RequestError, match=r"which transformers \S+ has not\. Give --params_per_layer N"):
         plan(str(tmp_path), gpu="H100-80GB", block_size=256)

@@ -174,7 +174,7 @@ def pictures(folder: Path) -> None:
 
 
 def guard(folder: Path) -> None:
-    from finetune.safe_read.pickles import refuse_unsafe
+    from finetune.safe_read.checkpoint_files import refuse_unsafe
 
     for path in sorted(folder.rglob("*")):
         if not path.is_dir():

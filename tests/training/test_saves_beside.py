@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 from finetune.errors import RunError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.flags.guards import GuardArguments
-from finetune.training.checkpoints import trainer_beside
+from finetune.training.checkpoints import trainer_adapter
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 from finetune.training.trainer import FinetuneTrainer
 
@@ -148,7 +148,7 @@ def test_auto_is_for_checkpoints_that_are_worth_it(
 ) -> None:
     said = []
     for worth in (2**40, 0):
-        monkeypatch.setattr(trainer_beside, "WORTH_BYTES", worth)
+        monkeypatch.setattr(trainer_adapter, "WORTH_BYTES", worth)
         train(tmp_path / str(worth), "auto")
         said.append("beside the training (--async_save auto)" in capfd.readouterr().out)
     assert said == [False, True]
@@ -157,7 +157,7 @@ def test_auto_is_for_checkpoints_that_are_worth_it(
 def test_where_memory_lacks_each_save_is_finished_at_once_and_the_run_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainer_beside, "free_memory", lambda: 1000)
+    monkeypatch.setattr(trainer_adapter, "free_memory", lambda: 1000)
     train(tmp_path, "on")
     said = capfd.readouterr().out
     assert "note: --async_save on: each save is finished before the next step, for the copies take about" in said

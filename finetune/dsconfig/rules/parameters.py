@@ -23,7 +23,7 @@ CLASSES = {
 }
 ADAMS = ("adam", "adamw", "muon")
 TAKEN_OUT = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # of these three's, before the class is called
-ITS_OWN = ("adamw_mode", "decoupled_weight_decay")  # which DeepSpeed, or the class, sets
+SET = "adamw_mode"  # by DeepSpeed, from adam_w_mode
 
 
 def optimizer_takes_its_parameters(config: Config, run: Context) -> Iterator[Finding]:
@@ -64,7 +64,7 @@ def _class_of(config: Config, kind: str) -> str | None:
 def _defaults(config: Config, kind: str, built: str) -> dict[str, Any]:
     section = schema()["properties"]["optimizer"]
     taken = section["x-own-params"].get(built) or section["x-params"][built]
-    taken = {name: default for name, default in taken.items() if name not in ITS_OWN}
+    taken = {name: default for name, default in taken.items() if name != SET}
     return taken | (dict.fromkeys(TAKEN_OUT) if kind.lower() in ADAMS else {})
 
 

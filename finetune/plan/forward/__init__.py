@@ -14,9 +14,9 @@ from finetune.plan.forward.llama import llama_like
 from finetune.plan.forward.parts import Batch, Part, Setting
 from finetune.plan.forward.resnet import resnet
 from finetune.plan.forward.t5 import t5
+from finetune.plan.forward.traced import tape_of_trace
 from finetune.plan.model import Model
 from finetune.plan.tape import Tape
-from finetune.plan.traced import tape_of_trace
 from finetune.plan.values import Numbers, Value
 
 FORWARDS: dict[str, Callable[[Setting], Value]] = {

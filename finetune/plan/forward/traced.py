@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from finetune.plan.forward.parts import Batch
+from finetune.plan.families.parts import Sizes
+from finetune.plan.forward.attention import FUSED, Heads, attend, kind_of
+from finetune.plan.forward.parts import Batch, Setting
 from finetune.plan.model import Trace
 from finetune.plan.tape import Tape
 from finetune.plan.values import ATTENTION, FLASH_ATTENTION_2, FP32_BYTES, HALF_BYTES, Gemm, Op, Storage, Value
@@ -44,7 +46,7 @@ def tape_of_trace(trace: Trace, tape: Tape, batch: Batch, interval: int) -> None
 
 class _Player:
     def __init__(self, trace: Trace, tape: Tape, batch: Batch) -> None:
-        self.trace, self.tape, self.numbers = trace, tape, tape.numbers
+        self.trace, self.tape, self.numbers, self.batch = trace, tape, tape.numbers, batch
         rows, tokens = batch.rows, batch.tokens
         self.terms = (1, tokens, rows, rows * tokens, rows * tokens * tokens)
         self.values: dict[int, Value] = {}
@@ -69,6 +71,10 @@ class _Player:
     def play(self, op: Any) -> None:
         name, numbers = op["name"], self.numbers
         inputs = [self.value(number) for number in op["in"]]
+        if name == ATTENTION and kind_of(self.tape, heads := self.heads(op, inputs)) != FUSED:
+            setting = Setting(self.tape, Sizes({}, ""), self.batch)
+            self.renamed(op["out"][0], attend(setting, heads, *inputs))
+            return
         weights = tuple(op["weights"])
         module = weights[0].rpartition(".")[0] if weights else ""
         if numbers.autocast and name in (*PRODUCTS, ATTENTION):
@@ -83,6 +89,12 @@ class _Player:
             self.renamed(op["out"][0], inputs[0])
             return
         self.add(op, name, tuple(inputs), tuple(outs), weights, module)
+
+    def heads(self, op: Any, inputs: Sequence[Value]) -> Heads:
+        tokens, looked_at, width, many = map(self.size, op["gemms"][0])
+        heads = many // self.batch.rows
+        pairs = heads * inputs[1].elements // inputs[0].elements
+        return Heads(self.batch, heads, width, pairs, causal=looked_at < tokens)
 
     def made(self, number: int, name: str, inputs: Sequence[Value], is_part: bool) -> Value:
         fitted, width, place, grad = self.trace.values[number]
