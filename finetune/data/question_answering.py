@@ -17,7 +17,7 @@ from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
 from finetune.data.builtin import by_package
 from finetune.data.classification import ClassificationData, Kind, prepare
-from finetune.data.columns import Columns, Labels, is_empty, said_data
+from finetune.data.columns import MAX_SHOWN, Columns, Labels, is_empty, said_data
 from finetune.data.files import open_file
 from finetune.data.formats import check_renames, renames_of
 from finetune.data.splits import hold_out_by, open_splits, said_split, unused_fraction
@@ -33,7 +33,6 @@ NULL = "null"  # of a window, the place of the token that stands for no answer
 FIRST, LAST = "first_characters", "last_characters"  # of a window's tokens, -1 but for those of the context
 SPANS = Labels("question_answering", ())
 MOST_STRIDE, LEAST_NEW = 128, 8  # tokens: of the default, and that a window has beside those it shares
-SHOWN = 5
 LONGEST_FUNCTION, LONGEST_ANSWER, MOST_LINES, MOST_ASKED = 400, 60, 40, 2  # characters twice, lines, questions
 BUILT_IN = "built-in questions about functions of Python's standard library, held out by package"
 
@@ -129,10 +128,10 @@ def clean_questions(
         others = others or tuple(sorted(set(table.column_names).difference(wanted, (ID, ANSWERS))))
         rows, bad = _checked(table.to_list(), said, split, arguments.version_2_with_negative)
         if bad and not cut.skip_bad_rows:
-            why, numbers = bad[0][1], ", ".join(str(i + 1) for i, _ in bad[:SHOWN])
+            why, numbers = bad[0][1], ", ".join(str(i + 1) for i, _ in bad[:MAX_SHOWN])
             raise RequestError(
                 f"{said}: {len(bad):,} of {len(table):,} rows are bad: {why} (counted from 1: {numbers}"
-                f"{', ...' if len(bad) > SHOWN else ''}). Fix them, or leave them out by --skip_bad_rows True."
+                f"{', ...' if len(bad) > MAX_SHOWN else ''}). Fix them, or leave them out by --skip_bad_rows True."
             )
         if not rows:
             raise RequestError(f"{said}: has no good row.")
@@ -179,7 +178,8 @@ def _checked(
 def _fault(context: Any, texts: Sequence[Any] = (), starts: Sequence[Any] = ()) -> str:
     """Of answers that do not stand where they are said to."""
     for text, start in zip(texts, starts, strict=True):
-        if is_empty(text) or not isinstance(start, int) or start < 0 or not str(context).startswith(text, start):
+        is_place = isinstance(text, str) and text.strip() and isinstance(start, int) and start >= 0
+        if not is_place or not str(context).startswith(text, start):
             return "the context does not have the answer's text at its answer_start"
     return ""
 

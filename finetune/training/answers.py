@@ -209,10 +209,12 @@ class AnswerTrainer(FinetuneTrainer):
     def judge_answers(self, session: Session, source: Source, metrics: AnswerMetrics) -> None:
         """Call it before the trainer is used."""
         self.asked, self.judges = session[AnswerArguments], metrics
-        self.takes_none = session[QuestionDataArguments].version_2_with_negative
-        given = self.asked.null_score_diff_threshold
+        asked, given = session[QuestionDataArguments].version_2_with_negative, self.asked.null_score_diff_threshold
         if given is None and not session.training.do_train:
             given = _carried(source.config)
+        self.takes_none = asked or given is not None
+        if self.takes_none and not asked:
+            session.say(f"note: the model was trained to give no answer, too, and does so here (threshold {given:.4g})")
         self.chooses = self.takes_none and given is None
         self.threshold = math.inf if not self.takes_none else 0.0 if given is None else given
         self.found: dict[str, list[Answer]] = {}
@@ -230,10 +232,9 @@ class AnswerTrainer(FinetuneTrainer):
 
 def _carried(config: Any) -> float | None:
     """The threshold of a trained model, whose config a stranger may have written."""
-    found = getattr(config, "thresholds", None)
-    if not isinstance(found, list) or len(found) != 1 or not isinstance(found[0], int | float):
-        return None
-    return float(found[0])
+    found: Any = getattr(config, "thresholds", None)
+    is_one = isinstance(found, list) and len(found) == 1 and isinstance(found[0], int | float)
+    return float(found[0]) if is_one else None
 
 
 def best_threshold(answers: Sequence[Answer]) -> float:

@@ -44,10 +44,12 @@ class AnswerArguments:
     """Which answers are taken, and how they are scored."""
 
     max_answer_length: int = flag(30, "longest answer, in tokens", EVALUATED, range=AT_LEAST_ONE)
-    n_best_size: int = flag(20, "how many answers predictions.jsonl has for each question", GOES_ON, range=AT_LEAST_ONE)
+    n_best_size: int = flag(
+        20, "first tokens, last tokens and answers considered for each question", EVALUATED, range=AT_LEAST_ONE
+    )
     null_score_diff_threshold: float | None = flag(
         None,
-        "no answer is given where none scores higher by more than this; default: chosen on held-out questions",
+        "give no answer where that scores higher than the best by more than this; default: chosen on held-out ones",
         EVALUATED,
         range=Range(above=-MOST_DIFFERENCE, below=MOST_DIFFERENCE),
     )
