@@ -16,6 +16,7 @@ from typing import Any
 
 import async_save
 import basics
+import bf16_weights
 import causal_lm
 import causal_lm_parts
 import chat_templates
@@ -58,6 +59,7 @@ def _of(name: str, render: Callable[[Any], str]) -> Callable[[], str]:
 PAGES: dict[str, Callable[[], str]] = {
     "async_save": _of("async_save", async_save.render),
     "basics": _of("basics", basics.page),
+    "bf16_weights": _of("bf16_weights", bf16_weights.page),
     "causal_lm": _of("causal_lm", causal_lm.render),
     "causal_lm_parts": _of("causal_lm_parts", causal_lm_parts.render),
     "chat_templates": _of("chat_templates", chat_templates.render),

@@ -16,7 +16,7 @@ from finetune.run.recipes.causal_lm import CAUSAL_LM
 def main(run):
     # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
     from finetune.data.causal_lm import prepare_corpus
-    from finetune.generation.causal import AnswerTrainer
+    from finetune.generation.causal import AnsweringTrainer
     from finetune.models.chunked_loss import row_figures
     from finetune.training.chapters import finish, trainer_of
     from finetune.training.language import language_source
@@ -45,7 +45,7 @@ def main(run):
 
     # Train, evaluate the whole held-out text, each token once, whatever the number of ranks, and answer its prompts
     # where that is asked for; then report.
-    metrics = AnswerTrainer.metrics_for(session, data)
+    metrics = AnsweringTrainer.metrics_for(session, data)
     samples = Samples(session[SampleArguments], session.folder, session.training.seed, data.is_chat)
     trainer = trainer_of(
         session,
@@ -54,7 +54,7 @@ def main(run):
         compute_metrics=metrics,
         preprocess_logits=row_figures,
         callbacks=[samples],
-        kind=AnswerTrainer,
+        kind=AnsweringTrainer,
         teacher=teacher,
     )
     trainer.judge_answers(session, source, data, metrics)

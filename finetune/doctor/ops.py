@@ -14,6 +14,7 @@ from pathlib import Path
 
 from finetune.dsconfig.toolchain import compiler, has_libaio
 from finetune.host.result import ABSENT, Asked, Result, verdict, warned
+from finetune.run.child import environment_of_child
 
 NVCC = "Install the CUDA toolkit that torch was built for, and set CUDA_HOME."
 # What for, how to get it, and whether it is for GPUs alone.
@@ -72,7 +73,9 @@ def locks(asked: Asked) -> Iterator[Result]:
 def build(names: Sequence[str]) -> str | None:
     """Compile DeepSpeed's CPU collectives and these ops in a process that nobody kills: a kill leaves a lock."""
     command = [sys.executable, "-m", "finetune.doctor.ops", *names]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=False, env=environment_of_child()
+    )
     last = (done.stderr.strip().splitlines() or ["without a word"])[-1]
     return f"an op cannot be built: {last[:400]}" if done.returncode else None
 

@@ -57,7 +57,7 @@ def packages(asked: Asked) -> Iterator[Result]:
             wanted = ".".join(map(str, LEAST[name]))
             yield Result(name, FAILED, text, f"Take {name} {wanted} or later: run install.sh.", needed=True)
         elif (tested := TESTED.get(name)) and installed[name] > release(tested):  # private names may be gone
-            mend = f"Should a run fail in it, take {name} {tested}. Private names that it leans on may have changed."
+            mend = f"If a run fails in it, install {name} {tested}: private names that finetune uses may have changed."
             yield Result(name, WARNING, f"{text}, which is newer than {tested}, the release that was tested", mend)
         else:
             yield Result(name, OK, text, needed=True)

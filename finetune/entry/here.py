@@ -61,7 +61,7 @@ def _looks_ahead() -> Sequence[Callable[[Run], None]]:
     """At what lies in files, by rooms that import no torch for it."""
     from finetune.data.first_look import look_at_columns
     from finetune.run.decoders import look_at_model
-    from finetune.run.flags.sequence import look_at_heads
+    from finetune.run.flags.sequence_parallel import look_at_heads
     from finetune.training.checkpoints.flags_of_before import look_at_flags
     from finetune.training.hub import check_hub
 

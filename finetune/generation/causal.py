@@ -31,7 +31,7 @@ OWN_FIGURES = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "tok
 PREDICTIONS = "predictions.jsonl"
 
 
-class AnswerTrainer(FinetuneTrainer):
+class AnsweringTrainer(FinetuneTrainer):
     """Answers the prompts of the held-out documents once it has their loss; `written` are the answers of the last
     evaluation, in the order of the documents, the same on all ranks."""
 
@@ -49,7 +49,7 @@ class AnswerTrainer(FinetuneTrainer):
         if data.account.kind == TEXT:
             raise RequestError(
                 f"{session.run.said('predict_with_generate')}: the data is plain text, which has no answers. "
-                "Give conversations, or rows of prompts and completions; --sample_prompt has a model go on with a text."
+                "Give conversations, or rows of prompts and completions; --sample_prompt continues a text."
             )
         own = {name: more_is_better(name) is True for name in (*OWN_FIGURES, *(f"{name}_loss" for name in rates[2]))}
         metrics = TextMetrics(asked.metrics or USUAL_METRICS, "text_to_text", own, of_rows)
@@ -79,7 +79,7 @@ class AnswerTrainer(FinetuneTrainer):
         cut = fit(self.exchanges.prompts, (), self.positions, self.most_new, truncates=True)
         asked, every = len(self.targets), self.exchanges.documents
         lacking = f", of {every:,} held-out documents; the others have no question or no answer" * (asked < every)
-        of_cut = f"; {cut:,} are longer than the model reads, and lose their beginning" if cut else ""
+        of_cut = f"; {cut:,} exceed the model's positions and lose their beginning" if cut else ""
         session.say(
             f"evaluation: {counted(asked, 'prompt')} answered greedily, by at most {self.most_new:,} tokens"
             f"{lacking}{of_cut}"
@@ -107,7 +107,7 @@ class AnswerTrainer(FinetuneTrainer):
             return []
         columns = {"prompt": self.shown_prompts, "target": self.targets, "prediction": self.written}
         write_rows(session.folder / PREDICTIONS, {"index": self.exchanges.numbers, **columns})
-        said = "Of the held-out documents, what was asked, what is right and what the model answered last:"
+        said = "Of the held-out documents: the prompt, the right answer, and the model's last one:"
         return [(said, table_of({"asked": self.shown_prompts, "right": self.targets, "written": self.written}))]
 
     def _texts(self, ids: Sequence[list[int]]) -> list[str]:

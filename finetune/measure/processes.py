@@ -3,7 +3,6 @@ a group reaches. What is started here carries a mark in its environment, and han
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 
 from finetune.measure.outcome import Outcome, outcome_of
+from finetune.run.child import environment_of_child
 from finetune.run.launch import free_port
 
 PYTHON, TORCHRUN, DEEPSPEED = "python", "torchrun", "deepspeed"
@@ -44,7 +44,7 @@ def run(command: Sequence[str], log: Path, patience: float) -> Outcome:
     """How it has ended, be that after `patience` seconds; what it says goes into `log`."""
     with log.open("w", encoding="utf-8") as stream, all_ended() as mark:
         process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | mark
+            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=environment_of_child() | mark
         )
         try:
             status = process.wait(patience)

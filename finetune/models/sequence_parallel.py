@@ -9,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from finetune.errors import RequestError, first_line
 from finetune.models.small_copy import small_copy
-from finetune.run.flags.sequence import ATTENTIONS, check_heads
+from finetune.run.flags.sequence_parallel import ATTENTIONS, check_heads
 
 PROBE_TOKENS = 6
 BY_HEAD = ("s_aux", "position_bias")  # what models hand to attention for all their heads (gpt-oss, T5)
@@ -23,11 +23,14 @@ def check_sequence_parallel(model: Any, size: int, block_size: int) -> None:
     if block_size % size:
         raise RequestError(f"{said} does not divide --block_size, which is {block_size} here. Change one of them.")
     if (kind := config._attn_implementation) not in ATTENTIONS:
-        raise RequestError(f"{said}: {name} attends by {kind}, and {', '.join(ATTENTIONS)} are exchanged. Drop it.")
+        raise RequestError(
+            f"{said}: {name} uses {kind} attention; sequence parallelism supports {', '.join(ATTENTIONS)}. Change "
+            "--attn_implementation, or drop it."
+        )
     try:
         reason = refusal(model)
     except Exception as error:  # whatever a config says to being shortened
-        reason = f"whether {name} sees other tokens by attention alone could not be found out ({first_line(error)})"
+        reason = f"could not check whether {name} mixes tokens outside attention ({first_line(error)})"
     if reason:
         raise RequestError(f"{said}: {reason}. Drop it.")
 
@@ -60,14 +63,14 @@ def refusal(model: Any) -> str | None:
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
     if not seen:
-        return f"{name} does not attend by transformers' AttentionInterface"
+        return f"{name} does not use transformers' AttentionInterface"
     if by_head:
-        return f"{name} has attention weights by head ({by_head.pop()}), which are not exchanged"
+        return f"{name} has attention weights per head ({by_head.pop()}), which sequence parallelism does not support"
     if len(set(seen)) > 1 or len(set(seen[0])) > 1:
         return f"the heads of {name} differ in size"
     if not is_apart:
-        return f"tokens of {name} see others not by attention alone"
-    return None if is_causal else f"the attention of {name} does more than to look back"
+        return f"{name} mixes tokens outside attention"
+    return None if is_causal else f"{name}'s attention is not plain causal attention"
 
 
 def _logits(twin: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -42,12 +42,12 @@ def check_shared_prompt(model: Any, block_size: int) -> None:
         alike = answers_are_apart(model, short)
     except Exception as error:  # whatever a config or a model says to it
         raise RequestError(
-            f"--share_prompt: whether {name} can share a prompt could not be found out ({first_line(error)}). Drop it."
+            f"--share_prompt: could not check whether {name} can share a prompt ({first_line(error)}). Drop it."
         ) from error
     if not alike:
         more = f", or give --block_size {min(sees.values())} at most" if short else ""
         raise RequestError(
-            f"--share_prompt: {name} says something else of answers that share their prompt than of each by itself. "
+            f"--share_prompt: {name} computes answers that share a prompt differently from each answer alone. "
             f"Drop it{more}."
         )
 

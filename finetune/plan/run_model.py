@@ -218,9 +218,9 @@ def _traced(config: Mapping[str, Any], run: Run, given: str, notes: list[str]) -
             "that size, by its hidden_size, num_hidden_layers, num_attention_heads and vocab_size. "
             f"Families that are written down are {', '.join(sorted(FAMILIES))}."
         ) from error
-    how = "known from before" if seconds is None else f"traced in {seconds:.0f} s"
+    how = "traced earlier" if seconds is None else f"traced in {seconds:.0f} s"
     notes.append(
-        f"no family of the name {config.get('model_type')}: {how}; attention is counted as fused if the model can, and "
+        f"{config.get('model_type')} is no known family: {how}; attention is counted as fused if the model can, and "
         "the loss over all logits at once"
     )
     return model

@@ -62,7 +62,7 @@ def _elements(name: str, tensor: dict[str, Any], room: int) -> int:
     """Of one tensor. Raises ValueError where its shape, its bytes and those of the file (`room`) do not agree."""
     shape, (begin, end) = tensor["shape"], tensor["data_offsets"]
     if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError("a shape is none")
+        raise ValueError("a shape is not a list of sizes")
     elements: int = math.prod(shape)
     named = DTYPE.fullmatch(tensor["dtype"])
     bits = int(named[1]) if named else 8  # BOOL

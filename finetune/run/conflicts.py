@@ -289,7 +289,7 @@ def _of_writing(run: Run) -> Iterator[str]:
     if value("predict_with_generate") and not (_trains_on(run) or value("validation_file")):
         yield f"{said}: the built-in data is plain text, which has no answers. Give --train_file, or drop it."
     elif value("predict_with_generate") and value("train_on") == "all":
-        yield f"{said}, but {run.said('train_on')}: nobody knows where an answer begins then. Drop one of them."
+        yield f"{said}, but {run.said('train_on')}: the start of an answer is then unknown. Drop one of them."
 
 
 def _trains_on(run: Run) -> bool:

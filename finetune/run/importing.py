@@ -1,5 +1,4 @@
-"""What holds while a recipe imports the stack, from its command line to `start`: half of the seconds to the first step
-on two cores. Never imports torch."""
+"""What holds while a recipe imports the stack, from its command line to `start`. Never imports torch."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ def begin_imports(run: Run) -> None:
     """To be called by a process that is ours alone; a notebook's is not.
 
     Nothing that a library's import makes is garbage before the process ends. Python would look through it again and
-    again, for a quarter of the time.
+    again.
 
     Where bitsandbytes is installed, peft brings it in and transformers' Trainer peft. It wraps four of its functions
     in `torch.compile`, for which torch imports all of Inductor (bitsandbytes 0.50, backends/default/ops.py,

@@ -71,7 +71,7 @@ def dtype_mistakes(run: Run) -> Iterator[str]:
         return
     if run.value("use_peft"):
         if dtype == PURE:
-            yield f"{said}: the weights beside an adapter take no steps. Give --dtype bfloat16."
+            yield f"{said}: the weights under an adapter are not trained. Give --dtype bfloat16."
     elif dtype == "float16":
         yield f"{said}: its range is too small for weights that are trained. Give bfloat16, or --fp16 True alone."
     elif not run.value("model_name_or_path"):
@@ -85,9 +85,9 @@ def dtype_mistakes(run: Run) -> Iterator[str]:
         yield f"{said}, but FSDP by accelerate trains weights in fp32. Drop one of them."
     elif dtype != PURE and run.value("optim") not in KEEPS_ROUNDED:
         yield (
-            f"{said}, but {run.said('optim')}: most of its steps would round away on 16 bits. Give --optim "
-            f"{KEEPS_ROUNDED[0]}, which keeps what does, --bf16 True alone, which computes so beside weights in fp32, "
-            f"--use_peft True, or --dtype {PURE}, which lets it."
+            f"{said}, but {run.said('optim')}: most of its steps would round away on 16 bits. Use --optim "
+            f"{KEEPS_ROUNDED[0]}, which keeps the rounding error; or --bf16 True alone, which keeps fp32 weights; or "
+            f"--use_peft True; or --dtype {PURE}, which accepts the loss."
         )
 
 

@@ -42,9 +42,9 @@ def vain_rates(run: Run) -> Iterator[str]:
     if not run.value("do_train"):
         return
     if run.value("learning_rate") == 0:
-        yield f"{run.said('learning_rate')}, so that no step changes a weight."
+        yield f"{run.said('learning_rate')}, with which no step changes a weight."
     elif warmup >= 1 and 0 < steps <= warmup:
-        yield f"{run.said('warmup_steps')}, and {run.said('max_steps')}: the rate does not get to its full value."
+        yield f"{run.said('warmup_steps')}, and {run.said('max_steps')}: the rate never reaches its full value."
 
 
 def _fault(known: Mapping[str, Any], given: Mapping[str, Any], one_of: Sequence[str] | None) -> str:

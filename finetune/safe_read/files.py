@@ -103,8 +103,8 @@ def read_bounded(
     content = read_bytes(path, most, inside, name)
     if content.startswith(UTF_16_MARKS):
         raise RequestError(
-            f"{name or path}: is no text in UTF-8, but in UTF-16, as Windows PowerShell writes it. Save it as UTF-8: "
-            "by an editor, or in PowerShell by Get-Content FILE | Set-Content -Encoding utf8 NEW_FILE."
+            f"{name or path}: is UTF-16, as Windows PowerShell writes it, not UTF-8. Save it as UTF-8 "
+            "in an editor, or in PowerShell with Get-Content FILE | Set-Content -Encoding utf8 NEW_FILE."
         )
     try:
         return content.decode("utf-8" if keep_mark else "utf-8-sig")

@@ -132,7 +132,7 @@ def _compare(
     then = before.facts.get("engine", engine)
     for section in (one for one in LIKE_FLAGS if then.get(one) != engine.get(one)):
         raise RequestError(
-            f"--resume: {name} was trained by another {section} of DeepSpeed's config: {shown(then.get(section))}, "
+            f"--resume: {name} was trained with another {section} in DeepSpeed's config: {shown(then.get(section))}, "
             f"here {shown(engine.get(section))} (None is that of the flags). Give the config of before, or another "
             "--output_dir."
         )
@@ -143,7 +143,7 @@ def _compare(
             f"{run.value('model_name_or_path')}. Give the model of before, or another --output_dir."
         )
     if not digests.same_base(before.facts.get("teacher", {}), facts["teacher"]):
-        raise RequestError(f"--resume: {name} learnt from another --teacher, or none. Give that of before.")
+        raise RequestError(f"--resume: {name} learnt from another --teacher, or none. Give the same one.")
     was = before.facts.get("files", {})
     there, now = before.facts.get("rows", {}), facts["rows"]
     rows = {f"{split} rows": (there.get(split), now[split]) for split in now if there.get(split) != now[split]}

@@ -235,7 +235,7 @@ def check_kernels(run: Run, has_cuda: bool) -> None:
     if has_cuda:
         return
     if run.value("use_liger_kernel"):
-        raise RequestError(f"{run.said('use_liger_kernel')}: its kernels are Triton's, and there is no GPU. Drop it.")
+        raise RequestError(f"{run.said('use_liger_kernel')}: its Triton kernels need a GPU. Drop it.")
     if run.value("attn_implementation") == "flex_attention" and run.value("do_train"):
         # torch 2.13, nn/attention/flex_attention.py: NotImplementedError in the first step.
         raise RequestError(

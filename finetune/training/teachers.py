@@ -106,7 +106,7 @@ def _kept(session: Session, data: Any, config: Any, classes: int, opened: Any) -
     k = int(session[CachedTeacherArguments].teacher_top_k or 0)
     if k > classes:
         raise RequestError(
-            f"{run.said('teacher_top_k')}, but teacher and student share {classes:,} tokens. Give at most those."
+            f"{run.said('teacher_top_k')}, but teacher and student share {classes:,} tokens. Give at most {classes}."
         )
     train = data.splits["train"]
     key = cache_key(

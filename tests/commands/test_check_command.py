@@ -217,7 +217,7 @@ def test_a_config_from_powershell_is_told_how_to_become_utf_8(
 ) -> None:
     (tmp_path / "mine.json").write_bytes('{"zero_optimization": {"stage": 2}}'.encode("utf-16"))
     assert main(["check", str(tmp_path / "mine.json")]) == 2
-    assert "in UTF-16, as Windows PowerShell writes it. Save it as UTF-8" in capsys.readouterr().err
+    assert "is UTF-16, as Windows PowerShell writes it, not UTF-8. Save it as UTF-8" in capsys.readouterr().err
 
 
 WRONG = [

@@ -49,9 +49,9 @@ def test_a_gpt_lite_is_taken() -> None:
 @pytest.mark.parametrize(
     ("kind", "values", "said"),
     [
-        ("Falcon", SHAPE, "does not attend by transformers' AttentionInterface"),
+        ("Falcon", SHAPE, "does not use transformers' AttentionInterface"),
         ("DeepseekV3", {**WIDE, **EXPERTS}, "differ in size"),
-        ("GptOss", {**GROUPED, "num_local_experts": 4}, "weights by head"),
+        ("GptOss", {**GROUPED, "num_local_experts": 4}, "weights per head"),
     ],
 )
 def test_others_are_refused(kind: str, values: dict[str, Any], said: str) -> None:
@@ -68,7 +68,7 @@ def test_a_layer_that_mixes_tokens_elsewhere_is_found() -> None:
             self.model.norm.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
 
     model.__class__ = Mixing
-    assert "not by attention alone" in str(refusal(model))
+    assert "mixes tokens outside attention" in str(refusal(model))
 
 
 def test_a_model_whose_attention_is_not_exchanged_is_refused_and_an_odd_block_too() -> None:
@@ -76,5 +76,5 @@ def test_a_model_whose_attention_is_not_exchanged_is_refused_and_an_odd_block_to
     with pytest.raises(RequestError, match="does not divide --block_size, which is 31"):
         check_sequence_parallel(model, 2, 31)
     model.set_attn_implementation("eager")
-    with pytest.raises(RequestError, match="attends by eager"):
+    with pytest.raises(RequestError, match="uses eager attention; sequence parallelism supports sdpa"):
         check_sequence_parallel(model, 2, 32)

@@ -134,7 +134,7 @@ def test_weights_of_a_family_that_is_not_written_down_are_those_that_transformer
     traced, seconds = unknown.traced_model(config, CAUSAL, "kept")
     assert traced.parameters == states
     assert seconds is None
-    assert "no family of the name" in str(found)
+    assert "is no known family" in str(found)
     assert "traced in" in str(found)
 
 

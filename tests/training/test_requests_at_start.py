@@ -15,7 +15,7 @@ from finetune.training.start import check_kernels
     ("words", "said"),
     [
         ("--attn_implementation flex_attention", "on a CPU it has no backward pass. Give sdpa"),
-        ("--use_liger_kernel True", "its kernels are Triton's, and there is no GPU"),
+        ("--use_liger_kernel True", "its Triton kernels need a GPU"),
     ],
 )
 def test_kernels_that_no_cpu_trains_with_are_refused_where_there_is_no_gpu(words: str, said: str) -> None:

@@ -69,7 +69,7 @@ def steps_can_be_divided(config: Config, run: Context) -> Iterator[Finding]:
     if found == 0 or (isinstance(found, str) and found != "auto"):
         shown = f'"{found}"' if isinstance(found, str) else "0"
         does = "by which a step cannot be divided: the first one fails" if is_read else "which accelerate writes over"
-        said = f"{place} is {shown}, {does}. Write null, for no line at all."
+        said = f"{place} is {shown}, {does}. Write null to print none."
         yield (error if is_read else warning)("DS906", place, said, Put(at(place), None))
 
 

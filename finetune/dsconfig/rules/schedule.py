@@ -134,8 +134,7 @@ def steps_are_counted_whole(config: Config, run: Context) -> Iterator[Finding]:
             yield error(
                 "DS309",
                 place,
-                f"{place} is {steps!r}, but {_library(config)} takes no number with a point or an exponent there. "
-                f"Write {steps:.0f}.",
+                f"{place} is {steps!r}, but {_library(config)} takes only integers there. Write {steps:.0f}.",
                 *([Put(at(place), int(steps))] if steps == int(steps) else []),
             )
 
@@ -155,7 +154,7 @@ def lowest_is_below_highest(config: Config, run: Context) -> Iterator[Finding]:
                 "DS312",
                 f"scheduler.params.{low if config.has(f'scheduler.params.{low}') else high}",
                 f"scheduler.params.{low} is {_shown(lows)}{by_low}, which is above {high}, {_shown(highs)}{by_high}: "
-                "the schedule would run upside down. Lower the first, or raise the second.",
+                "the schedule would run backwards. Lower the first, or raise the second.",
             )
 
 

@@ -15,7 +15,7 @@ from finetune.run.flags.language import (
     SampleArguments,
 )
 from finetune.run.flags.profiling import ProfileArguments
-from finetune.run.flags.sequence import SequenceArguments
+from finetune.run.flags.sequence_parallel import SequenceParallelArguments
 from finetune.run.recipe import FIGURES_OF_TEXTS, METRICS_OF_TEXTS, USUAL, Recipe
 from finetune.run.task import TEXT_GENERATION
 
@@ -31,7 +31,7 @@ CAUSAL_LM = Recipe(
         AdapterArguments,
         CorpusArguments,
         BlockArguments,
-        SequenceArguments,
+        SequenceParallelArguments,
         SampleArguments,
         GeneratedAnswerArguments,
         DistillArguments,

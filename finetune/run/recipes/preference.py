@@ -134,8 +134,10 @@ PREFERENCE = Recipe(
     # There is nothing to keep of weights that were drawn.
     scratch_defaults={"learning_rate": 1e-3, "per_device_train_batch_size": 16},
     void=(
-        Void(("label_smoothing",), "loss", ("ipo", "kto", "orpo", "reward"), "It is of dpo and simpo. Drop it."),
-        Void(("length_normalization",), "loss", ("kto", "orpo", "reward", "simpo"), "It is of dpo and ipo. Drop it."),
+        Void(("label_smoothing",), "loss", ("ipo", "kto", "orpo", "reward"), "Only dpo and simpo use it. Drop it."),
+        Void(
+            ("length_normalization",), "loss", ("kto", "orpo", "reward", "simpo"), "dpo and ipo alone use it. Drop it."
+        ),
         Void(("target_margin",), "loss", ("dpo", "ipo", "kto", "orpo", "reward"), "Give --loss simpo, or drop it."),
         Void(
             ("desirable_weight", "undesirable_weight"),
@@ -148,7 +150,7 @@ PREFERENCE = Recipe(
             ("share_prompt",),
             "loss",
             ("kto", "reward"),
-            "It is for losses of two answers. Drop it.",
+            "Only losses that compare two answers use it. Drop it.",
         ),
         Void(("beta", "loss_chunk_tokens", "sample_tokens"), "loss", ("reward",)),
     ),

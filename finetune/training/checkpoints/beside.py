@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from finetune.run.child import environment_of_child
 from finetune.training.checkpoints.copies import Memory, copied, copied_weights
 from finetune.training.checkpoints.learned import Learned
 from finetune.training.checkpoints.writer_process import Copy, Job, Report, main
@@ -44,10 +45,8 @@ class Writer:
         """Where it has died between two saves, anew."""
         own, other = Pipe()
         words = [str(number) for number in (other.fileno(), self.memory.handle, os.getpid())]
-        # It imports what this process can. It needs no GPU, and is not to say which accelerator it finds.
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        env["PYTHONSAFEPATH"] = "1"  # and nothing of the folder that the run was started in
+        # It needs no GPU, and is not to say which accelerator it finds.
+        env = environment_of_child() | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", f"from {main.__module__} import main; main()", *words]
         self.process = subprocess.Popen(command, env=env, pass_fds=(other.fileno(), self.memory.handle))
         other.close()

@@ -205,7 +205,7 @@ class SavesBeside(TrainerCallback):
 def obstacle(trainer: Any, size: int) -> str | None:
     """Why checkpoints of `size` bytes cannot be written beside the training."""
     if not hasattr(os, "memfd_create"):
-        return "this system has no memfd_create, in which the copies would lie (Linux has)"
+        return "this system has no memfd_create to hold the copies (Linux has)"
     if trainer.args.save_on_each_node:
         return "--save_on_each_node has several ranks write files of one name"
     if trainer.is_deepspeed_enabled:

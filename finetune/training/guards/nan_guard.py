@@ -16,7 +16,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 
+from finetune.data.numbered import ROW
 from finetune.data.packing import REAL_TOKENS
+from finetune.data.shares import WHOLE_POSITIONS
 from finetune.errors import RequestError, RunError, first_line
 from finetune.run.flags.guards import GuardArguments
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
@@ -27,6 +29,7 @@ from finetune.training.resuming import rng_state, set_rng_state
 
 LIMIT_STEPS = 1000  # in as many --nan_limit counts: one odd batch a week is no reason to end a run of months
 MOST_SHOWN = 16  # samples of a micro-batch
+NOT_THE_MODELS = (REAL_TOKENS, ROW, WHOLE_POSITIONS)  # what a trainer takes out of a batch
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,11 @@ class Suspect:
         """DeepSpeed's own optimizers leave out what is not finite (ZeRO, bf16, fp16: 0.19.8, `overflow`). One of torch,
         at stage 0 in fp32, does not."""
         return self.engine is not None and hasattr(self.engine.optimizer, "overflow")
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share each text."""
+        return 1
 
     def prepare(self) -> None:
         """Before the first step, once the engine is there."""
@@ -93,7 +101,7 @@ class Suspect:
     def batches(self) -> list[dict[str, torch.Tensor]]:
         """This rank's micro-batches of the step, as a model takes them."""
         tensors = [{k: v for k, v in batch.items() if isinstance(v, torch.Tensor)} for batch in self.window]
-        return [{name: value for name, value in batch.items() if name != REAL_TOKENS} for batch in tensors]
+        return [{name: value for name, value in batch.items() if name not in NOT_THE_MODELS} for batch in tensors]
 
     def forget_loss(self) -> None:
         """What is logged is the mean of the steps that were taken."""
@@ -177,11 +185,14 @@ class NanGuard(TrainerCallback):
         try:
             write_batch(place, self.suspect.batches(), self.rng)
             if leads():
-                write_report(place, step, epoch, said, [vars(one) for one in findings])
+                write_report(place, step, epoch, said, [vars(one) for one in findings], self.suspect.sharing)
         except (OSError, SafetensorError) as error:
             met = first_line(error)
         failed = [f"rank {rank}: {words}" for rank, words in enumerate(every(met)) if words]
-        return f"could not be written to {place} ({failed[0]})" if failed else f"is in {place}"
+        if failed:
+            return f"could not be written to {place} ({failed[0]})"
+        sharing = self.suspect.sharing
+        return f"is in {place}" + f", where each rank's file has 1/{sharing} of each text" * (sharing > 1)
 
     def window(self, step: int, loss: float) -> dict[str, float]:
         """For the log of `step`: how many steps were not taken so far, and the mean loss of those that were; NaN where

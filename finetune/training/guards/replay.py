@@ -3,6 +3,7 @@
     python -m finetune.training.guards.replay RUN/_nan/step-5 CHECKPOINT --model_class AutoModelForCausalLM
 
 says for each micro-batch which tensor is the first that is not finite, on one process and with the given weights.
+Where ranks shared texts (--sequence_parallel_size), it joins their parts first.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed
 
+from finetune.errors import RequestError
+
 FOLDER = "_nan"  # what begins so is not pushed to the hub (transformers 5.23, trainer.py, ignore_patterns)
 RNG = "rng."
+SHARING = "ranks_that_share_each_text"
 
 
 def write_batch(place: Path, batches: list[dict[str, torch.Tensor]], rng: dict[str, torch.Tensor]) -> None:
@@ -28,9 +32,12 @@ def write_batch(place: Path, batches: list[dict[str, torch.Tensor]], rng: dict[s
     save_file(tensors | {RNG + name: state.cpu() for name, state in rng.items()}, place / f"rank-{rank}.safetensors")
 
 
-def write_report(place: Path, step: int, epoch: float | None, said: str, findings: list[dict[str, Any]]) -> None:
+def write_report(
+    place: Path, step: int, epoch: float | None, said: str, findings: list[dict[str, Any]], sharing: int = 1
+) -> None:
+    """`report.json`. `sharing` neighbouring ranks' files hold parts of the same texts."""
     plain = [{**one, "found": vars(one["found"]) if one["found"] else None} for one in findings]
-    record = {"step": step, "epoch": epoch, "said": said, "micro_batches": plain}
+    record = {"step": step, "epoch": epoch, "said": said, SHARING: sharing, "micro_batches": plain}
     (place / "report.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
@@ -47,11 +54,33 @@ def read_batches(file: Path) -> tuple[list[dict[str, torch.Tensor]], dict[str, t
     return [batches[number] for number in sorted(batches)], rng
 
 
-def replay(model: torch.nn.Module, file: Path) -> list[str]:
-    """One line for each micro-batch. `model` takes it by name, and gives an output with `loss`."""
+def groups_in(place: Path) -> list[list[Path]]:
+    """The ranks' files, those of one group together. Raises RequestError where a part of a text is not there."""
+    report = place / "report.json"  # which a full disk may have refused
+    sharing = int(json.loads(report.read_text(encoding="utf-8")).get(SHARING, 1)) if report.is_file() else 1
+    groups: dict[int, list[Path]] = {}
+    for file in sorted(place.glob("rank-*.safetensors"), key=_rank):
+        groups.setdefault(_rank(file) // sharing, []).append(file)
+    if short := [group for group, files in groups.items() if len(files) != sharing]:
+        ranks = f"{short[0] * sharing} to {(short[0] + 1) * sharing - 1}"
+        raise RequestError(
+            f"{place}: ranks {ranks} shared each text, and not all of their files are here. Copy them from the other "
+            "hosts."
+        )
+    return list(groups.values())
+
+
+def replay(model: torch.nn.Module, *files: Path) -> list[str]:
+    """One line for each micro-batch. `model` takes it by name, and gives an output with `loss`. Several files hold
+    the parts of its texts, in order: tensors (B, T / files)."""
     from finetune.training.guards.finder import Finder, odd_inputs
 
-    batches, rng = read_batches(file)
+    parts, states = zip(*map(read_batches, files), strict=True)
+    batches = [
+        {name: torch.cat([part[name] for part in same], dim=1) for name in same[0]} if len(files) > 1 else same[0]
+        for same in zip(*parts, strict=True)
+    ]
+    rng = states[0]
     torch.set_rng_state(rng["cpu"])
     model.train()
     lines = []
@@ -71,11 +100,20 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="a folder with weights: a checkpoint, or the run folder")
     parser.add_argument("--model_class", default="AutoModelForCausalLM", help="of transformers, such as the default")
     asked = parser.parse_args()
+    try:
+        groups = groups_in(asked.step)
+    except RequestError as error:
+        parser.error(str(error))
     import finetune.models.gptlite  # noqa: F401  # which Auto classes then know
 
     model = getattr(transformers, asked.model_class).from_pretrained(asked.checkpoint)
-    for file in sorted(asked.step.glob("rank-*.safetensors")):
-        print(file.stem, *replay(model, file), sep="\n  ")
+    for files in groups:
+        joined = ", the parts of each text joined" if len(files) > 1 else ""
+        print(" and ".join(file.stem for file in files) + joined, *replay(model, *files), sep="\n  ")
+
+
+def _rank(file: Path) -> int:
+    return int(file.stem.removeprefix("rank-"))
 
 
 if __name__ == "__main__":

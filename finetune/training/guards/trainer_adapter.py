@@ -23,6 +23,10 @@ class TrainerSuspect(Suspect):
     def engine(self) -> Any:
         return self.trainer.deepspeed if self.trainer.is_deepspeed_enabled else None
 
+    @property
+    def sharing(self) -> int:
+        return int(self.trainer.sequence.size)
+
     def prepare(self) -> None:
         # Looked for once: to walk over all modules before each step cost more than all else that the guard does.
         self.running = [

@@ -13,14 +13,16 @@ import pytest
 import torch
 from torch import nn
 
+from finetune.data.numbered import ROW
 from finetune.data.packing import REAL_TOKENS
 from finetune.data.sampling import GlobalBatchSampler
-from finetune.errors import RunError
+from finetune.data.shares import WHOLE_POSITIONS
+from finetune.errors import RequestError, RunError
 from finetune.run.flags.guards import GuardArguments
 from finetune.training.guards.finder import Finder, Found, odd_inputs, oddity
 from finetune.training.guards.memory import is_out_of_memory
 from finetune.training.guards.nan_guard import MOST_SHOWN, Finding, NanGuard, Suspect, _said, poisoned
-from finetune.training.guards.replay import read_batches, replay, write_batch, write_report
+from finetune.training.guards.replay import groups_in, read_batches, replay, write_batch, write_report
 from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.guards.verdict import Heartbeat, Position, judge
 
@@ -160,7 +162,8 @@ def test_the_samples_are_those_that_the_sampler_dealt_to_this_reader() -> None:
 
 def test_a_batch_is_kept_as_a_model_takes_it() -> None:
     suspect = Suspect(None)
-    suspect.window = [{"x": torch.ones(2), REAL_TOKENS: torch.tensor([3]), "name": "a"}]
+    ours = {name: torch.tensor([3]) for name in (REAL_TOKENS, ROW, WHOLE_POSITIONS)}
+    suspect.window = [{"x": torch.ones(2), **ours, "name": "a"}]
     assert [list(batch) for batch in suspect.batches()] == [["x"]]
 
 
@@ -310,6 +313,45 @@ def test_each_micro_batch_of_a_file_gets_a_line(tmp_path: Path) -> None:
     assert lines[0].startswith("micro-batch 1: loss ")
     assert lines[0].endswith("; all is finite")
     assert lines[1] == "micro-batch 2: loss nan; x of the batch itself, float32 (1, 2): 1 NaN, 0 Inf"
+
+
+class Joined(nn.Module):
+    """Not finite where a 9 comes after a 7, as attention may be that sees both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, ids: Any) -> Any:
+        fails = bool((ids == 7).any() and (ids == 9).any())
+        return SimpleNamespace(loss=self.weight.sum() * (NAN if fails else 1.0))
+
+
+def test_parts_of_shared_texts_are_joined_before_they_are_run_again(tmp_path: Path) -> None:
+    place, rng = tmp_path / "step-3", {"cpu": torch.get_rng_state()}
+    halves = {"rank-0": [7, 8], "rank-1": [1, 9], "rank-2": [1, 2], "rank-3": [3, 9]}
+    for name, ids in halves.items():
+        write_batch(place, [{"ids": torch.tensor([ids])}], rng)
+        (place / "rank-0.safetensors").rename(place / f"{name}.of")
+    for name in halves:
+        (place / f"{name}.of").rename(place / f"{name}.safetensors")
+    write_report(place, 3, 0.5, "said", [], sharing=2)
+    groups = groups_in(place)
+    assert [[file.stem for file in files] for files in groups] == [["rank-0", "rank-1"], ["rank-2", "rank-3"]]
+    parts = [read_batches(file)[0][0]["ids"] for file in groups[0]]
+    assert torch.cat(parts, dim=1).tolist() == [[7, 8, 1, 9]]
+    model = Joined()
+    assert replay(model, *groups[0])[0].startswith("micro-batch 1: loss nan")
+    assert all(replay(model, file)[0].endswith("; all is finite") for file in groups[0])
+    assert replay(model, *groups[1])[0].endswith("; all is finite")
+
+
+def test_a_part_of_a_shared_text_is_not_run_again_alone(tmp_path: Path) -> None:
+    write_batch(tmp_path, [{"ids": torch.tensor([[1, 2]])}], {"cpu": torch.get_rng_state()})
+    assert [[file.stem for file in files] for files in groups_in(tmp_path)] == [["rank-0"]]
+    write_report(tmp_path, 3, 0.5, "said", [], sharing=2)
+    with pytest.raises(RequestError, match="ranks 0 to 1 shared each text, and not all of their files are here"):
+        groups_in(tmp_path)
 
 
 # Out of memory, and who is to blame, at their bounds

@@ -11,7 +11,7 @@ import pytest
 from finetune.errors import RequestError
 from finetune.plan.from_run import job_of
 from finetune.plan.machine import find_machine
-from finetune.run.flags.sequence import check_heads, look_at_heads, sequence_faults_here
+from finetune.run.flags.sequence_parallel import check_heads, look_at_heads, sequence_faults_here
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
 from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
@@ -30,14 +30,17 @@ def run_of(*argv: str, launch: Launch = TWO) -> Run:
     ("argv", "said"),
     [
         (["--block_size", "63"], "does not divide block_size is 63"),
-        (["--attn_implementation", "eager"], "eager is not exchanged. Give one of sdpa, flash_attention_2"),
+        (
+            ["--attn_implementation", "eager"],
+            "sequence_parallel_size does not support. Use one of sdpa, flash_attention_2",
+        ),
         (["--streaming", "True", "--max_steps", "3", "--train_file", "a.txt"], "--streaming is True .* read the same"),
         (["--teacher", "folder"], "a teacher would see a part of each text"),
         (["--torch_compile", "True"], "--torch_compile is True"),
         (["--use_liger_kernel", "True"], "--loss_chunk_tokens saves the same memory"),
         (["--neftune_noise_alpha", "5"], "--neftune_noise_alpha is 5.0"),
         (["--auto_find_batch_size", "True"], "made for one micro-batch"),
-        (["--fsdp", "True"], "it is DeepSpeed's"),
+        (["--fsdp", "True"], "sequence parallelism is DeepSpeed's"),
     ],
 )
 def test_a_flag_that_counts_on_whole_rows_is_refused(argv: list[str], said: str) -> None:
@@ -79,8 +82,8 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
         ({"n_head": 12}, 5, None, "12 attention heads"),
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, None, "3 key-value heads"),
         ({"text_config": HEADS}, 8, None, "4 attention heads"),
-        ({**HEADS, "sliding_window": 64}, 2, 128, "64 tokens back"),
-        ({**HEADS, "sliding_window": 64}, 2, None, "64 tokens back"),
+        ({**HEADS, "sliding_window": 64}, 2, 128, "the last 64 tokens"),
+        ({**HEADS, "sliding_window": 64}, 2, None, "the last 64 tokens"),
         ({**HEADS, "layer_types": ["full_attention", "linear_attention"]}, 2, None, "layers of linear_attention"),
         ({**HEADS, "output_router_logits": True}, 2, None, "router"),
     ],

@@ -23,7 +23,7 @@ ATTENTIONS = ("sdpa", "flash_attention_2", "flash_attention_3")
 REFUSED = {
     "accelerator_config": "it says how rows are dealt to ranks, and here some ranks read the same ones",
     "auto_find_batch_size": "the exchange between ranks is made for one micro-batch",
-    "fsdp": "it is DeepSpeed's",
+    "fsdp": "sequence parallelism is DeepSpeed's",
     "label_smoothing_factor": "the Trainer shifts labels that are shifted already",
     "neftune_noise_alpha": "its noise depends on how many tokens a rank has",
     "streaming": "a stream is dealt to all ranks, and here some read the same rows",
@@ -35,7 +35,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass
-class SequenceArguments:
+class SequenceParallelArguments:
     """How a text is spread over ranks (docs/long_context.md)."""
 
     sequence_parallel_size: int = flag(
@@ -58,9 +58,10 @@ def sequence_faults(run: Run) -> Iterator[str]:
             f"launch with {size * -(-world // size)} ranks."
         )
     if block and block % size:
-        yield f"{said}, which does not divide {run.said('block_size')[2:]}: each rank has as many tokens. Change one."
-    if (attention := run.value("attn_implementation")) not in (None, *ATTENTIONS):
-        yield f"{said}, but {run.said('attn_implementation')}: {attention} is not exchanged. Give one of {_known()}."
+        yield f"{said}, which does not divide {run.said('block_size')[2:]}: ranks need equally many tokens. Change one."
+    if run.value("attn_implementation") not in (None, *ATTENTIONS):
+        shown = run.said("attn_implementation")
+        yield f"{shown}, which --sequence_parallel_size does not support. Use one of {_known()}."
     for name, why in REFUSED.items():
         if str(run.value(name)).lower() not in ("none", "false", "0", "0.0", ""):
             yield f"{run.said(name)}, but {said}: {why}. Drop one of the two."
@@ -81,7 +82,7 @@ def sequence_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
         size = run.sequence_parallel_size
         yield f"{said}, but this is one rank. Launch with `deepspeed --num_gpus {size}` or more, or drop it."
     elif not deepspeed:
-        yield f"{said}, which is DeepSpeed's, but this run is without. Add --deepspeed zero2, for instance."
+        yield f"{said} needs DeepSpeed, and this run is without it. Add --deepspeed zero2, for instance."
 
 
 def look_at_heads(run: Run) -> None:
@@ -114,12 +115,12 @@ def check_heads(read: Callable[[str], Any], size: int, block: int | None) -> Non
         )
     kinds = set(read("layer_types") or ())
     if others := sorted(kinds - {FULL, SLIDING}):
-        raise RequestError(f"{said}: the model has layers of {others[0]}, which see a text in order. Drop it.")
+        raise RequestError(f"{said}: the model has layers of {others[0]}, which read a text in order. Drop it.")
     window = read("sliding_window") if read("use_sliding_window") is not False else None
     if isinstance(window, int) and SLIDING in (kinds or {SLIDING}) and (block or window + 1) > window:
         raise RequestError(
-            f"{said}: the model's layers see {window} tokens back (sliding_window), and shared attention sees all. "
-            f"Give a --block_size of {window} or less, or drop it."
+            f"{said}: the model's layers attend to the last {window} tokens (sliding_window), and shared attention to "
+            f"all. Give a --block_size of {window} or less, or drop it."
         )
     if read("output_router_logits"):
-        raise RequestError(f"{said}: the loss of a router (output_router_logits) is of whole texts. Drop it.")
+        raise RequestError(f"{said}: a router's loss (output_router_logits) needs whole texts. Drop it.")
