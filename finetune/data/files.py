@@ -78,6 +78,7 @@ def open_file(
         refuse_open_quotes(said, path, options["sep"], len(options["names"]))
     if options:
         options["features"] = Features({column: Value("string") for column in options["names"]})
+    options["cache_dir"] = _cache_of(None, str(path))
     try:
         data = load_dataset(
             kind,

@@ -21,6 +21,8 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from finetune.plan.model import HEADS
+
 TOKENS = 64
 ROWS = 2  # of one alone some operators copy nothing
 POINTS = ((ROWS, TOKENS), (ROWS, 2 * TOKENS), (ROWS, 4 * TOKENS), (ROWS + 1, TOKENS), (ROWS + 1, 2 * TOKENS))
@@ -30,8 +32,6 @@ VIEWS = {"view", "_unsafe_view", "transpose", "permute", "t", "unsqueeze", "sque
 PARTS = {"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "narrow"}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 PASSES_ON = {"add", "clone", "add_", "copy_"}
-AUTO = {"causal_lm": "AutoModelForCausalLM", "sequence_classification": "AutoModelForSequenceClassification",
-        "token_classification": "AutoModelForTokenClassification"}  # fmt: skip
 
 
 class Recording(TorchDispatchMode):  # type: ignore[misc]
@@ -192,10 +192,15 @@ def traced(config: dict[str, Any], head: str) -> dict[str, Any]:
     raise failed
 
 
+def _auto(head: str) -> Any:
+    """The class of transformers that builds models of this head."""
+    return getattr(transformers, "AutoModel" + next(end for end, known in HEADS.items() if known == head))
+
+
 def _traced(config: dict[str, Any], head: str, attention: str) -> dict[str, Any]:
     made = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = getattr(transformers, AUTO[head]).from_config(made, dtype=torch.bfloat16, attn_implementation=attention)
+        model = _auto(head).from_config(made, dtype=torch.bfloat16, attn_implementation=attention)
     layers = layers_of(model.train())
     runs = [record(model, layers, rows, tokens, head) for rows, tokens in POINTS]
     if len({(len(run.facts), tuple(one["name"] for one in run.ops)) for run in runs}) > 1:

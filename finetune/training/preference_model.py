@@ -22,9 +22,10 @@ from finetune.models.gptlite import GPTLiteForSequenceClassification
 from finetune.models.gptlite_weights import draw_weights
 from finetune.models.shared_prompt import check_shared_prompt
 from finetune.models.source import load_weights, positions_of
+from finetune.run.conflicts import OF_REFERENCE
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
-from finetune.run.recipes.preference import OF_REFERENCE, PreferenceArguments, PreferenceDataArguments
+from finetune.run.recipes.preference import PreferenceArguments, PreferenceDataArguments
 from finetune.training.figures import more_is_better
 from finetune.training.merging import merged
 from finetune.training.model_card import Card, write_card

@@ -97,7 +97,6 @@ def start(run: Run) -> Session:
     chosen = checkpoint_to_resume(run)
     asked = deepspeed_config_of(run)
     precision = choose_precision(run, has_cuda, asked)
-    check_kernels(run, has_cuda)
     run, note = keep_global_batch(run, chosen.checkpoint)
     check_profile(run, asked, chosen.checkpoint)
     check_comm_hook(run, asked or ("by accelerate" if accelerate_uses_deepspeed() else None), precision)
@@ -123,8 +122,8 @@ def start(run: Run) -> Session:
         for_trainer = {**for_trainer, "train_batch_size": "auto"}  # which has been checked, and is settled below
     if run.stages is not None:
         del os.environ["ACCELERATE_USE_DEEPSPEED"]  # the process state stands; TrainingArguments would build a plugin
-    settled = _settled(run, has_cuda, by_hand=uses_deepspeed or fsdp_on_cpu)
-    settled |= {**precision, "deepspeed": for_trainer}
+    by_hand = uses_deepspeed or fsdp_on_cpu
+    settled = {**_settled(run, has_cuda, by_hand), **precision, "deepspeed": for_trainer}
     with runtime.explained_meeting(launch):
         training = training_arguments(run, **settled)
         if not have_met:
@@ -152,6 +151,7 @@ def _choose_devices(run: Run) -> bool:
     has_cuda: bool = torch.cuda.is_available()
     if not has_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns on each rank when it finds out by itself
+    check_kernels(run, has_cuda)
     return has_cuda
 
 

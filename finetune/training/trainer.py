@@ -90,17 +90,10 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.saves = TrainerSaves(self)
         self.running_loss = RunningLoss()
         self.stop = StopOnSignal(self.guards.stop_grace)
-        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
-        config = plugin.deepspeed_config if plugin is not None else None
-        self.clips_itself = config is not None and wants_trainer_clipping(config)
+        self.clips_itself = False
         self.own_norm: torch.Tensor | None = None  # of the gradients, where it does
-        if config is not None and self.clips_itself:
-            config["gradient_clipping"] = 0.0  # once is enough
-        if config is not None and wants_cpu_adam(config):
-            self.optimizer_cls_and_kwargs = cpu_adam(self.args)
-            # accelerate 1.15 would make it anew as Adam, whose decay goes through the gradient, for it knows AdamW by
-            # torch's class alone (utils/deepspeed.py, map_pytorch_optim_to_deepspeed).
-            config["zero_force_ds_cpu_optimizer"] = False
+        if self.is_deepspeed_enabled:
+            self._settle_deepspeed(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         self.reshard: Reshard | None = None
         self.identity: Identity | None = None  # what checkpoints say of the run
         self.own_settings: OwnSettings | None = None  # of the optimizer, where the run goes on
@@ -114,6 +107,17 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         own = (*before, self.stop, self.nan_guard, self.comm_hook)
         for callback in filter(None, own):
             self.add_callback(callback)
+
+    def _settle_deepspeed(self, config: dict[str, Any]) -> None:
+        """What the Trainer does in DeepSpeed's place."""
+        if wants_trainer_clipping(config):
+            self.clips_itself = True
+            config["gradient_clipping"] = 0.0  # once is enough
+        if wants_cpu_adam(config):
+            self.optimizer_cls_and_kwargs = cpu_adam(self.args)
+            # accelerate 1.15 would make it anew as Adam, whose decay goes through the gradient, for it knows AdamW by
+            # torch's class alone (utils/deepspeed.py, map_pytorch_optim_to_deepspeed).
+            config["zero_force_ds_cpu_optimizer"] = False
 
     def watched(self) -> contextlib.AbstractContextManager[Any]:
         """Around a whole run. Training watches over its own ranks."""

@@ -19,7 +19,6 @@ from finetune.run.task import TEXT_CLASSIFICATION, TEXT_GENERATION
 
 # By loss, its --beta where none is given, as in the papers.
 BETAS = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0, "reward": 1.0}
-OF_REFERENCE = ("dpo", "ipo", "kto")  # losses that measure the policy by where it began
 REFERENCES = ("auto", "cached", "online")
 
 
