@@ -97,12 +97,18 @@ def prepare_once(
 
 @contextmanager
 def kept_in(folder: Path) -> Iterator[None]:
-    """Raises RequestError, naming the variable, where nothing can be written to `folder` of the cache."""
+    """Raises RequestError, naming the variable, where nothing can be written to `folder` of the cache, and RunError
+    where its disk is full."""
     try:
         yield
+    except Timeout:
+        raise
     except OSError as error:
-        if isinstance(error, Timeout) or disk_is_full(error):
-            raise
+        if disk_is_full(error):
+            raise RunError(
+                f"the disk of {folder} is full. Make room, or set FINETUNE_CACHE to a folder on a larger disk. What "
+                "is kept there serves again."
+            ) from error
         raise RequestError(
             f"FINETUNE_CACHE: no prepared data can be kept in {folder} ({error.strerror}). Set the variable to a "
             "folder that can be written to."

@@ -54,14 +54,22 @@ def of_base(model: str | None, revision: str | None, whole: bool) -> dict[str, s
     return {"whole" if whole else "ends": kept(files, lambda: _of_content(files, folder, whole), str(whole))}
 
 
+def of_weights(model: str | None, revision: str | None) -> dict[str, str]:
+    """As `of_base` of all bytes, and of a model of the hub, whose config was read, by its commit: a branch moves on.
+    transformers notes the commit in the hub's cache (5.23, utils/hub.py, resolve_revision), and on no config."""
+    commit = hub_revision(model, "models", revision or "main") if model else None
+    return of_base(model, commit or revision, whole=True)
+
+
 def same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
     """A name of the hub and a folder cannot be compared."""
     return bool(one) == bool(other) and all(one[kind] == other[kind] for kind in one.keys() & other.keys())
 
 
-def hub_revision(name: str) -> str | None:
-    """The commit of a hub data set that the hub's cache holds; None where it holds none."""
-    ref = Path(HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "refs" / "main"
+def hub_revision(name: str, kind: str = "datasets", revision: str = "main") -> str | None:
+    """The commit of a data set of the hub, or of one of its "models", that the hub's cache holds; None where it holds
+    none."""
+    ref = Path(HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}" / "refs" / revision
     return ref.read_text(encoding="utf-8").strip()[:64] if ref.is_file() else None
 
 

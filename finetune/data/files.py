@@ -80,14 +80,7 @@ def open_file(
         options["features"] = Features({column: Value("string") for column in options["names"]})
     options["cache_dir"] = _cache_of(None, str(path))
     try:
-        data = load_dataset(
-            kind,
-            data_files=str(path),
-            split="train",
-            streaming=streaming,
-            cache_dir=_cache_of(None, str(path)),
-            **options,
-        )
+        data = load_dataset(kind, data_files=str(path), split="train", streaming=streaming, **options)
         if streaming:
             next(iter(data))
     except (DatasetGenerationError, UnicodeDecodeError, ValueError, StopIteration) as error:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-ROW = "row"
+NUMBER = "number"
 
 
 class Numbered(Dataset[dict[str, Any]]):
-    """The `rows` of a data set that is read by number, in its order and shares, each with its ROW."""
+    """The `rows` of a data set that is read by number, in its order and shares, each with its NUMBER."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -22,16 +22,16 @@ class Numbered(Dataset[dict[str, Any]]):
         return len(self.rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return {**self.rows[number], ROW: number}
+        return {**self.rows[number], NUMBER: number}
 
 
 class NumberedCollator:
-    """As `collator`, of rows with or without a ROW."""
+    """As `collator`, of rows with or without a NUMBER."""
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]]) -> None:
         self.collator = collator
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        plain = [{name: value for name, value in row.items() if name != ROW} for row in rows]
-        numbers = [row[ROW] for row in rows if ROW in row]
-        return {**self.collator(plain), **({ROW: torch.tensor(numbers)} if numbers else {})}
+        plain = [{name: value for name, value in row.items() if name != NUMBER} for row in rows]
+        numbers = [row[NUMBER] for row in rows if NUMBER in row]
+        return {**self.collator(plain), **({NUMBER: torch.tensor(numbers)} if numbers else {})}

@@ -21,7 +21,8 @@ def shared_tokens(row: Mapping[str, Any]) -> int:
     follows it differs, so each side has its own."""
     ids, learnt = ([list(row[f"{side}_{name}"]) for side in OF_PAIRS] for name in ("ids", "learnt"))
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ids, strict=False)))
-    return max(min(alike, *(used.index(True) for used in learnt)) - 1, 0)
+    first = [used.index(True) for used in learnt if True in used]  # a side may be cut before what is learnt of it
+    return max(min(alike, *first) - 1, 0)
 
 
 def collate_shared(pad: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

@@ -46,10 +46,7 @@ def check_shared_prompt(model: Any, block_size: int) -> None:
         ) from error
     if not alike:
         more = f", or give --block_size {min(sees.values())} at most" if short else ""
-        raise RequestError(
-            f"--share_prompt: {name} computes answers that share a prompt differently from each answer alone. "
-            f"Drop it{more}."
-        )
+        raise RequestError(f"--share_prompt: {name} gives other logits when two answers share a prompt. Drop it{more}.")
 
 
 def answers_are_apart(model: Any, windows: dict[str, int]) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,11 +27,12 @@ from torch import Tensor
 
 from finetune.data.cache import kept_in
 from finetune.data.packing import IGNORED
-from finetune.training.checkpoints.writing import barrier, every, leads, rank, ranks
+from finetune.training.checkpoints.writing import every, leads, rank, ranks, together
 from finetune.training.distilling import Say, Teacher
 from finetune.training.run_folder import write_whole
 
 PIECE_TOKENS = 2**16  # are kept at a time, so that a run that is killed goes on there
+OPEN_PIECES = 64  # of the 1024 files that a process may commonly have
 LEAST = -1e4  # for the logarithm of 0
 Records: TypeAlias = npt.NDArray[Any]  # of `record_type`, one for each learnt token
 
@@ -57,29 +58,33 @@ class Asked:
         return [range(at, min(at + self.piece_rows, count)) for at in range(0, count, self.piece_rows)]
 
     def file(self, piece: range, of: str) -> Path:
-        """Of its "records", or of their "counts" in each row."""
-        return self.folder / f"{piece.start}.{of}.npy"
+        """Of its "records", or of their "counts" in each row; by its rows, for another --block_size cuts others."""
+        return self.folder / f"{piece.start}-{piece.stop}.{of}.npy"
+
+    def make_folder(self) -> None:
+        with kept_in(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
 
 
 class TopK:
-    """What is kept, mapped into memory: only what is read takes any."""
+    """What is kept, mapped into memory: only what is read takes any. The map of a file has a descriptor, so a few are
+    open."""
 
     def __init__(self, asked: Asked) -> None:
-        self.asked, self.records = asked, list[Records]()
-        self.ends = list[npt.NDArray[np.int64]]()
-        for piece in asked.pieces:
-            self.records.append(np.load(asked.file(piece, "records"), mmap_mode="r"))
-            self.ends.append(np.cumsum(np.load(asked.file(piece, "counts"))))
-
-    @property
-    def bytes(self) -> int:
-        return sum(records.nbytes for records in self.records)
+        self.asked, self._files = asked, [asked.file(piece, "records") for piece in asked.pieces]
+        self.ends = [np.cumsum(np.load(asked.file(piece, "counts"))) for piece in asked.pieces]
+        self._records = lru_cache(OPEN_PIECES)(self._mapped)
+        self.bytes = sum(self._records(number).nbytes for number in range(len(self.ends)))  # each is seen to be there
 
     def of_row(self, row: int) -> Records:
-        """Those of its learnt tokens."""
-        piece, place = divmod(row, self.asked.piece_rows)
-        ends = self.ends[piece]
-        return self.records[piece][int(ends[place - 1]) if place else 0 : int(ends[place])]
+        """Those of its learnt tokens, in memory."""
+        number, place = divmod(row, self.asked.piece_rows)
+        ends = self.ends[number]
+        return np.array(self._records(number)[int(ends[place - 1]) if place else 0 : int(ends[place])])
+
+    def _mapped(self, number: int) -> Records:
+        found: Records = np.load(self._files[number], mmap_mode="r")
+        return found
 
     def say(self, rows: Tensor, device: Any) -> Say:
         """Of the learnt tokens of these rows (B,), in their order."""
@@ -117,8 +122,7 @@ def record_type(k: int, classes: int) -> np.dtype[Any]:
 def asked_before(asked: Asked, opened: Callable[[], Teacher], device: Any, chunk: int) -> TopK:
     """What the cache has, and what it lacks as the teacher says it, who is `opened` only then and let go afterwards.
     `chunk` learnt tokens have logits at a time. All ranks must call it."""
-    with kept_in(asked.folder):
-        asked.folder.mkdir(parents=True, exist_ok=True)
+    together(asked.make_folder)
     lacks = {piece.start for piece in asked.pieces if not asked.file(piece, "records").is_file()}
     wanted = set().union(*every(lacks))  # hosts may have caches of their own
     if wanted:
@@ -132,7 +136,7 @@ def asked_before(asked: Asked, opened: Callable[[], Teacher], device: Any, chunk
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return TopK(asked)
+    return together(lambda: TopK(asked))
 
 
 def _answered(asked: Asked, teacher: Teacher, piece: range, device: Any, chunk: int) -> list[Records]:
@@ -165,10 +169,16 @@ def _of_batch(asked: Asked, teacher: Teacher, inputs: dict[str, Tensor], chunk: 
 
 def _keep(asked: Asked, piece: range, records: Sequence[Records]) -> None:
     """Rank 0 writes, and where hosts share no folder, one rank of each."""
+    for writes in (leads(), asked.leads_its_node):
+        together(partial(_write, asked, piece, records if writes else None))
+
+
+def _write(asked: Asked, piece: range, records: Sequence[Records] | None) -> None:
+    """Raises RunError for a full disk, RequestError where the cache cannot be written to."""
+    if records is None or asked.file(piece, "records").is_file():
+        return
     counts = np.array([len(some) for some in records], dtype=np.int64)
     arrays = {"counts": counts, "records": np.concatenate(records)}  # the last says that both are there
-    for writes in (leads(), asked.leads_its_node):
-        if writes and not asked.file(piece, "records").is_file():
-            for of, array in arrays.items():
-                write_whole(asked.file(piece, of), partial(np.save, arr=array))
-        barrier()
+    with kept_in(asked.folder):
+        for of, array in arrays.items():
+            write_whole(asked.file(piece, of), partial(np.save, arr=array))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from finetune.data.numbered import ROW
+from finetune.data.numbered import NUMBER
 from finetune.data.packing import IGNORED
 from finetune.models.chunked_loss import LossHead
 
@@ -113,14 +113,14 @@ class Teacher:
         return logits
 
     def _ask(self, student: Any, **given: Any) -> Any:
-        rows, targets = given.pop(ROW, None), given.get("shift_labels")
+        numbers, targets = given.pop(NUMBER, None), given.get("shift_labels")
         if not torch.is_grad_enabled():
             return student(**given)
         if targets is None:
             answer = self._answer(given)
             of_classes = answer if self.classes is None else answer[:, self.classes]
             return {**student(**given), TAUGHT: of_classes}
-        say = self._say(given) if self.kept is None else self.kept.say(rows, targets.device)
+        say = self._say(given) if self.kept is None else self.kept.say(numbers, targets.device)
         if self.head is not None:
             return self._ask_in_chunks(student, say, given)
         learnt = targets != IGNORED

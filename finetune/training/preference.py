@@ -20,7 +20,7 @@ from datasets import concatenate_datasets
 from torch import Tensor
 from transformers import TrainerCallback
 
-from finetune.data.cache import cache_home
+from finetune.data.cache import cache_home, kept_in
 from finetune.data.preferences import PreferenceData
 from finetune.data.shared_prompts import CHOSEN, REJECTED, collate_shared
 from finetune.errors import RequestError
@@ -28,7 +28,7 @@ from finetune.models.chunked_loss import LossHead, token_figures
 from finetune.models.shared_prompt import shared_mask
 from finetune.run.conflicts import OF_REFERENCE
 from finetune.run.recipes.preference import BETAS, PreferenceArguments
-from finetune.training.checkpoints.writing import leads, of_first
+from finetune.training.checkpoints.writing import leads, of_first, together
 from finetune.training.metrics import first_output
 from finetune.training.preference_losses import LOSSES, Pairs, Settings, kto, squared_log_ratio
 from finetune.training.preference_model import MISSING, PIECE_ROWS, Reference, answers_of, read_pieces
@@ -190,12 +190,17 @@ class PreferenceTrainer(FinetuneTrainer):
         for begin in begins:
             if begin not in found:
                 found[begin] = piece = self._piece(table, range(begin, min(begin + PIECE_ROWS, len(table))))
-                if leads():
-                    write_whole(folder / f"{begin}.npy", partial(np.save, arr=piece))
+                together(partial(self._keep, folder / f"{begin}.npy", piece))
         values = np.concatenate([found[begin] for begin in begins])
         self.reference.values = torch.from_numpy(values)
         if leads():
             write_whole(kept, partial(np.savez, key=np.array(self.reference.key), values=values))
+
+    def _keep(self, path: Path, piece: npt.NDArray[Any]) -> None:
+        """Raises RequestError where the cache cannot be written to."""
+        with kept_in(path.parent):
+            if leads():
+                write_whole(path, partial(np.save, arr=piece))
 
     def _piece(self, table: Any, rows: range) -> npt.NDArray[Any]:
         """(rows, 2): each rank computes its share of every batch."""

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -179,12 +180,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, save: Callable[[Any], None]) -> None:
-    """A file that is there whole or not at all, by what `save` writes to an open one; not flushed to the disk."""
+    """A file that is there whole or not at all, by what `save` writes to an open one; not flushed to the disk. Where
+    two runs write it at once, the later one's stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
-        save(file)
-    unfinished.replace(path)
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")  # hosts may have the same process ids
+    try:
+        with unfinished.open("wb") as file:
+            save(file)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -106,24 +106,16 @@ def _kept(session: Session, data: Any, config: Any, classes: int, opened: Any) -
     k = int(session[CachedTeacherArguments].teacher_top_k or 0)
     if k > classes:
         raise RequestError(
-            f"{run.said('teacher_top_k')}, but teacher and student share {classes:,} tokens. Give at most {classes}."
+            f"{run.said('teacher_top_k')}, but teacher and student have {classes:,} tokens in common. Give at most "
+            f"{classes}."
         )
-    train = data.splits["train"]
-    key = cache_key(
-        FORMAT,
-        digests.of_rows(train),
-        config.to_json_string(use_diff=False),
-        digests.of_base(asked.teacher, "main", whole=True),
-        [k, classes, asked.distill_temperature],
-        [training.bf16, training.fp16, run.value("dtype")],
-    )
     request = Asked(
-        train,
+        data.splits["train"],
         data.collator,
         k,
         classes,
         asked.distill_temperature,
-        cache_home() / "teacher" / key,
+        cache_home() / "teacher" / answers_key(session, data, config, classes),
         max(1, PIECE_TOKENS // data.account.block_size),
         training.eval_batch_size,
         session.launch.leads_its_node,
@@ -132,6 +124,20 @@ def _kept(session: Session, data: Any, config: Any, classes: int, opened: Any) -
     found = asked_before(request, opened, training.device, chunk)
     session.say(f"teacher: its {k:,} likeliest tokens a position are kept, {found.bytes / 2**20:,.1f} MiB in the cache")
     return found
+
+
+def answers_key(session: Session, data: Any, config: Any, classes: int) -> str:
+    """All that decides what the teacher of this `config` says of `classes` tokens. Which rows a file has, its name
+    says."""
+    asked, training, run = session[DistillArguments], session.training, session.run
+    return cache_key(
+        FORMAT,
+        digests.of_rows(data.splits["train"]),
+        config.to_json_string(use_diff=False),
+        digests.of_weights(asked.teacher, "main"),
+        [run.value("teacher_top_k"), classes, asked.distill_temperature],
+        [training.bf16, training.fp16, run.value("dtype")],
+    )
 
 
 def _is_asked(session: Session) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import time
@@ -48,6 +49,11 @@ def test_of_many_processes_one_prepares_and_all_see_it_whole(tmp_path: Path) -> 
 def test_a_cache_that_cannot_be_written_to_is_refused_by_the_variables_name(place: str) -> None:
     with pytest.raises(RequestError, match=rf"FINETUNE_CACHE: no prepared data can be kept in {place} \("):
         cache.prepare_once(Path(place, "key"), prepare_slowly, what="to test", launch=Launch(), timeout_seconds=1)
+
+
+def test_a_cache_on_a_full_disk_is_told_by_the_variables_name(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"is full.*FINETUNE_CACHE"), cache.kept_in(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_waiting_ends_with_the_name_of_what_is_waited_for(tmp_path: Path) -> None:

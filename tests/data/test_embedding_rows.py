@@ -48,6 +48,8 @@ def test_other_names_are_refused_and_can_be_renamed() -> None:
     rows = [{"title": f"a{n}", "body": f"b{n}"} for n in range(8)]
     with pytest.raises(RequestError, match=r"the names that are known.*It has title, body.*--column_mapping"):
         cleaned(rows)
+    with pytest.raises(RequestError, match=r"Preferences are for recipes/preference\.py"):
+        find_rows(["prompt", "chosen", "rejected"], "here")
     found = cleaned(rows, column_mapping=["title=anchor", "body=positive"])
     assert found.splits["train"].num_rows + found.splits["validation"].num_rows == 8
 

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from finetune.data.preference_batches import OF_PAIRS, collate
+from finetune.data.preference_rows import fitted
 from finetune.data.shared_prompts import collate_shared, shared_tokens
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import use_chunked_loss
@@ -109,6 +110,25 @@ def test_log_probabilities_and_gradients_are_those_of_separate_rows(kind: Any, c
     assert torch.equal(one[1], other[1])
     for name, gradient in other[2].items():
         torch.testing.assert_close(one[2][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("answers", [(1, 9), (9, 1)])
+def test_a_side_that_was_cut_before_what_is_learnt_of_it_counts_as_it_does_by_itself(answers: tuple[int, int]) -> None:
+    start = [3, 4, 5, 6]
+    sides = [(start + [*range(10, 10 + n), 7, 8], [False] * (4 + n) + [True] * 2) for n in answers]
+    cut, was_cut = fitted(sides, 8)
+    assert was_cut
+    assert sorted(True in learnt for _, learnt in cut) == [False, True]
+    row: dict[str, Any] = {"row": 0, "label": 1, "margin": 0.0}
+    for side, (ids, learnt) in zip(OF_PAIRS, cut, strict=True):
+        row |= {f"{side}_ids": ids, f"{side}_learnt": learnt}
+    torch.manual_seed(0)
+    kind, config = CAN[0]
+    model = kind(copy.deepcopy(config))
+    one, other = (judged(model, batch, 0) for batch in (collate_shared(0, [row]), collate(OF_PAIRS, 0, [row])))
+    torch.testing.assert_close(one[0], other[0], rtol=1e-5, atol=1e-5)
+    assert sorted(one[1].tolist()) == sorted(other[1].tolist()) == [1, 2]  # counts are divided by
+    assert torch.equal(one[1], other[1])
 
 
 @pytest.mark.parametrize(("kind", "config", "said"), CANNOT, ids=ids_of)

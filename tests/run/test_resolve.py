@@ -323,6 +323,11 @@ def test_the_switch_alone_and_two_configs_are_refused() -> None:
         request("--deepspeed", "zero2", "--deepspeed_config", "zero3")
 
 
+def test_whose_recipe_keeps_no_teachers_answers_is_told_which_does() -> None:
+    with pytest.raises(RequestError, match=r"no such flag\. Only recipes/causal_lm\.py keeps what a teacher says"):
+        request("--teacher_top_k", "4")
+
+
 @pytest.mark.parametrize("word", ["pipeline_num_stages", "num_stages", "pp"])
 def test_stages_are_answered_in_recipes_that_have_them_and_in_others(word: str) -> None:
     with pytest.raises(RequestError, match=r"no such flag\. Did you mean --pipeline_parallel_size\?"):

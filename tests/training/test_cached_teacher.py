@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,15 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
-from finetune.data.numbered import ROW, Numbered, NumberedCollator
+from finetune.data import digests
+from finetune.data.numbered import NUMBER, Numbered, NumberedCollator
 from finetune.data.packing import IGNORED, Collator
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
-from finetune.training.cached_teacher import Asked, asked_before, divergence_of_top, likeliest
+from finetune.run.flags.distillation import DistillArguments
+from finetune.training.cached_teacher import OPEN_PIECES, Asked, TopK, asked_before, divergence_of_top, likeliest
 from finetune.training.distilling import Teacher, divergence
+from finetune.training.preference_model import reference_key
+from finetune.training.teachers import answers_key
 
 DRAW = torch.Generator().manual_seed(0)
 STUDENT, TEACHER = (torch.randn(7, 13, generator=DRAW) * 3 for _ in range(2))
@@ -111,12 +116,12 @@ def test_rows_find_what_was_kept_and_only_what_is_lost_is_asked_again(k: int, tm
 
     numbered, collator = Numbered(every), NumberedCollator(Collator(0))
     batch = collator([numbered[i] for i in (5, 0, 2)])
-    assert batch[ROW].tolist() == [5, 0, 2]
+    assert batch[NUMBER].tolist() == [5, 0, 2]
     learnt = batch["shift_labels"] != IGNORED
     with torch.no_grad():
         logits = model.model(batch["input_ids"], batch["attention_mask"]).logits[learnt]
     student = torch.randn(logits.shape, generator=DRAW)
-    said = kept.say(batch[ROW], "cpu")
+    said = kept.say(batch[NUMBER], "cpu")
     expected = divergence_of_top(student, *likeliest(logits, k, 2.0), 2.0).item()
     assert said(student, slice(None)).item() == pytest.approx(expected, rel=1e-5)
     parts = [said(student[part], part).item() for part in (slice(0, 4), slice(4, None))]
@@ -130,4 +135,66 @@ def test_rows_find_what_was_kept_and_only_what_is_lost_is_asked_again(k: int, tm
     before = model.times
     again = asked_before(asked, teacher, torch.device("cpu"), 3)
     assert model.times == before + 1
-    assert all(np.array_equal(one, other) for one, other in zip(kept.records, again.records, strict=True))
+    assert_alike(kept, again, len(every))
+
+
+def assert_alike(one: TopK, other: TopK, rows: int) -> None:
+    assert one.bytes == other.bytes > 0
+    assert all(np.array_equal(one.of_row(row), other.of_row(row)) for row in range(rows))
+
+
+class Said:
+    """A teacher that likes the tokens in their order, and needs no model."""
+
+    model = None
+    head_weights = contextlib.nullcontext
+
+    def answers(self, inputs: dict[str, torch.Tensor]) -> Any:
+        count = int((inputs["shift_labels"] != IGNORED).sum())
+        logits = -torch.arange(VOCABULARY, dtype=torch.float32).repeat(count, 1)
+        return lambda some: logits[some]
+
+
+def said(folder: Path, rows: list[Any], piece_rows: int) -> TopK:
+    asked = Asked(rows, Collator(0), 2, VOCABULARY, 1.0, folder, piece_rows, 1, True)
+    return asked_before(asked, Said, torch.device("cpu"), 3)  # type: ignore[arg-type]
+
+
+def test_any_number_of_files_needs_few_descriptors(tmp_path: Path) -> None:
+    target = torch.zeros(1, dtype=torch.long)
+    every = [{"input_ids": target, "labels": target, "shift_labels": target}] * (4 * OPEN_PIECES)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = said(tmp_path, every, 1)
+    assert [len(kept.of_row(row)) for row in range(len(every))] == [1] * len(every)
+    held = [kept.of_row(row) for row in range(len(every))]
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= OPEN_PIECES
+    assert len(held) == len(every)
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 2)])
+def test_rows_that_another_block_size_cuts_otherwise_find_what_is_theirs(first: int, then: int, tmp_path: Path) -> None:
+    said(tmp_path / "both", rows(), first)
+    assert_alike(said(tmp_path / "both", rows(), then), said(tmp_path / "one", rows(), 7), 7)
+
+
+class Settings(dict[Any, Any]):
+    """A session, as far as keys ask it."""
+
+    training = SimpleNamespace(bf16=False, fp16=False, seed=0)
+    run = SimpleNamespace(value={"teacher_top_k": 4, "model_revision": "main"}.get)
+
+
+def test_another_commit_of_the_hub_is_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "HF_HUB_CACHE", str(tmp_path))
+    ref = tmp_path / "models--name--of-hub" / "refs" / "main"
+    ref.parent.mkdir(parents=True)
+    session: Any = Settings({DistillArguments: SimpleNamespace(teacher="name/of-hub", distill_temperature=1.0)})
+    source: Any = SimpleNamespace(pretrained="name/of-hub", adapter=None)
+    data: Any = SimpleNamespace(splits={"train": None})
+    keys = []
+    for commit in ("a" * 40, "b" * 40, "a" * 40):
+        ref.write_text(commit)
+        config = GPTLiteConfig()
+        keys.append((answers_key(session, data, config, 8), reference_key(session, source, data, config)))
+    assert keys[0] == keys[2]
+    assert not {*keys[0]} & {*keys[1]}

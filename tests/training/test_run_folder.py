@@ -7,6 +7,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,13 @@ from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.run import Run
 from finetune.training.model_card import Card, model_card
 from finetune.training.results import write_predictions
-from finetune.training.run_folder import command_line, explained_disk_errors, read_metrics, write_records
+from finetune.training.run_folder import (
+    command_line,
+    explained_disk_errors,
+    read_metrics,
+    write_records,
+    write_whole,
+)
 from finetune.training.runtime import choose_precision
 
 
@@ -94,6 +101,25 @@ def test_a_full_disk_is_told_from_other_errors(error: Exception, tmp_path: Path)
         raise error
     with pytest.raises(KeyError), explained_disk_errors(tmp_path):
         raise KeyError("something else")
+
+
+def test_two_that_write_one_file_at_once_leave_it_whole_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+
+    def slow(file: Any) -> None:
+        file.write(b"slow")
+        write_whole(path, lambda other: other.write(b"fast"))
+        assert path.read_bytes() == b"fast"
+
+    write_whole(path, slow)
+    assert path.read_bytes() == b"slow"
+
+    def full(file: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, full)
+    assert [one.name for one in tmp_path.iterdir()] == ["kept"]
 
 
 def test_the_model_card_survives_hostile_names() -> None:

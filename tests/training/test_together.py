@@ -97,3 +97,10 @@ def test_what_a_predecessor_saves_while_its_successor_starts_is_gone_on_from_by_
     place = scenes.folder / "between"
     newest = str(place / "checkpoint-8")
     assert scenes.of("between") == [[newest, str(place / "checkpoint-4")], [newest, newest]]
+
+
+def test_what_a_full_disk_keeps_of_a_teacher_ends_both_with_the_caches_name(scenes: Scenes) -> None:
+    for kind, said in scenes.of("cache"):
+        assert kind == "RunError"
+        assert "is full" in said
+        assert "FINETUNE_CACHE" in said

@@ -3,21 +3,25 @@ is printed as JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import distributed
 
+from finetune.data.packing import Collator
 from finetune.errors import FinetuneError
 from finetune.run.launch import Launch
 from finetune.run.parse import Setting
 from finetune.run.recipe import Recipe
 from finetune.run.run import Run
+from finetune.training import cached_teacher
 from finetune.training.checkpoints import choice, writing
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.manifest import MANIFEST, FileRecord, Spread, record_of
@@ -40,7 +44,7 @@ def asked(run: Path, resume: str) -> Run:
         "resume": Setting(resume, "test"),
         "max_steps": Setting(100, "test"),
     }
-    return Run(Recipe("test", "", (), {}), Launch(), (), values)
+    return Run(Recipe("test", (), {}), Launch(), (), values)
 
 
 def settle(run: Path, resume: str = "auto") -> list[Any]:
@@ -125,6 +129,20 @@ def a_predecessor_saves_between_the_looks(run: Path) -> list[Any]:
     return [chosen.checkpoint, early.checkpoint]
 
 
+def the_caches_disk_is_full(run: Path) -> None:
+    def full(path: Path, save: Any) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    if RANK == 0:
+        cached_teacher.write_whole = full
+    target = torch.zeros(1, dtype=torch.long)
+    row = {"input_ids": target, "labels": target, "shift_labels": target}
+    asked = cached_teacher.Asked([row], Collator(0), 2, 4, 1.0, run / "kept", 1, 1, RANK == 0)
+    answers = lambda inputs: lambda some: torch.zeros(1, 4)[some]  # noqa: E731
+    teacher = SimpleNamespace(model=None, answers=answers, head_weights=contextlib.nullcontext)
+    cached_teacher.asked_before(asked, lambda: teacher, torch.device("cpu"), 1)  # type: ignore[arg-type,return-value]
+
+
 SCENES: dict[str, Callable[[Path], Any]] = {
     "shares": each_reads_its_share,
     "disk 0": lambda run: one_meets_a_broken_disk(run, 0),
@@ -136,6 +154,7 @@ SCENES: dict[str, Callable[[Path], Any]] = {
     "unseen": one_does_not_see_what_is_chosen,
     "more": one_sees_what_the_first_does_not,
     "between": a_predecessor_saves_between_the_looks,
+    "cache": the_caches_disk_is_full,
 }
 
 
