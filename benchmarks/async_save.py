@@ -8,8 +8,9 @@ The stall is the time from the call that saves to its return, on the slowest ran
 which end while the disk has yet to take the bytes; `dcp` is torch.distributed.checkpoint.async_save of the same states
 (one rank). `memcpy` copies as many bytes as the async save has copied on the fullest rank, into memory that is there.
 `step_during` are the seconds of the steps that follow an async save, while it is written, and `step_alone` of as many
-without one, just before. Writes docs/results/async_save.json and its page. Ratios are of each turn's own figures, for
-other work on the machine slows all of a turn alike. Run it on a quiet machine for seconds that mean something.
+without one, just before. A checkpoint of `async` is `whole after` so many ms from the call's return on. Writes
+docs/results/async_save.json and its page. Ratios are of each turn's own figures, for other work on the machine slows
+all of a turn alike. Run it on a quiet machine for seconds that mean something.
 """
 
 from __future__ import annotations
@@ -187,14 +188,15 @@ def render(found: dict[str, Any]) -> str:
     """docs/results/async_save.md"""
     rows = found["rows"]
     head = ("parameters", "layout", "copied", "memcpy", "async", "sync", "stock", "DCP async", "async / memcpy")
-    head = (*head, "async / stock", "async / sync", "step beside a write / alone")
+    head = (*head, "async / stock", "async / sync", "step beside a write / alone", "async: whole after")
     lines = [" | ".join(head), " | ".join("---:" for _ in head)]
     for count, layout in dict.fromkeys((row["parameters"], row["layout"]) for row in rows):
         own = [row for row in rows if (row["parameters"], row["layout"]) == (count, layout)]
         cells = [f"{count / 1e6:.0f} M", layout, f"{own[0]['copied_bytes'] / 2**20:,.0f} MiB"]
         cells += [_median(own, name) for name in ("memcpy", "async", "sync", "stock", "dcp")]
         pairs = (("async", "memcpy"), ("async", "stock"), ("async", "sync"), ("step_during", "step_alone"))
-        lines.append(" | ".join([*cells, *(_ratio(own, *pair) for pair in pairs)]))
+        cells += [*(_ratio(own, *pair) for pair in pairs), _median(own, "written_after")]
+        lines.append(" | ".join(cells))
     every = [" | ".join(("parameters", "layout", "turn", *MODES, "whole after")), " | ".join(["---:"] * 11)]
     for row in rows:
         cells = [f"{row['parameters'] / 1e6:.0f} M", row["layout"], str(row["turn"])]
@@ -239,8 +241,10 @@ disks other than this machine's.
 
 ## Kills
 
-`python benchmarks/faults.py --async_save on --runs zero2 zero3 ddp` kills ranks and launchers by SIGKILL and resumes.
-Each chain is compared with a run that nobody killed and that saved synchronously. The rows are in faults_async.jsonl.
+`python benchmarks/faults.py --async_save on --runs RUN --kills N --chains 1` kills ranks and launchers by SIGKILL and
+resumes. It ran once for each row, with as many kills as that says, in one chain: a folder that is killed in again and
+again. Each chain is compared with a run that nobody killed and that saved synchronously. The rows are in
+faults_async.jsonl.
 
 {kills}
 

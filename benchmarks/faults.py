@@ -11,7 +11,7 @@ hit one random rank, all ranks at once, or the launcher first and the ranks a ra
 All is drawn from --seed. A row for each kill and for each chain goes to docs/results/faults.jsonl.
 benchmarks/faults_stock.py does the same to the plain Trainer with DeepSpeed.
 
-    python benchmarks/faults.py --async_save on --runs zero2 zero3 ddp    # checkpoints written beside the training
+    python benchmarks/faults.py --async_save on --runs zero2 --chains 1    # checkpoints written beside the training
 """
 
 from __future__ import annotations

@@ -132,6 +132,7 @@ def claims() -> Iterator[tuple[str, str]]:
     yield from why_this()
     yield from (("docs/plan.md", row) for row in zero_paper.table().splitlines())
     yield from durability()
+    yield from saves_beside()
     uneven, alike = (
         statistics.median(a / b for a, b in zip(rates["ours"], rates["plain"], strict=True))
         for rates in json.loads((RESULTS / "generate.json").read_text())["kinds"].values()
@@ -204,6 +205,23 @@ def durability() -> Iterator[tuple[str, str]]:
     loss, norm = (max(move["apart"][i] for move in moves if move["precision"] == "fp32") for i in (0, 1))
     yield "README.md", f"in fp32 with the losses of the uninterrupted run to {above(loss)}"
     yield "docs/reshard.md", f"in fp32 losses to {above(loss)} and gradient norms to {above(norm)}"
+
+
+def saves_beside() -> Iterator[tuple[str, str]]:
+    turns = json.loads((RESULTS / "async_save.json").read_text())["rows"]
+
+    def of(layout: str) -> tuple[float, float, float]:
+        own = [row for row in turns if row["layout"] == layout]
+        medians = (statistics.median(row[name] for row in own) for name in ("written_after", "sync"))
+        return (own[0]["copied_bytes"] / 2**20, *medians)
+
+    size, later, sync = of("plain")
+    words = (
+        f"a checkpoint of {size:.0f} MiB was whole {later:.1f} s after its copy; a synchronous save took {sync:.1f} s"
+    )
+    yield "docs/checkpoints.md", words
+    size, later, sync = of("zero2")
+    yield "docs/checkpoints.md", f"Under ZeRO-2 one of {size:.0f} MiB took {later:.1f} s, and {sync:.1f} s"
 
 
 def above(value: float) -> str:

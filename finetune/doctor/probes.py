@@ -16,6 +16,7 @@ import psutil
 from finetune.doctor.gpus import collectives, gpus, toolkit
 from finetune.doctor.ops import compilers, locks, ops
 from finetune.dsconfig.context import release
+from finetune.host.control_group import memory_granted
 from finetune.host.hardware import cores_here, driver_version
 from finetune.host.network import hosts, hub, interfaces, meeting_place, names
 from finetune.host.result import FAILED, OK, WARNING, Asked, Result, verdict, warned
@@ -77,10 +78,8 @@ def processor(asked: Asked) -> Iterator[Result]:
 def memory(asked: Asked) -> Iterator[Result]:
     size = psutil.virtual_memory()
     total, free = size.total, size.available
-    granted, taken = _cgroup("memory.max"), _cgroup("memory.current")
-    if granted and granted[0].isdigit() and int(granted[0]) < total:
-        total = int(granted[0])
-        free = min(free, total - int(taken[0])) if taken else free
+    for granted in memory_granted():
+        total, free = min(total, granted.bytes), min(free, granted.free)
     mend = "Less than 4 GiB: two ranks of the defaults may not fit. Close something, or use --num_gpus 1."
     yield warned("memory", free >= 4 * GIB, f"{free / GIB:.1f} of {total / GIB:.1f} GiB free", mend)
     if Path("/dev/shm").is_dir():

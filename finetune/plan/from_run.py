@@ -41,6 +41,7 @@ from finetune.run.facts import (
     tokens_of,
 )
 from finetune.run.files import SENTENCE_SIZES
+from finetune.run.flags.guards import WORTH_BYTES
 from finetune.run.run import Run
 
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
@@ -92,7 +93,7 @@ def job_of(
         loss_chunk_tokens=subject.loss_chunk_tokens,
         device=_device(machine),
         dtype=base_dtype(run, flags["bf16"]),
-        saves_beside=run.value("async_save") in ("auto", "on") and run.value("save_strategy") != "no",
+        saves_beside_from=_saves_beside_from(run),
         **_teacher(run, flags["bf16"], params_per_layer, notes),
     )
     if not asked:
@@ -109,7 +110,16 @@ def job_of(
     if zero.stage == 3:
         check_sharded(run)
     optimizer, engine = optimizer_of(run.value("optim"), loaded.config), DEEPSPEED if run.stages is None else PIPELINE
+    if "nvme" in (zero.offload_optimizer, zero.offload_param):
+        job = replace(job, saves_beside_from=None)
     return replace(job, engine=engine, zero=zero, optimizer=optimizer), loaded.config, [*notes, *loaded.notes]
+
+
+def _saves_beside_from(run: Run) -> int | None:
+    """Without what a run finds when it begins: too little memory, or a tracker that uploads checkpoints."""
+    if run.value("save_strategy") == "no" or run.value("save_on_each_node") or run.stages is not None:
+        return None
+    return {"on": 0, "auto": WORTH_BYTES}.get(run.value("async_save"))
 
 
 def _rows_of_texts(run: Run) -> Iterator[str]:

@@ -47,7 +47,7 @@ class Job:
     dtype: str = "float32"  # of weights under the Trainer alone, frozen ones or all; DeepSpeed has them as it computes
     teacher: Model | None = None  # a frozen model beside it, asked in each micro-batch
     teacher_dtype: str = "float32"  # likewise
-    saves_beside: bool = False  # checkpoints are written while the training goes on
+    saves_beside_from: int | None = None  # bytes of a checkpoint, to be written while the training goes on; None: none
 
     @property
     def data_parallel_size(self) -> int:

@@ -66,22 +66,35 @@ def host_of_node(job: Job, ranks: Sequence[RankMemory]) -> dict[str, int]:
     for stage in range(job.stages):
         saved[stage * job.data_parallel_size // job.ranks_per_node] += ranks[stage].saving_host_bytes
     held = {kind: here * size for kind, size in most.items()} | {SAVED: max(saved.values())}
-    return held | ({COPIED: copied_bytes(job)} if job.saves_beside else {})
+    return held | ({COPIED: copied_bytes(job)} if is_saved_beside(job) else {})
+
+
+def is_saved_beside(job: Job) -> bool:
+    """Whether a checkpoint is large enough to be written while the training goes on."""
+    weights, states = _saved_bytes(job)
+    return job.saves_beside_from is not None and weights + states >= job.saves_beside_from
 
 
 def copied_bytes(job: Job) -> int:
     """Of a checkpoint that is written while the training goes on, on the node of rank 0: the weights, and optimizer
     states and masters, of which under DeepSpeed each node has its part. FSDP's are written before it goes on."""
-    trained = [tensor for tensor in job.model.tensors if tensor.trains]
-    weights = job.weight_bytes * sum(tensor.elements for tensor in trained)
-    states = sum(job.optimizer.state_bytes(tensor.shape) for tensor in trained)
+    weights, states = _saved_bytes(job)
     if job.engine == FSDP:
-        return weights
+        return weights // 2
     if job.engine == TRAINER:
         return weights + states
-    masters = FP32_BYTES * sum(tensor.elements for tensor in trained)
-    share = min(job.ranks_per_node, job.world_size) / job.world_size
-    return weights * (1 if job.zero.stage == 3 else 2) + int((states + masters) * share)
+    return weights + int(states * min(job.ranks_per_node, job.world_size) / job.world_size)
+
+
+def _saved_bytes(job: Job) -> tuple[int, int]:
+    """Of a checkpoint, all ranks together: weights, which DeepSpeed below ZeRO-3 and FSDP save a second time in files
+    of their own; and optimizer states, with DeepSpeed's masters."""
+    trained = [tensor for tensor in job.model.tensors if tensor.trains]
+    elements = sum(tensor.elements for tensor in trained)
+    states = sum(job.stepping.state_bytes(tensor.shape) for tensor in trained)
+    states += 0 if job.engine in (FSDP, TRAINER) else FP32_BYTES * elements
+    is_once = job.engine == TRAINER or (job.engine != FSDP and job.zero.stage == 3)
+    return (1 if is_once else 2) * job.weight_bytes * elements, states
 
 
 def fits(job: Job, machine: Machine, ranks: Sequence[RankMemory]) -> bool:

@@ -12,14 +12,14 @@ from zero_paper import LAYERS, PAPER_GB, RANKS, VOCABULARY, WIDTH, planned_gb, t
 
 from finetune.dsconfig.config import Config
 from finetune.plan.from_run import job_of
-from finetune.plan.job import DEEPSPEED, PIPELINE, Job
+from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import plan_memory
 from finetune.plan.model import Buffer, model_of
 from finetune.plan.named import find_model_config
 from finetune.plan.notes import notes
 from finetune.plan.optimizers import Optimizer
-from finetune.plan.plan import plan
+from finetune.plan.plan import copied_bytes, plan
 from finetune.plan.zero import read_zero
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
@@ -183,13 +183,38 @@ def test_a_node_holds_what_its_ranks_have_and_one_copy_of_the_weights_that_are_s
 
 def test_a_checkpoint_that_is_written_beside_the_training_is_held_a_second_time_by_the_first_node() -> None:
     base = replace(job("gpt2", 2, 2, 64), optimizer=Optimizer("adam"))
-    beside = replace(base, saves_beside=True)
+    beside = replace(base, saves_beside_from=0)
     elements = base.model.parameters
     counters = 4 * len(base.model.tensors)
     held = plan(beside, V100).host_bytes - plan(base, V100).host_bytes
     assert held == (2 * base.weight_bytes + 4 + 8) * elements + counters
+    assert plan(replace(beside, saves_beside_from=held), V100).host_bytes - plan(base, V100).host_bytes == held
+    assert plan(replace(beside, saves_beside_from=held + 1), V100).host_bytes == plan(base, V100).host_bytes
     two_nodes = [plan(replace(one, world_size=16), V100).host_bytes for one in (base, beside)]
     assert two_nodes[1] - two_nodes[0] == 2 * base.weight_bytes * elements + (12 * elements + counters) // 2
+
+
+def test_a_copy_has_states_as_precise_as_the_weights_that_are_trained() -> None:
+    whole = replace(
+        job("gpt2", 0, 2, 64), engine=TRAINER, precision="bf16", optimizer=Optimizer("adam"), saves_beside_from=0
+    )
+    half = replace(whole, dtype="bfloat16")
+    assert [copied_bytes(one) // one.model.parameters for one in (whole, half)] == [4 + 8, 2 + 4]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("--async_save on", 0),
+        ("--async_save auto", 256 * 2**20),
+        ("--async_save auto --deepspeed zero3_offload", 256 * 2**20),
+        ("", None),
+        ("--async_save on --deepspeed zero3_nvme", None),
+    ],
+)
+def test_a_copy_is_counted_where_a_run_would_make_one(asked: str, expected: int | None) -> None:
+    flags = f"--model_name_or_path gpt2 --block_size 64 --save_strategy steps {asked}".split()
+    assert job_of(resolve(CAUSAL_LM, flags, Launch()), V100)[0].saves_beside_from == expected
 
 
 def test_stages_of_a_pipeline_save_what_they_have_on_the_node_of_their_first_rank() -> None:

@@ -128,7 +128,11 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (CAUSAL_LM, "--validation_file a.txt", "--validation_file is 'a.txt' .*no --train_file"),
         (CAUSAL_LM, "--do_predict True", "`finetune generate` answers a file of prompts"),
         (CAUSAL_LM, "--predict_with_generate True", "built-in data is plain text, which has no answers"),
-        (CAUSAL_LM, "--predict_with_generate True --train_file a.jsonl --train_on all", "where an answer begins"),
+        (
+            CAUSAL_LM,
+            "--predict_with_generate True --train_file a.jsonl --train_on all",
+            "the start of an answer is then unknown",
+        ),
     ],
 )
 def test_a_conflict_is_refused_with_its_mend(recipe: Recipe, words: str, said: str) -> None:

@@ -19,7 +19,7 @@ from finetune.run.resolve import resolve
 
 LOOKS = """
 import gc, json, os, runpy, sys
-from finetune.run.main import run_recipe
+from finetune.entry.main import run_recipe
 
 recipe = runpy.run_path("recipes/seq_cls.py")
 

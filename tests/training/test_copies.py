@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from finetune.training.checkpoints.beside import Writer
 from finetune.training.checkpoints.copies import (
     SEGMENT_BYTES,
     Memory,
@@ -76,6 +78,45 @@ def test_weights_are_written_as_safetensors_writes_them(memory: Memory, tmp_path
     places = copied_weights(weights, memory)
     save_file(restored_weights(places, other_side(memory)), tmp_path / "two", {"format": "pt"})
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+class Coded(torch.Tensor):
+    """As optimizers with states in 8 bits keep them: a tensor around others, with a device of its own."""
+
+    codes: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, device: str) -> Coded:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=device)
+
+    def __init__(self, codes: torch.Tensor, device: str) -> None:
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+@pytest.mark.parametrize(("device", "is_kept"), [("cpu", True), ("meta", False), ("cuda", False)])
+def test_a_tensor_that_goes_with_its_device_is_left_to_who_has_that(
+    device: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Writer, "start", lambda writer: setattr(writer, "process", SimpleNamespace(poll=lambda: None)))
+    writer = Writer()
+    writer.begin(tmp_path / "checkpoint-1")
+    assert writer.folder is not None
+    states = {"step": torch.ones(3), "mean": Coded(torch.ones(8, dtype=torch.uint8), device)}
+    assert writer.keep(writer.folder / "optimizer.pt", states) is is_kept
+    assert writer.names == ["optimizer.pt"] * is_kept
+    os.close(writer.memory.handle)
+
+
+def test_a_parameter_is_copied_wherever_it_is(memory: Memory) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.note = "an attribute"  # type: ignore[attr-defined]
+    found = restored(copied({"weight": weight}, memory), other_side(memory))["weight"]
+    assert (found.tolist(), found.note) == ([1.0, 1.0], "an attribute")
+    assert type(found) is torch.nn.Parameter
 
 
 def test_a_form_is_learnt_of_what_is_written_as_it_is(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -16,7 +17,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 from finetune.errors import RunError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.flags.guards import GuardArguments
-from finetune.training.checkpoints import trainer_adapter
+from finetune.training.checkpoints import beside, trainer_adapter
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 from finetune.training.trainer import FinetuneTrainer
 
@@ -42,7 +43,12 @@ def nothing(trainer: FinetuneTrainer, step: int) -> None:
 
 
 def train(
-    folder: Path, asked: str, does: Does = nothing, kind: type[FinetuneTrainer] = FinetuneTrainer, **more: Any
+    folder: Path,
+    asked: str,
+    does: Does = nothing,
+    kind: type[FinetuneTrainer] = FinetuneTrainer,
+    on_nan: str = "off",
+    **more: Any,
 ) -> FinetuneTrainer:
     set_seed(0)
     shape = {"vocab_size": 16, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
@@ -51,7 +57,7 @@ def train(
         save_strategy="steps", save_steps=2, **more,
     )  # fmt: skip
     at_saves = AtSaves(does)
-    guards = GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0, async_save=asked)
+    guards = GuardArguments(hang_timeout=0.0, on_nan=on_nan, stop_grace=0.0, async_save=asked)
     model = GPTLiteForCausalLM(GPTLiteConfig(max_position_embeddings=8, **shape))
     trainer = kind(model=model, args=args, train_dataset=ROWS, guards=guards, callbacks=[at_saves])
     at_saves.trainer = trainer
@@ -63,6 +69,13 @@ def writer_of(trainer: FinetuneTrainer) -> Any:
     writer = trainer.saves.beside.writer
     assert writer is not None
     return writer
+
+
+def hold_up(trainer: FinetuneTrainer, seconds: float) -> None:
+    """Nothing is written meanwhile."""
+    writer = writer_of(trainer)
+    os.kill(writer.process.pid, signal.SIGSTOP)
+    threading.Timer(seconds, os.kill, (writer.process.pid, signal.SIGCONT)).start()
 
 
 def files(checkpoint: Path) -> dict[str, bytes]:
@@ -87,8 +100,8 @@ def test_a_checkpoint_holds_its_step_though_all_changes_before_anything_is_writt
             trainer.saves.beside.finish()
 
     train(tmp_path / "sync", "off")
-    beside = train(tmp_path / "beside", "on", spoil, kind=Late)
-    assert float(next(beside.model.parameters()).detach().flatten()[0]) == 7.0
+    late = train(tmp_path / "beside", "on", spoil, kind=Late)
+    assert float(next(late.model.parameters()).detach().flatten()[0]) == 7.0
     for step in (2, 4):
         one, other = (files(tmp_path / name / f"checkpoint-{step}") for name in ("sync", "beside"))
         assert one.keys() == other.keys() >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
@@ -126,6 +139,36 @@ def test_a_disk_that_takes_no_more_ends_the_run_and_leaves_the_earlier_checkpoin
     assert problems(tmp_path / "checkpoint-2", hashes=True) == []
 
 
+def test_a_run_that_the_nan_guard_ends_has_the_checkpoint_that_was_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "ENDING_SECONDS", 0.0)
+
+    def spoil(trainer: FinetuneTrainer, step: int) -> None:
+        next(trainer.model.parameters()).data.fill_(math.nan)
+        hold_up(trainer, 1.0)
+
+    with pytest.raises(RunError, match="step 3 is not finite"):
+        train(tmp_path, "on", spoil, on_nan="stop")
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-2"]
+    assert problems(tmp_path / "checkpoint-2", hashes=True) == []
+
+
+@pytest.mark.nightly
+def test_so_has_one_that_fails_however_long_its_own_part_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "ENDING_SECONDS", 4.0)
+
+    def fail(trainer: FinetuneTrainer, step: int) -> None:
+        hold_up(trainer, 6.0)
+        raise ValueError("of a callback")
+
+    with pytest.raises(ValueError, match="of a callback"):
+        train(tmp_path, "on", fail)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-2"]
+    assert problems(tmp_path / "checkpoint-2", hashes=True) == []
+
+
+@pytest.mark.nightly
 def test_a_save_that_is_due_waits_and_the_last_whole_checkpoint_stays_meanwhile(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,9 +176,7 @@ def test_a_save_that_is_due_waits_and_the_last_whole_checkpoint_stays_meanwhile(
 
     def stop_for_a_while(trainer: FinetuneTrainer, step: int) -> None:
         there.append([path.name for path in checkpoints_in(tmp_path)])
-        writer = writer_of(trainer)
-        os.kill(writer.process.pid, signal.SIGSTOP)
-        threading.Timer(1.0, os.kill, (writer.process.pid, signal.SIGCONT)).start()
+        hold_up(trainer, 1.0)
 
     train(tmp_path, "on", stop_for_a_while, save_total_limit=1)
     assert there == [[], ["checkpoint-2"]], "the first while it was written, and after it"
@@ -143,6 +184,7 @@ def test_a_save_that_is_due_waits_and_the_last_whole_checkpoint_stays_meanwhile(
     assert capfd.readouterr().out.count("note: checkpoint-4 waits for checkpoint-2") == 1
 
 
+@pytest.mark.nightly
 def test_auto_is_for_checkpoints_that_are_worth_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,16 +196,18 @@ def test_auto_is_for_checkpoints_that_are_worth_it(
     assert said == [False, True]
 
 
+@pytest.mark.nightly
 def test_where_memory_lacks_each_save_is_finished_at_once_and_the_run_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trainer_adapter, "free_memory", lambda: 1000)
     train(tmp_path, "on")
     said = capfd.readouterr().out
-    assert "note: --async_save on: each save is finished before the next step, for the copies take about" in said
+    assert "note: --async_save on: saves stay synchronous, because the copies take about" in said
     assert problems(tmp_path / "checkpoint-4", hashes=True) == []
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_of_process_and_memory(tmp_path: Path) -> None:
     pids: list[int] = []
     before = len(os.listdir("/proc/self/fd"))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("stop", "skip", "rollback", "off")
 SAVES = ("auto", "on", "off")  # written beside the training
+WORTH_BYTES = 256 * 2**20  # of a checkpoint, from which `auto` writes it so
 SHORTEST_HANG_SECONDS = 5.0  # heartbeats come once a second, and a busy machine delays them
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -20,12 +21,12 @@ from typing import Any
 import torch
 
 from finetune.run.child import environment_of_child
-from finetune.training.checkpoints.copies import Memory, copied, copied_weights
+from finetune.training.checkpoints.copies import Memory, OtherDeviceError, copied, copied_weights
 from finetune.training.checkpoints.learned import Learned
 from finetune.training.checkpoints.writer_process import Copy, Job, Report, main
-from finetune.training.checkpoints.writing import OtherRankError, folder_of
+from finetune.training.checkpoints.writing import OtherRankError, folder_of, outer_of
 
-ENDING_SECONDS = 10.0  # that a run which fails gives to a checkpoint that is being written
+ENDING_SECONDS = 60.0  # that a rank which fails gives to the parts of the others, once its own is on the disk
 
 
 class Writer:
@@ -36,6 +37,7 @@ class Writer:
         self.memory = Memory(os.memfd_create("finetune-checkpoint"))
         self.learned = Learned()
         self.folder: Path | None = None  # into which the ranks write just now
+        self.outer: Path | None = None  # is there until the last checkpoint begun has its place
         self.copies: list[Copy] = []
         self.reports: list[Report] = []  # on the job under way
         self.commits = False  # whether the checkpoint gets its place here
@@ -56,7 +58,7 @@ class Writer:
         if self.process.poll() is not None:
             self.start()
         self.memory.clear()
-        self.folder, self.copies, self.reports = folder_of(place), [], []
+        self.folder, self.outer, self.copies, self.reports = folder_of(place), outer_of(place), [], []
 
     @property
     def names(self) -> list[str]:
@@ -64,10 +66,13 @@ class Writer:
 
     def keep(self, path: str | Path, content: Any, is_zip: bool = True) -> bool:
         """What torch.save would write to `path`. False where it is for the caller to write: no save is under way, or
-        classes are in it that only this process knows."""
+        classes or devices are in it that only this process knows."""
         if self.folder is None or not Path(path).is_relative_to(self.folder):
             return False
-        pickled = copied(content, self.memory)
+        try:
+            pickled = copied(content, self.memory)
+        except OtherDeviceError:
+            return False
         if b"__main__" in pickled:
             return False
         self.copies.append(Copy(str(Path(path).relative_to(self.folder)), pickled, is_zip=is_zip))
@@ -124,11 +129,14 @@ class Writer:
                 self.connection.poll(0.2)
 
     def close(self, gives_time: bool = False) -> None:
-        """The process ends; with `gives_time` it may finish what is under way first."""
-        end = time.monotonic() + ENDING_SECONDS
-        while gives_time and self.folder is None and self.look() is None and not self.is_done():
-            if time.monotonic() > end:
+        """The process ends; with `gives_time` the checkpoint under way may get its place first. Until then this rank
+        does not end, for a launcher ends the others with the first; but these may be gone."""
+        end = math.inf
+        while gives_time and self.folder is None and self.look() is None and time.monotonic() < end:
+            if self.outer is None or (self.is_done() and not self.outer.exists()):
                 break
+            if self.reports and end == math.inf:
+                end = time.monotonic() + ENDING_SECONDS
             time.sleep(0.05)
         self.connection.close()
         self.process.kill()

@@ -69,6 +69,10 @@ class Memory:
         return len(self.segments) - 1, 0
 
 
+class OtherDeviceError(Exception):
+    """A tensor that is pickled by value is on a device that the process on the other side may not have."""
+
+
 class _Copier(pickle.Pickler):
     """Storages go into the memory, each once, all else into the pickle: the file that torch.save makes of what comes
     out on the other side is that of the object."""
@@ -81,7 +85,10 @@ class _Copier(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         is_plain = type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized
         if not is_plain or vars(obj) or obj.is_conj() or obj.is_neg() or obj.device.type == "meta":
-            return NotImplemented  # as pickle has it, by value
+            # As pickle has it, by value, and with its device; of a parameter what it holds comes here again.
+            if isinstance(obj, torch.Tensor) and type(obj) is not torch.nn.Parameter and obj.device.type != "cpu":
+                raise OtherDeviceError
+            return NotImplemented
         shape = (tuple(obj.shape), obj.stride(), obj.storage_offset())
         return _tensor, (obj.untyped_storage(), obj.dtype, *shape, obj.requires_grad)
 
@@ -130,7 +137,7 @@ def _tensor(
 
 
 def copied(content: Any, memory: Memory) -> bytes:
-    """A pickle of it, for `restored`, whose tensors are in the memory."""
+    """A pickle of it, for `restored`, whose tensors are in the memory. May raise OtherDeviceError."""
     file = io.BytesIO()
     _Copier(file, memory).dump(content)
     return file.getvalue()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from finetune.errors import RunError
+from finetune.host.control_group import memory_granted
 from finetune.training.checkpoints.writing import leads, together
 
 FP32_BYTES = 4
@@ -57,12 +57,8 @@ def copied_bytes(trainer: Any, size: int) -> int:
 
 
 def free_memory() -> int:
-    """Bytes that this host may still give, and its control group (version 2)."""
-    free = int(psutil.virtual_memory().available)
-    with suppress(OSError, ValueError, IndexError):  # "max", for no limit
-        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().split("::")[1].strip().lstrip("/")
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return free
+    """Bytes that this host may still give, and the control groups that this process is in."""
+    return min([int(psutil.virtual_memory().available), *(granted.free for granted in memory_granted())])
 
 
 def stage_bytes(counts: list[int], optim: str, has_momentum: bool, weights_only: bool) -> int:

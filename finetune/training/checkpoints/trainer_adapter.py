@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
 from finetune.run.files import STATE_FILE
+from finetune.run.flags.guards import WORTH_BYTES
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.beside import Writer
 from finetune.training.checkpoints.final import note_place_of_best
@@ -23,7 +24,6 @@ from finetune.training.checkpoints.space import check_space, copied_bytes, free_
 from finetune.training.checkpoints.writer_process import Job
 from finetune.training.checkpoints.writing import About, every, explained, leads, of_first, rank, ranks, together
 
-WORTH_BYTES = 256 * 2**20  # of a checkpoint, from which `auto` saves it beside the training
 MEMORY_SHARE = 0.5  # of what is free on a host, that the copies may take
 
 
@@ -111,7 +111,7 @@ class SavesBeside(TrainerCallback):
                 f"{size / 2**20:,.0f} MiB, all ranks together, stays in host memory"
             )
         elif why is not None and (asked == "on" or size >= WORTH_BYTES):
-            self._say(f"note: --async_save {asked}: each save is finished before the next step, for {why}.")
+            self._say(f"note: --async_save {asked}: saves stay synchronous, because {why}.")
 
     def of(self, about: About) -> SavesBeside | None:
         """Who finishes the next checkpoint; None where the ranks do."""
@@ -161,7 +161,7 @@ class SavesBeside(TrainerCallback):
             self.saves.keeper.trusted = report.trusted
 
     def close(self, gives_time: bool = False) -> None:
-        """Nothing is written any more; with `gives_time` what is under way first, for some seconds."""
+        """Nothing is written any more; with `gives_time` what is under way first (Writer.close)."""
         if self.writer is not None:
             self.writer.close(gives_time and self.place is not None)
         self.writer = self.place = None

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from finetune.errors import FinetuneError, RunError
+from finetune.host.control_group import memory_granted, own_group
 from finetune.plan.from_run import job_of
 from finetune.plan.machine import find_machine
 from finetune.plan.mends import cheaper
@@ -24,7 +25,6 @@ from finetune.training.speed import peak_rss_bytes
 GIB = 2**30
 # torch/c10/core/impl/alloc_cpu.cpp and caching allocators of 2.13; DeepSpeed and numpy hand these on.
 WORDS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
-EVENTS = Path("/sys/fs/cgroup")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -53,8 +53,8 @@ def _measured() -> str:
         )
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     bound = f"; its address space is limited to {limit / GIB:.2f} GiB (ulimit -v)" if limit > 0 else ""
-    with suppress(OSError, ValueError):  # "max", for no limit
-        bound += f"; its cgroup to {int((_group() / 'memory.max').read_text()) / GIB:.2f} GiB"
+    if groups := memory_granted():
+        bound += f"; its cgroup to {min(group.bytes for group in groups) / GIB:.2f} GiB"
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     own = f"this process took at most {peak_rss_bytes() / GIB:.2f} GiB (everything included)"
     return f"Measured: {own}, of {memory:.2f} GiB of the machine{bound}."
@@ -82,14 +82,6 @@ def advice(folder: Path, launch: Launch | None = None) -> str:
 def oom_kills() -> int:
     """How many processes of this cgroup the kernel has killed for want of memory so far (cgroup v2, memory.events)."""
     with suppress(OSError):
-        lines = (_group() / "memory.events").read_text().splitlines()
+        lines = (own_group() / "memory.events").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
     return 0
-
-
-def _group() -> Path:
-    """Of this process; in a container the root of what it sees."""
-    with suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        return EVENTS / next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/").strip("/")
-    return EVENTS

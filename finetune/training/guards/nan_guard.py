@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 
-from finetune.data.numbered import ROW
+from finetune.data.numbered import NUMBER
 from finetune.data.packing import REAL_TOKENS
 from finetune.data.shares import WHOLE_POSITIONS
 from finetune.errors import RequestError, RunError, first_line
@@ -29,7 +29,7 @@ from finetune.training.resuming import rng_state, set_rng_state
 
 LIMIT_STEPS = 1000  # in as many --nan_limit counts: one odd batch a week is no reason to end a run of months
 MOST_SHOWN = 16  # samples of a micro-batch
-NOT_THE_MODELS = (REAL_TOKENS, ROW, WHOLE_POSITIONS)  # what a trainer takes out of a batch
+NOT_THE_MODELS = (REAL_TOKENS, NUMBER, WHOLE_POSITIONS)  # what a trainer takes out of a batch
 
 
 @dataclass(frozen=True)
@@ -215,12 +215,12 @@ class NanGuard(TrainerCallback):
         policy, limit = self.arguments.on_nan, self.arguments.nan_limit
         kept = f"The weights are those of step {state.global_step}. The batch {batch}."
         if policy == "stop":
-            raise RunError(
+            raise self._end(
                 f"{said} {kept} docs/faults.md says how to run it alone; --resume auto with --on_nan skip goes past it."
             )
         count = len(self.recent)
         if count > limit:
-            raise RunError(
+            raise self._end(
                 f"{said} {kept} It is one more than --nan_limit {limit} in {LIMIT_STEPS:,} steps: --on_nan {policy} is "
                 "no fix here. Where every batch fails, it is the weights: lower --learning_rate, and go on from an "
                 "older checkpoint by --resume PATH."
@@ -245,6 +245,14 @@ class NanGuard(TrainerCallback):
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _end(self, words: str) -> RunError:
+        """What ends the run, once the newest checkpoint has its place, or what kept it from that. All ranks call it."""
+        try:
+            self.suspect.finish_saves()
+        except RunError as error:
+            words += f" {error}"
+        return RunError(words)
 
     def _newest(self, run_folder: Path) -> Path | None:
         """The newest checkpoint that verifies, of those older than the one that was no help; none where the run has

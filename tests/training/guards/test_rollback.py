@@ -110,14 +110,16 @@ def test_a_checkpoint_after_which_the_next_step_fails_too_is_left_for_an_older_o
 class Poisoned:
     """A suspect whose every step is not finite."""
 
+    sharing = 1
+
     def __getattr__(self, name: str) -> Any:
         found: dict[str, Any] = {"hit": True, "losses_are_finite": False, "is_scaled": False, "can_load": True}
         look = [Finding(0, 0, None, None)]
         return lambda *given, **named: {**found, "look": look, "batches": [{"x": torch.zeros(2)}]}.get(name)
 
 
-def hits(steps: list[int], folder: Path) -> None:
-    guard = NanGuard(GuardArguments(on_nan="skip", nan_limit=2), Poisoned())
+def hits(steps: list[int], folder: Path, policy: str = "skip", suspect: Any = None) -> None:
+    guard = NanGuard(GuardArguments(on_nan=policy, nan_limit=2), suspect or Poisoned())
     for step in steps:
         guard.on_step_begin(None, None, None)
         state = SimpleNamespace(global_step=step, epoch=0.5, is_world_process_zero=True)
@@ -128,6 +130,18 @@ def test_only_the_steps_of_late_count_for_the_limit(tmp_path: Path) -> None:
     hits([number * LIMIT_STEPS // 2 for number in range(6)], tmp_path)  # two in any thousand
     with pytest.raises(RunError, match="one more than --nan_limit 2 in 1,000 steps"):
         hits([0, 1, 2], tmp_path)
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("stop", [4]), ("skip", [0, 1, 2])])
+def test_what_a_save_under_way_has_met_is_said_beside_why_the_run_ends(
+    policy: str, steps: list[int], tmp_path: Path
+) -> None:
+    class Late(Poisoned):
+        def finish_saves(self) -> None:
+            raise RunError("checkpoint-7 could not be saved.")
+
+    with pytest.raises(RunError, match=r"the loss is not finite.* checkpoint-7 could not be saved\."):
+        hits(steps, tmp_path, policy, Late())
 
 
 def test_a_batch_that_no_disk_takes_ends_no_run_that_skips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
