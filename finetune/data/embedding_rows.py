@@ -78,7 +78,7 @@ def find_rows(names: Sequence[str], where: str) -> Found:
     text, label = (next((lower[name] for name in some if name in lower), None) for some in (TEXTS, LABELS))
     if text and label:
         return Found(CLASSES, (text,), label)
-    other = " Preferences are for recipes/preference.py." if "chosen" in lower else ""
+    other = " Preferences are for recipes/preference.py." if {"chosen", "rejected"} <= lower.keys() else ""
     raise RequestError(
         f"{where}: has no columns by the names that are known: {LISTED}. It has {', '.join(map(plain, names))}. Rename "
         f"columns by --column_mapping OLD=NEW.{other}"

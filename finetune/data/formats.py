@@ -33,7 +33,7 @@ class Format:
 
     def conversation(self, row: Mapping[str, Any]) -> tuple[Any, Any]:
         """The turns and the tools of a row. Raises RequestError, quoting what is none."""
-        return _led_by(row.get(SYSTEM), TURNS[self.name](row)), row.get(TOOLS)
+        return led_by(row.get(SYSTEM), TURNS[self.name](row)), row.get(TOOLS)
 
     def words(self, row: Mapping[str, Any]) -> str:
         """What a row says, without the rules of its system and its tools: by this rows are compared."""
@@ -98,6 +98,11 @@ def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str |
             f"{where}: the rows are preferences, a better and a worse answer each (chosen, rejected), for "
             f"recipes/preference.py. This one learns the better answer alone by --column_mapping chosen={better}."
         )
+    if column is None and "data" in names and _is_squad(next(iter(rows))["data"]):
+        raise RequestError(
+            f"{where}: is SQuAD's JSON, questions with a text each in which the answer is found, for "
+            "recipes/question_answering.py."
+        )
     lower = {name.lower(): name for name in names}
     article = next((lower[name] for name in SUMMARISED if name in lower), None)
     if column is None and article is not None and "summary" in names:
@@ -124,6 +129,12 @@ def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str |
             "--text_column_name, or give conversations as `messages` with `role` and `content`."
         )
     return Format("text", TEXT, (found,))
+
+
+def _is_squad(articles: Any) -> bool:
+    return (
+        isinstance(articles, list) and bool(articles) and isinstance(articles[0], dict) and "paragraphs" in articles[0]
+    )
 
 
 def renames_of(words: Sequence[str] | None) -> dict[str, str]:
@@ -165,7 +176,7 @@ def _first_turn(value: Any) -> dict[str, Any]:
     return first if isinstance(first, dict) and not {"role", "from"}.isdisjoint(first) else {}
 
 
-def _led_by(rules: Any, turns: Any) -> Any:
+def led_by(rules: Any, turns: Any) -> Any:
     """With what a column says for the system, where the turns do not begin with its words."""
     if not isinstance(rules, str) or not rules.strip() or not isinstance(turns, list):
         return turns
@@ -198,13 +209,22 @@ def _sharegpt_turn(turn: Turn) -> Turn:
     return {"role": role, "tool_calls": [{"type": "function", "function": call} for call in calls], **weight}
 
 
-def _alpaca(row: Mapping[str, Any]) -> list[Turn]:
+def alpaca_prompt(row: Mapping[str, Any]) -> tuple[str, list[Turn]]:
+    """What is asked, of `instruction` and `input`, and the turns of the `history` before it. Raises RequestError."""
     past = from_json(row.get("history")) or []
     if not isinstance(past, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in past):
         raise RequestError(f"`history` must be a list of pairs, a question and its answer each: {quoted(past)}.")
     asked = "\n\n".join(str(row[name]) for name in ("instruction", "input") if str(row.get(name) or "").strip())
-    pairs = [*past, [asked, row["output"]]]
-    return [turn for question, answer in pairs for turn in (*_said("user", question), *_said(ASSISTANT, answer))]
+    return asked, [turn for pair in past for turn in _exchange(*pair)]
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[Turn]:
+    asked, past = alpaca_prompt(row)
+    return [*past, *_exchange(asked, row["output"])]
+
+
+def _exchange(question: Any, answer: Any) -> list[Turn]:
+    return [*_said("user", question), *_said(ASSISTANT, answer)]
 
 
 def _answered(prompt: str, answer: str) -> Callable[[Mapping[str, Any]], list[Turn]]:

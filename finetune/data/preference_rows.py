@@ -1,4 +1,4 @@
-"""Rows of preferences as people have them: which columns they are read from, and what a prompt and its answers are."""
+"""Rows of preferences as people have them: what a prompt and its answers are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import json
 import math
 import random
-import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,21 +17,17 @@ from datasets import Dataset
 
 from finetune.data.builtin import PACKAGES, parsed
 from finetune.data.chat.conversation import completion, conversation
-from finetune.data.chat.turns import ASSISTANT, Turn, from_json, has_words, quoted, turns_of
+from finetune.data.chat.turns import ASSISTANT, Turn, has_words, quoted
 from finetune.data.files import open_file
-from finetune.data.formats import NOT_LEARNT, SHAREGPT, TURNS
+from finetune.data.formats import NOT_LEARNT, SYSTEM, led_by
+from finetune.data.preference_columns import ANSWERS, SCORES, SIDES, prompt_of, turns_in
 from finetune.data.splits import open_splits
 from finetune.data.tokenizer import beginning_of
 from finetune.errors import RequestError
 from finetune.run.recipes.preference import PreferenceDataArguments
 
 SPLITS = ("train", "validation")
-PAIRS, ANSWERS = "preferences", "judged answers"
-SCORES = ("score_chosen", "score_rejected")  # UltraFeedback's, whose difference is a margin
 GOOD, BAD = ("true", "1", "good", "desirable", "chosen", "yes"), ("false", "0", "bad", "undesirable", "rejected", "no")
-SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # of Anthropic's HH
-OF_SPEAKER = {"Human": "user", "Assistant": ASSISTANT}
-OF_TURNS = (("role", "content"), ("role", "tool_calls"), ("from", "value"))
 FEWEST_WORDS, MOST_WORDS = 5, 40  # of a built-in answer
 TokensOfSide = tuple[list[int], list[bool]]  # ids, and which of them are learnt
 
@@ -77,43 +72,22 @@ def held_out(rows: Sequence[Sides], fraction: float, seed: int) -> dict[str, lis
     return found
 
 
-def find_preferences(names: Sequence[str], where: str, wants_single: bool) -> tuple[str, tuple[str, ...]]:
-    """PAIRS or ANSWERS, and the columns that are read. Answers by themselves serve KTO alone; it takes pairs apart.
-    Raises RequestError."""
-    if {"chosen", "rejected"} <= set(names):
-        more = [name for name in ("prompt", "margin") if name in names]
-        scores = SCORES if set(SCORES) <= set(names) and "margin" not in names else ()
-        return PAIRS, ("chosen", "rejected", *more, *scores)
-    if {"completion", "label"} <= set(names):
-        if not wants_single:
-            raise RequestError(
-                f"{where}: has answers that are judged one by one (completion, label), which --loss kto learns from. "
-                "The other losses compare two answers: give columns chosen and rejected."
-            )
-        return ANSWERS, ("completion", "label", *(["prompt"] if "prompt" in names else []))
-    other = ""
-    if {"messages", "conversations", "text"} & set(names) or {"prompt", "completion"} <= set(names):
-        other = " Texts and conversations without a worse answer are for recipes/causal_lm.py."
-    elif {"source", "target"} <= set(names):
-        other = " Texts and what is made of them are for recipes/seq2seq.py."
-    raise RequestError(
-        f"{where}: has no preferences: `chosen` and `rejected` (with `prompt`, or whole conversations each), or "
-        f"`completion` and `label`. It has {', '.join(names)}. Rename columns by --column_mapping OLD=NEW.{other}"
-    )
-
-
 def sides_of(kind: str, row: Mapping[str, Any]) -> Sides:
     """What a row says. Raises RequestError for one from which nothing can be learnt."""
-    columns = ("chosen", "rejected") if kind == PAIRS else ("completion",)
-    prompt, values = row.get("prompt"), [row[name] for name in columns]
-    for name, value in zip(columns, values, strict=True):
+    values = [row[name] for name in SIDES[kind]]
+    for name, value in zip(SIDES[kind], values, strict=True):
         if value is None or not (value.strip() if isinstance(value, str) else value not in ([], {})):
             raise RequestError(f"`{name}` is empty.")
-    found = [_turns(value) for value in values]
-    if any(turns is not None for turns in (*found, _turns(prompt))):
-        shared, answers = _dialogues(prompt, values, found)
+    prompt, found = prompt_of(row), [turns_in(value) for value in values]
+    shared: Any = prompt
+    if isinstance(prompt, str) and not any(found):
+        answers: tuple[Any, ...] = tuple(map(str, values))
     else:
-        shared, answers = str(prompt or ""), tuple(map(str, values))
+        before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if prompt else []
+        own = [
+            turns or [{"role": ASSISTANT, "content": str(value)}] for turns, value in zip(found, values, strict=True)
+        ]
+        shared, answers = _dialogues(before, own, row.get(SYSTEM))
     if len(answers) > 1 and answers[0] == answers[1]:
         raise RequestError("`chosen` and `rejected` are alike, which says nothing of what is better.")
     label = _label(row["label"]) if kind == ANSWERS else 1
@@ -218,38 +192,14 @@ def _label(value: Any) -> int:
     return int(word in GOOD)
 
 
-def _turns(value: Any) -> list[Turn] | None:
-    """Of a conversation, in turns, in JSON, or as Anthropic writes it; None for a text."""
-    if isinstance(value, str):
-        speakers = list(SPEAKER.finditer(value))
-        if speakers and not value[: speakers[0].start()].strip() and speakers[0][1] == "Human":
-            ends = [*(match.start() for match in speakers[1:]), len(value)]
-            return [
-                {"role": OF_SPEAKER[match[1]], "content": value[match.end() : end].strip()}
-                for match, end in zip(speakers, ends, strict=True)
-            ]
-        read = from_json(value)
-        value = read if all(map(_is_turn, read if isinstance(read, list) else [read])) else None  # or JSON is learnt
-    if not value or isinstance(value, int | float):
-        return None
-    value = value if isinstance(value, list) else [value]
-    if all(isinstance(turn, dict) and "from" in turn for turn in value):
-        value = TURNS[SHAREGPT]({"conversations": value})
-    return turns_of(value, "keep")
-
-
-def _is_turn(read: Any) -> bool:
-    return isinstance(read, dict) and any({who, *what} <= read.keys() for who, *what in OF_TURNS)
-
-
-def _dialogues(prompt: Any, values: Sequence[Any], found: Sequence[list[Turn] | None]) -> tuple[Any, tuple[Any, ...]]:
+def _dialogues(before: list[Turn], sides: Sequence[list[Turn]], rules: Any) -> tuple[Any, tuple[Any, ...]]:
     """The turns that the sides share, and the rest of each. A side that does not begin with the assistant's turn has
-    its prompt in it."""
-    before = _turns(prompt) or ([{"role": "user", "content": str(prompt)}] if prompt else [])
+    its prompt in it. `rules` are the system's, where no turn has them."""
     whole = []
-    for value, turns in zip(values, found, strict=True):
-        own = turns or [{"role": ASSISTANT, "content": str(value)}]
-        whole.append([*before, *own] if own[0]["role"] == ASSISTANT else own)
+    for own in sides:
+        if before and before[-1]["role"] == own[0]["role"] == ASSISTANT:
+            raise RequestError(f"the prompt ends with the assistant's turn, so it has an answer: {quoted(before[-1])}.")
+        whole.append(led_by(rules, [*before, *own] if own[0]["role"] == ASSISTANT else own))
     shared = 0
     if len(whole) == 1:
         shared = len(whole[0]) - 1

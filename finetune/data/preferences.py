@@ -13,6 +13,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
 from finetune.data.charset import encoding_notes
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, is_ours, read_template
 from finetune.data.columns import said_columns
+from finetune.data.find_columns import HEAD_ROWS
 from finetune.data.formats import check_renames, renames_of
 from finetune.data.places import Place
 from finetune.data.preference_batches import OF_ANSWERS, OF_PAIRS, collate
+from finetune.data.preference_columns import find_preferences
 from finetune.data.preference_rows import (
     SPLITS,
     Sides,
     encoded,
-    find_preferences,
     fitted,
     held_out,
     open_tables,
@@ -48,7 +50,7 @@ from finetune.run.launch import Launch
 from finetune.run.recipes.preference import PreferenceDataArguments
 from finetune.safe_read.bounded import each_bounded
 
-FORMAT = 2  # raise it when what is cached changes
+FORMAT = 3  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)
@@ -211,9 +213,11 @@ class _Job:
         place = Place.of_file(file) if file else Place(f"the {split} data")
         renames = check_renames(renames_of(self.arguments.column_mapping), table.column_names, place.name)
         table = table.rename_columns(renames) if renames else table
-        kind, read = find_preferences(table.column_names, place.name, self.is_single)
+        head = table.select(range(min(HEAD_ROWS, len(table)))).to_list()
+        kind, read = find_preferences(table.column_names, head, place.name, self.is_single)
+        columns = [*chain.from_iterable(read.values())]
         found, bad = [], {}
-        for number, row in enumerate(table.select_columns(list(read))):
+        for number, row in enumerate(table.select_columns(columns)):
             try:
                 found.append(replace(sides_of(kind, row), number=number))
             except RequestError as error:
@@ -226,8 +230,8 @@ class _Job:
             )
         if not found:
             raise RequestError(f"{place.name}: has no row that can be learnt. The first: {bad.get(0, 'none')}")
-        others = [name for name in table.column_names if name not in read]
-        return found, len(bad), said_columns({kind: read}, others)
+        others = [name for name in table.column_names if name not in columns]
+        return found, len(bad), said_columns(read, others)
 
     def _train_tokenizer(self, sides: Mapping[str, Sequence[Sides]], is_chat: bool) -> Any:
         if is_chat:

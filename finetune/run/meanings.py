@@ -87,6 +87,7 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "summary_column": ("target_column_name",),
     "tags_column": ("label_column_name",),
     "target_column": ("target_column_name",),
+    "teacher": (": a teacher is for recipes/causal_lm.py and seq_cls.py",),
     "teacher_top_k": (": only recipes/causal_lm.py keeps what a teacher says",),
     "test": ("test_file", "test_dir"),
     "text_column": ("text_column_names", "text_column_name", "source_column_name"),

@@ -50,6 +50,8 @@ def test_other_names_are_refused_and_can_be_renamed() -> None:
         cleaned(rows)
     with pytest.raises(RequestError, match=r"Preferences are for recipes/preference\.py"):
         find_rows(["prompt", "chosen", "rejected"], "here")
+    with pytest.raises(RequestError, match=r"recipes/preference\.py"):
+        cleaned([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     found = cleaned(rows, column_mapping=["title=anchor", "body=positive"])
     assert found.splits["train"].num_rows + found.splits["validation"].num_rows == 8
 

@@ -102,8 +102,9 @@ def test_texts_stay_a_prompt_and_its_completion_without_turns() -> None:
         ),
         ({"chosen": [USER, MODEL], "rejected": [USER]}, r"are preferences.*--column_mapping chosen=messages"),
         ({"chosen": "Human: a", "rejected": "b"}, "--column_mapping chosen=text"),
+        ({"version": "1.1", "data": [{"title": "a", "paragraphs": []}]}, r"recipes/question_answering\.py"),
     ],
-    ids=["two formats", "unknown", "summaries", "preferences", "preferences in turns", "preferences in texts"],
+    ids=["two formats", "unknown", "summaries", "preferences", "preferences in turns", "preferences in texts", "SQuAD"],
 )
 def test_what_is_not_clear_or_would_be_learnt_wrongly_is_refused_with_a_mend(row: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):

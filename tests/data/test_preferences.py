@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from finetune.data.preference_batches import collate
+from finetune.data.preference_columns import ANSWERS, PAIRS, find_preferences
 from finetune.data.preference_rows import (
-    ANSWERS,
-    PAIRS,
     docstring_pairs,
     encoded,
-    find_preferences,
     fitted,
     held_out,
     sides_of,
@@ -54,8 +52,8 @@ def test_conversations_are_read_whatever_their_layout(row: dict[str, Any]) -> No
 
 def test_a_score_of_each_answer_gives_the_margin() -> None:
     row = {"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 8.0, "score_rejected": 5.5}
-    assert find_preferences(list(row), "rows", False) == (PAIRS, tuple(sorted(row, key=list(row).index))[1:3] + (
-        "prompt", "score_chosen", "score_rejected"))  # fmt: skip
+    read = {PAIRS: ("chosen", "rejected", "score_chosen", "score_rejected"), "their prompt": ("prompt",)}
+    assert find_preferences(list(row), [row], "rows", False) == (PAIRS, read)
     assert sides_of(PAIRS, row).margin == 2.5
 
 
@@ -101,10 +99,10 @@ def test_answers_to_unlike_prompts_are_refused() -> None:
 
 def test_other_rows_name_the_recipe_or_the_loss_that_they_are_for() -> None:
     with pytest.raises(RequestError, match=r"recipes/causal_lm\.py"):
-        find_preferences(["messages"], "rows", False)
+        find_preferences(["messages"], [], "rows", False)
     with pytest.raises(RequestError, match="--loss kto"):
-        find_preferences(["prompt", "completion", "label"], "rows", False)
-    assert find_preferences(["prompt", "completion", "label"], "rows", True)[0] == ANSWERS
+        find_preferences(["prompt", "completion", "label"], [], "rows", False)
+    assert find_preferences(["prompt", "completion", "label"], [], "rows", True)[0] == ANSWERS
 
 
 def test_kto_takes_pairs_apart_and_refuses_answers_of_one_kind() -> None:
@@ -195,11 +193,13 @@ def test_built_in_pairs_differ_in_the_order_of_their_words_alone() -> None:
         assert sorted(pair["chosen"].split()) == sorted(pair["rejected"].split())
 
 
-def prepared(folder: Path, rows: list[dict[str, Any]], loss: str = "dpo", **more: Any) -> PreferenceData:
+def prepared(
+    folder: Path, rows: list[dict[str, Any]], loss: str = "dpo", block_size: int = 12, **more: Any
+) -> PreferenceData:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags, cut = PreferenceDataArguments(train_file=str(path)), PreparationArguments(**more)
-    return prepare_preferences(flags, cut, BYTES, loss=loss, block_size=12, seed=0, launch=read_launch())
+    return prepare_preferences(flags, cut, BYTES, loss=loss, block_size=block_size, seed=0, launch=read_launch())
 
 
 def test_bad_rows_are_named_by_their_line_or_left_out_and_counted(tmp_path: Path) -> None:
@@ -213,3 +213,89 @@ def test_bad_rows_are_named_by_their_line_or_left_out_and_counted(tmp_path: Path
     assert sum(data.account.truncated.values()) == 9
     assert "cut alike on both sides" in data.describe()
     assert [row for split in data.splits.values() for row in split["row"]] == list(range(9))
+
+
+TEXTS = {"chosen": "Good day", "rejected": "What?"}
+ASKED, RULES = {"role": "user", "content": "Who is there?"}, {"role": "system", "content": "Be brief."}
+SAID = [{"from": "human", "value": "Hello"}]
+ANSWERED = {name: {"from": "gpt", "value": text} for name, text in TEXTS.items()}
+LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"question": "Who is there?"}, {"prompt": "Who is there?"}, "question"),
+    ({"instruction": "Who is there?"}, {"prompt": "Who is there?"}, "instruction"),
+    ({"instruction": "Say", "input": "Who is there?"}, {"prompt": "Say\n\nWho is there?"}, "instruction + input"),
+    ({"input": "Who is there?"}, {"prompt": "Who is there?"}, "input"),
+    ({"query": "Who is there?"}, {"prompt": "Who is there?"}, "query"),
+    ({"system": "Be brief.", "question": "Who is there?"}, {"prompt": [RULES, ASKED]}, "system + question"),
+    ({"system": "Be brief.", "prompt": "Who is there?"}, {"prompt": [RULES, ASKED]}, "system + prompt"),
+    ({"system": "", "question": "Who is there?"}, {"prompt": [ASKED]}, "system + question"),
+    ({"messages": [USER, GOOD, ASKED]}, {"prompt": [USER, GOOD, ASKED]}, "messages"),
+    ({"conversations": SAID, **ANSWERED}, {"prompt": [USER]}, "conversations"),
+    ({"conversations": SAID, "system": "Be brief.", **ANSWERED}, {"prompt": [RULES, USER]}, "system + conversations"),
+    (
+        {"instruction": "Who is there?", "input": "", "history": [["Hello", "Good day"]]},
+        {"prompt": [USER, GOOD, ASKED]},
+        "instruction + input + history",
+    ),
+    (
+        {"system": "Be brief.", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [RULES, USER]},
+        "system",
+    ),
+    ({"prompt": "\n\nHuman: Who is there?\n\nAssistant:"}, {"prompt": [ASKED]}, "prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "same", "said", "loss"), [*((*layout, "dpo") for layout in LAYOUTS), (*LAYOUTS[0], "kto")]
+)
+def test_a_prompt_under_any_of_its_names_gives_the_tokens_of_a_column_prompt(
+    row: dict[str, Any], same: dict[str, Any], said: str, loss: str, tmp_path: Path
+) -> None:
+    found = [prepared(tmp_path, rows_of({**TEXTS, **one}), loss, block_size=256) for one in (row, same)]
+    for split, table in found[1].splits.items():
+        assert table.to_list() == found[0].splits[split].to_list()
+    assert f", {said} as their prompt" in found[0].describe()
+
+
+def rows_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same four times, and a held-out one."""
+    return [row] * 4 + [json.loads(json.dumps(row).replace("Who is there?", "You?").replace("Hello", "Hi"))]
+
+
+def test_the_prompt_of_a_judged_answer_is_found_too() -> None:
+    row = {"question": "Who is there?", "completion": "I am", "label": True}
+    read = {ANSWERS: ("completion", "label"), "their prompt": ("question",)}
+    assert find_preferences(list(row), [row], "rows", True) == (ANSWERS, read)
+    assert sides_of(ANSWERS, row).prompt == "Who is there?"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"post": "Who is there?", **TEXTS}, r"no prompt in them.*--column_mapping post=prompt"),
+        ({"问": "你是谁", **TEXTS}, "--column_mapping 问=prompt"),
+        ({"dialog": [USER], "chosen": [GOOD], "rejected": [BAD]}, "--column_mapping dialog=prompt"),
+        ({"question": "Who?", "messages": [USER], **TEXTS}, r"question or messages.*--column_mapping question=prompt"),
+    ],
+)
+def test_answers_whose_prompt_would_be_left_out_are_refused_with_a_mend(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        find_preferences(list(row), [row], "rows", False)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"id": "a-1", "source": "web", **TEXTS},
+        {"notes": "two words", "chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+        {"notes": "two words", "question": "a", "messages": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+    ids=["no words elsewhere", "HH", "whole conversations"],
+)
+def test_whole_dialogues_and_answers_without_any_prompt_are_read_as_they_are(row: dict[str, Any]) -> None:
+    assert find_preferences(list(row), [row], "rows", False) == (PAIRS, {PAIRS: ("chosen", "rejected")})
+
+
+def test_a_conversation_that_has_its_answer_is_no_prompt() -> None:
+    with pytest.raises(RequestError, match="the prompt ends with the assistant's turn"):
+        sides_of(PAIRS, {"messages": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]})

@@ -77,6 +77,7 @@ def test_flags_that_cannot_be_meant_are_refused(argv: list[str], message: str) -
         ("-x", "-x .* `--help` lists them"),
         ("--", "no flag follows it"),
         ("--wrld 2", "The launcher says how many ranks there are"),
+        ("--teacher x", r"no such flag\. A teacher is for recipes/causal_lm\.py and seq_cls\.py\."),
     ],
 )
 def test_words_that_are_nearly_flags_are_told(words: str, said: str) -> None:
