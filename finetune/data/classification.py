@@ -26,7 +26,7 @@ from finetune.data.tokenizer import identity, made_by, train_wordpiece
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
-FORMAT = 11  # raise it when what is cached changes
+FORMAT = 12  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)

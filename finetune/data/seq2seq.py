@@ -188,10 +188,12 @@ def pair_encoder(
     """Token ids of sources with their prefix and, as `labels`, of targets, both cut to their length; a test row without
     a target gets the end alone, which nobody judges."""
     most, prefix = int(arguments.max_target_length or 0), arguments.source_prefix or ""
+    end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         ids, source_cut = cut_to(tokenizer, max_length, text=[prefix + text for text in rows[SOURCE]])
         written, target_cut = cut_to(tokenizer, most, text_target=rows.get(TARGET, [""] * len(ids)))
+        written = [one or [end] for one in written]  # not all tokenizers mark it, and BART shifts no empty row
         return {
             "input_ids": ids,
             "labels": written,

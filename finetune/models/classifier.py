@@ -133,8 +133,9 @@ def build_classifier(
     if kept.in_4bit:
         with torch.device("meta"):
             kept = replace(kept, whole=tuple(heads_of(kind.from_config(config))))
-    # A head with another number of labels is made anew.
-    return load_weights(kind, name, config, is_local, arguments, kept, ignore_mismatched_sizes=True)
+    # A head with another number of labels is made anew; an adapter has its own.
+    makes_head = will_train or source.adapter is not None
+    return load_weights(kind, name, config, is_local, arguments, kept, has_new_head=makes_head)
 
 
 def _check_knows(source: Source, labels: Labels) -> None:

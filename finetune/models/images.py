@@ -109,7 +109,7 @@ def build_image_classifier(
         name, is_local = str(arguments.model_name_or_path), source.hub_id is None
         # A head with another number of classes is made anew.
         auto = AutoModelForImageClassification
-        model = load_weights(auto, name, config, is_local, arguments, ignore_mismatched_sizes=True)
+        model = load_weights(auto, name, config, is_local, arguments, has_new_head=True)
     if recomputes and not model.supports_gradient_checkpointing:
         raise RequestError(
             f"--activation_checkpoint_interval: transformers' {type(model).__name__} cannot compute activations again. "

@@ -12,6 +12,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line, plain
+from finetune.models.whole import refuse_missing
 from finetune.run import facts
 from finetune.run.files import LABELS
 from finetune.safe_read import read_json_object
@@ -153,18 +154,23 @@ def load_weights(
     arguments: Any,
     kept: Kept = IN_FP32,
     flag: str = "model_name_or_path",
+    has_new_head: bool = False,
     **chosen: Any,
 ) -> Any:
-    """The model that `auto` (AutoModelForCausalLM) makes of a folder or hub id, from safetensors alone. Raises
-    RequestError, naming `flag`, where they are not whole or do not fit."""
+    """The model that `auto` (AutoModelForCausalLM) makes of a folder or hub id, from safetensors alone; with
+    `has_new_head` its head is drawn where they have none that fits. Raises RequestError, naming `flag`, where they are
+    not whole or do not fit."""
+    architectures = getattr(config, "architectures", None)
     try:
-        model = auto.from_pretrained(
+        model, found = auto.from_pretrained(
             name,
             config=config,
             revision=arguments.model_revision,
             trust_remote_code=arguments.trust_remote_code,
             use_safetensors=True,
             local_files_only=not is_local and not hub_is_reachable(),
+            output_loading_info=True,
+            ignore_mismatched_sizes=has_new_head,
             **kept.chosen(),
             **chosen,
         )
@@ -175,6 +181,7 @@ def load_weights(
             f"--{flag} {name}: its weights cannot be loaded ({plain(first_line(error, 300))}). Get them "
             "from their source again."
         ) from error
+    refuse_missing(model, found, architectures, f"--{flag} {name}", has_new_head)
     if kept.in_4bit:
         _keep_trainable_after_evaluation(model)
     forget_unused_renamings(model)

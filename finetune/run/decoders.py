@@ -3,11 +3,11 @@ encoder with a decoder reads one text to write another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, plain
 from finetune.safe_read import read_json_object
 
 # transformers 5.23, models/auto/modeling_auto.py: those that fill in masks, and those that read one text and write
@@ -23,6 +23,63 @@ ENCODERS = frozenset(
 
 # Encoders with a decoder that have a class of classifiers (the same file, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING).
 CLASSIFYING = frozenset("bart bigbird_pegasus led mbart mt5 mvp plbart t5 t5gemma t5gemma2 umt5".split())
+
+# By the end of an architecture's name, who trains it.
+RECIPES = {
+    "ForSequenceClassification": "recipes/seq_cls.py, and recipes/preference.py --loss reward",
+    "ForTokenClassification": "recipes/token_cls.py",
+    "ForQuestionAnswering": "recipes/question_answering.py",
+    "ForImageClassification": "recipes/image_cls.py",
+    "ForCausalLM": "recipes/causal_lm.py",
+    "LMHeadModel": "recipes/causal_lm.py",
+    "ForConditionalGeneration": "recipes/seq2seq.py",
+    "Model": "recipes/embedding.py",
+}
+JUDGES = tuple(RECIPES)[:4]
+
+
+def recipe_for(architectures: Sequence[str]) -> str:
+    """Who trains a checkpoint whose config.json names these; "" where nobody is known to."""
+    return next((recipe for end, recipe in RECIPES.items() if architectures and architectures[0].endswith(end)), "")
+
+
+def refuse_no_language_model(read: Callable[[str], Any], said: str) -> None:
+    """Raises RequestError for a model that does not predict the token after those it sees; `read` and `said` as in
+    `refuse_encoder`."""
+    refuse_encoder(read, said)
+    _refuse_judge(read, said)
+
+
+def refuse_no_rewriter(read: Callable[[str], Any], said: str) -> None:
+    """Likewise for one that does not make one text of another."""
+    refuse_one_sided(read, said)
+    _refuse_judge(read, said)
+
+
+def _refuse_judge(read: Callable[[str], Any], said: str) -> None:
+    """Of a classifier the language-model head is not saved, or was not trained."""
+    names = _architectures(read)
+    if names and all(name.endswith(JUDGES) for name in names):
+        raise RequestError(
+            f"{said}: its config.json is of a {names[0]}, which has no language-model head: it would be drawn at "
+            f"random. Give the language model that it was made from; a {names[0]} is for {recipe_for(names)}."
+        )
+
+
+def refuse_no_classifier(read: Callable[[str], Any], said: str) -> None:
+    """Likewise for a teacher of classes that has no head for them."""
+    refuse_writer(read, said)
+    names = _architectures(read)
+    if names and not any(name.endswith("ForSequenceClassification") for name in names):
+        raise RequestError(
+            f"{said}: its config.json is of a {names[0]}, which has no classification head: it would be drawn at "
+            "random. Give a model that was trained on these labels (recipes/seq_cls.py trains one)."
+        )
+
+
+def _architectures(read: Callable[[str], Any]) -> list[str]:
+    found = read("architectures")
+    return [plain(name) for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
 def refuse_encoder(read: Callable[[str], Any], said: str) -> None:
@@ -69,8 +126,13 @@ def refuse_writer(read: Callable[[str], Any], said: str) -> None:
 
 def look_at_model(run: Any) -> None:
     """Raises RequestError as loading the model would, by a folder's config.json, for one that the run's task is not
-    for."""
-    name = run.value("model_name_or_path")
+    for; likewise for its teacher, which must have the head of the task."""
+    _look(run, "model_name_or_path", run.task.refuses)
+    _look(run, "teacher", run.task.refuses_teacher or run.task.refuses)
+
+
+def _look(run: Any, flag: str, refuses: Callable[[Callable[[str], Any], str], None] | None) -> None:
+    name = run.value(flag)
     file = Path(str(name)).expanduser() / "config.json"
-    if name and run.task.refuses is not None and file.is_file():
-        run.task.refuses(read_json_object(file).get, run.said("model_name_or_path"))
+    if name and refuses is not None and file.is_file():
+        refuses(read_json_object(file).get, run.said(flag))

@@ -105,7 +105,8 @@ def _built(session: Session, source: Source, data: QuestionData, kept: Kept = IN
         with torch.device("meta"):
             kept = replace(kept, whole=tuple(heads_of(kind.from_config(config))))
     is_local = source.hub_id is None
-    return load_weights(kind, str(source.pretrained), config, is_local, arguments, kept, ignore_mismatched_sizes=True)
+    makes_head = session.training.do_train or source.adapter is not None  # which has its own
+    return load_weights(kind, str(source.pretrained), config, is_local, arguments, kept, has_new_head=makes_head)
 
 
 @dataclass(frozen=True)

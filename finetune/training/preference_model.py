@@ -155,7 +155,8 @@ def _reward_model(session: Session, source: CausalSource, tokenizer: Any, kept: 
         draw_weights(model, session.training.seed)
         return model
     kind, is_local = AutoModelForSequenceClassification, source.hub_id is None
-    return load_weights(kind, source.pretrained, config, is_local, arguments, kept, ignore_mismatched_sizes=True)
+    makes_head = session.training.do_train or source.adapter is not None  # which has its own
+    return load_weights(kind, source.pretrained, config, is_local, arguments, kept, has_new_head=makes_head)
 
 
 def answers_of(session: Session, config: Any, data: PreferenceData) -> Answers:

@@ -156,6 +156,8 @@ def _config(session: Session, arguments: Any, tokenizer: Any, tokens: int) -> An
     name = str(session[DistillArguments].teacher)
     arguments = replace(arguments, model_revision="main")
     config = from_pretrained(AutoConfig, "teacher", name, arguments)
+    if refuses := session.run.task.refuses_teacher or session.run.task.refuses:
+        refuses(config.to_dict().get, f"--teacher {name}")
     refuse_without_weights(name, "teacher")
     own = from_pretrained(AutoTokenizer, "teacher", name, arguments)
     embeds = config.get_text_config().vocab_size

@@ -21,9 +21,11 @@ def model(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def is_refused_or_taken(recipe: str, folder: Path, message: str) -> None:
+def is_refused_or_taken(
+    recipe: str, folder: Path, message: str, *words: str, flag: str = "--model_name_or_path"
+) -> None:
     """With that message, or taken where it is ""."""
-    run = resolve(recipes()[recipe], ["--model_name_or_path", str(folder)], Launch(), is_here=False)
+    run = resolve(recipes()[recipe], [flag, str(folder), *words], Launch(), is_here=False)
     if not message:
         look_at_model(run)
         return
@@ -66,6 +68,57 @@ def test_one_text_is_made_of_another_by_an_encoder_with_a_decoder(
     recipe: str, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     is_refused_or_taken(recipe, model(tmp_path, **config), message)
+
+
+LLAMA = {"model_type": "llama"}
+BERT = {"model_type": "bert"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "config", "message"),
+    [
+        (
+            "causal_lm",
+            [],
+            {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
+            "no language-model head.*--loss",
+        ),
+        ("preference", [], {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "no language-model head"),
+        ("preference", ["--loss", "reward"], {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, ""),
+        ("causal_lm", [], {**LLAMA, "architectures": ["LlamaModel"]}, ""),  # its head may be tied
+        (
+            "seq2seq",
+            [],
+            {"is_encoder_decoder": True, "architectures": ["BartForSequenceClassification"]},
+            "no language",
+        ),
+        ("seq2seq", [], {"is_encoder_decoder": True, "architectures": ["BartModel"]}, ""),
+    ],
+)
+def test_a_classifier_is_no_language_model(
+    recipe: str, words: list[str], config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    is_refused_or_taken(recipe, model(tmp_path, **config), message, *words)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "message"),
+    [
+        ("causal_lm", BERT, r"^--teacher is .*of an encoder \(bert\)"),
+        ("causal_lm", {"model_type": "bart", "is_encoder_decoder": True}, "^--teacher is .*encoder with a decoder"),
+        (
+            "causal_lm",
+            {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
+            "^--teacher is .*no language-model",
+        ),
+        ("causal_lm", LLAMA, ""),
+        ("seq_cls", {**BERT, "architectures": ["BertForMaskedLM"]}, "^--teacher is .*no classification head"),
+        ("seq_cls", {"model_type": "marian", "is_encoder_decoder": True}, "^--teacher is .*is for recipes/seq2seq.py"),
+        ("seq_cls", {**BERT, "architectures": ["BertForSequenceClassification"]}, ""),
+    ],
+)
+def test_a_teacher_is_of_its_students_kind(recipe: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    is_refused_or_taken(recipe, model(tmp_path, **config), message, flag="--teacher")
 
 
 def test_it_is_said_before_the_run_starts_and_other_recipes_take_it(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from conftest import NOT_JUDGED, TINY, Finished, gate_has, launch
-from seq2seq_families import FAMILIES
+from seq2seq_families import FAMILIES, OF_BART, save
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
 RECIPE = "recipes/seq2seq.py"
 OWN = {name: value for name, value in TINY.items() if name != "max_seq_length"} | {
@@ -146,6 +148,22 @@ def test_a_model_is_asked_for_sources_without_targets(one_rank: Finished, tmp_pa
     done = run("python", tmp_path / "run", {**flags, "do_train": False, **NOT_JUDGED})
     assert [set(row) for row in written(done)] == [{"index", "source", "prediction"}] * 2
     assert not [name for name in done.json("all_results.json") if name.endswith(("loss", "exact_match"))]
+
+
+def test_a_bart_whose_tokenizer_marks_no_end_is_asked_without_targets(tmp_path: Path) -> None:
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<pad>", "</s>", *WORDS])}, "<pad>")),
+        pad_token="<pad>",
+        eos_token="</s>",
+    )
+    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    marks = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "decoder_start_token_id": 1}
+    config = BartConfig(vocab_size=len(words), **OF_BART, **marks)
+    save(tmp_path / "bart", BartForConditionalGeneration(config), words)
+    (tmp_path / "new.csv").write_text("document\nred green\nblue\n")
+    flags = {"model_name_or_path": tmp_path / "bart", "test_file": tmp_path / "new.csv", "do_predict": True}
+    done = run("python", tmp_path / "run", {**flags, "do_train": False, **NOT_JUDGED})
+    assert [row["index"] for row in written(done)] == [0, 1]
 
 
 def test_an_adapter_is_trained_merged_and_opened(one_rank: Finished, files: dict[str, str], tmp_path: Path) -> None:

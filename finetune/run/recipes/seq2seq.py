@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.run.decoders import refuse_one_sided
+from finetune.run.decoders import refuse_no_rewriter
 from finetune.run.flag import METRIC, NAME_OR_PATH, flag
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.common import RunArguments
@@ -106,7 +106,7 @@ def t5_shape(read: Callable[[str], Any]) -> dict[str, Any]:
 
 SEQ2SEQ = Recipe(
     name="seq2seq",
-    task=Task("text2text-generation", "AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM", refuse_one_sided),
+    task=Task("text2text-generation", "AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM", refuse_no_rewriter),
     groups=(
         Seq2SeqModelArguments,
         AdapterArguments,
