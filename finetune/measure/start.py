@@ -166,8 +166,14 @@ def autotune(found: Found, many: int) -> Found:
 
 def check_room(job: Job, machine: Machine) -> None:
     """Raises RequestError for what is not tried, or not here."""
-    if job.model.lora is not None or job.model.family == "resnet":
-        what = "adapters" if job.model.lora is not None else "ResNets"
+    what = (
+        "preferences" if job.texts > 1
+        else "beside a teacher" if job.teacher is not None
+        else "adapters" if job.model.lora is not None
+        else "ResNets" if job.model.family == "resnet"
+        else None
+    )  # fmt: skip
+    if what:
         raise RequestError(
             f"--verify and --autotune do not train {what}. Drop them, and the plan is made all the same."
         )

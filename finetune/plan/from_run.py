@@ -12,11 +12,11 @@ from finetune.errors import RequestError
 from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.parts import CAUSAL, MOST, SEQ2SEQ
 from finetune.plan.forward.listed import LISTED
-from finetune.plan.job import DEEPSPEED, FSDP, PIPELINE, TRAINER, Job
+from finetune.plan.job import DEEPSPEED, FSDP, OWN_BASE, PIPELINE, SECOND, TRAINER, Job
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, in_4bit, read_config, with_lora
 from finetune.plan.optimizers import optimizer_of
-from finetune.plan.run_model import lora_of, model_of_run
+from finetune.plan.run_model import is_adapter, lora_of, model_of_run
 from finetune.plan.zero import read_zero
 from finetune.run.engine import (
     context_of,
@@ -42,9 +42,14 @@ from finetune.run.facts import (
 )
 from finetune.run.files import SENTENCE_SIZES
 from finetune.run.flags.guards import WORTH_BYTES
+from finetune.run.reference import form_of_reference
 from finetune.run.run import Run
 
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+IN_HALF = (
+    "trained weights, gradients and optimizer states are counted in 16 bits, without masters (--dtype); DeepSpeed's "
+    "layouts have fp32 masters, and a run under them takes no such --dtype"
+)
 CAPPED = ("gemma2",)  # whose logits are capped, so that their loss is not computed in chunks
 COUNTED = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "image_size")
 
@@ -87,7 +92,6 @@ def job_of(
         image_size=subject.image_size,
         accumulation=run.value("gradient_accumulation_steps"),
         precision=precision,
-        eval_batch=eval_batch_of(run),
         checkpoint_interval=checkpoint_interval(run),
         attention=_one_of(run, "attn_implementation", ATTENTIONS, "sdpa"),
         loss_chunk_tokens=subject.loss_chunk_tokens,
@@ -95,13 +99,10 @@ def job_of(
         dtype=base_dtype(run, flags["bf16"]),
         saves_beside_from=_saves_beside_from(run),
         **_teacher(run, flags["bf16"], params_per_layer, notes),
+        **({"eval_batch": eval_batch_of(run)} | _preferences(run, model, flags["bf16"], notes)),
     )
     if not asked:
-        if job.trains_half:
-            notes.append(
-                "trained weights, gradients and optimizer states are counted in 16 bits, without masters (--dtype); "
-                "DeepSpeed's layouts have fp32 masters, and a run under them takes no such --dtype"
-            )
+        notes += [IN_HALF] if job.trains_half else []
         return replace(job, optimizer=optimizer_of(run.value("optim"), None)), None, notes
     loaded = load_deepspeed(run, asked, context_of(run, flags, has_cuda=job.device == "cuda", is_here=False))
     if Config(loaded.config).is_on("bf16.bf16_master_weights_and_grads"):
@@ -124,11 +125,6 @@ def _saves_beside_from(run: Run) -> int | None:
 
 def _rows_of_texts(run: Run) -> Iterator[str]:
     """Of recipes whose rows are several texts."""
-    if "reference" in run.recipe.flags:
-        yield (
-            "a row of preferences is counted as one text, and is two: plan with twice --per_device_train_batch_size; a "
-            "second model (--reference online) is not counted"
-        )
     if "pooling" in run.recipe.flags:
         yield (
             "a row is counted as one text: plan pairs with twice --per_device_train_batch_size, triplets with three "
@@ -150,10 +146,33 @@ def _teacher(run: Run, bf16: bool, params_per_layer: int | None, notes: list[str
     if run.value("teacher_top_k"):
         notes.append("the teacher is asked before training, beside the model's weights alone; that is not counted")
         return {}
-    notes.append("the teacher's weights and activations are counted; the time in which it is asked is not")
+    notes.append("the teacher's weights, activations and forward pass are counted, not what ZeRO-3 gathers for it")
     named = run.settled("--teacher", model_name_or_path=run.value("teacher"))
-    model = model_of_run(named, params_per_layer, notes)
+    model = model_of_run(named, params_per_layer, notes, "teacher")
     return {"teacher": model, "teacher_dtype": base_dtype(run, bf16, has_adapter=True)}
+
+
+def _preferences(run: Run, model: Model, bf16: bool, notes: list[str]) -> dict[str, Any]:
+    """Of a row of preferences both texts, and what they are measured by (finetune/training/preference.py)."""
+    if "reference" not in run.recipe.flags:
+        return {}
+    loss, goes_on = run.value("loss"), is_adapter(run)
+    form = form_of_reference(loss, run.value("reference"), bool(run.value("use_peft")) or goes_on, goes_on)
+    if run.value("share_prompt"):
+        notes.append("--share_prompt is not counted: a row is planned as two texts, each with its prompt")
+    found: dict[str, Any] = {"texts": 2, "baseline": loss == "kto"}
+    if form == "cached":
+        notes.append(
+            "the reference is asked once, before the first step, and keeps nothing on the device; that pass is counted "
+            "as an evaluation, and its time is not"
+        )
+        return found | {"eval_batch": int(run.value("per_device_eval_batch_size"))}
+    if form == "none":
+        return found
+    notes.append("the reference's forward pass is counted, an upper bound of its activations; its gathers' time is not")
+    base = in_4bit(model) if run.value("load_in_4bit") else model
+    kind = SECOND if form == "online" else OWN_BASE
+    return found | {"teacher": base, "teacher_dtype": base_dtype(run, bf16), "reference": kind}
 
 
 def _check_numbers(run: Run, params_per_layer: int | None) -> None:

@@ -15,6 +15,7 @@ from finetune.plan.values import FP32_BYTES, HALF_BYTES, Numbers
 from finetune.plan.zero import Zero
 
 TRAINER, FSDP, DEEPSPEED, PIPELINE = "trainer", "fsdp", "deepspeed", "pipeline"
+SECOND, OWN_BASE = "second", "base"
 NO_ZERO, ADAM = Zero(), Optimizer("adam")
 
 
@@ -23,7 +24,8 @@ class Job:
     """`engine`: the Trainer alone (DDP on several ranks), DeepSpeed under the Trainer, or DeepSpeed's pipeline.
     `micro_batch` is in samples a rank, `tokens` in each sample (1 of what is no text); `image_size` in pixels.
     `targets`: tokens that are written of each, by an encoder with a decoder; None of others, and there as many.
-    `eval_batch`: samples a rank of an evaluation; 0: there is none."""
+    `eval_batch`: samples a rank of an evaluation; 0: there is none. `texts`: those of a sample of preferences, in one
+    forward pass; with `baseline` (KTO) only the first is trained on, and the second asked before, without gradients."""
 
     model: Model
     engine: str = TRAINER
@@ -48,6 +50,9 @@ class Job:
     teacher: Model | None = None  # a frozen model beside it, asked in each micro-batch
     teacher_dtype: str = "float32"  # likewise
     saves_beside_from: int | None = None  # bytes of a checkpoint, to be written while the training goes on; None: none
+    reference: str = ""  # what `teacher` is to preferences: SECOND, a model of its own; OWN_BASE, this one's base
+    texts: int = 1
+    baseline: bool = False
 
     @property
     def data_parallel_size(self) -> int:
@@ -60,12 +65,13 @@ class Job:
 
     @property
     def sample_tokens(self) -> int:
-        """Of a sample, what is read and what is written."""
-        return self.tokens + (self.targets or 0)
+        """Of a sample, what is read and what is written; of preferences both texts."""
+        return self.texts * self.tokens + (self.targets or 0)
 
     @property
     def batch(self) -> Batch:
-        return Batch(self.micro_batch, self.tokens, self.image_size, self.targets)
+        rows = self.micro_batch * (1 if self.baseline else self.texts)
+        return Batch(rows, self.tokens, self.image_size, self.targets)
 
     @property
     def uses_autocast(self) -> bool:
@@ -95,12 +101,17 @@ class Job:
 
     @property
     def of_teacher(self) -> Job:
-        """A job of the teacher, of the same batches: one in 16 bits computes as DeepSpeed's engine does."""
+        """A job of the teacher, of the same batches: one in 16 bits computes as DeepSpeed's engine does. A second model
+        beside the Trainer is not in accelerate's autocast, and one in fp32 computes in it."""
         assert self.teacher is not None
         is_half = self.precision != "fp32" and (self.engine == DEEPSPEED or self.teacher_dtype != "float32")
         model = replace(self.teacher, tensors=tuple(replace(one, trains=False) for one in self.teacher.tensors))
         engine = DEEPSPEED if is_half else TRAINER
-        return replace(self, model=model, teacher=None, engine=engine, checkpoint_interval=0)
+        precision = "fp32" if self.reference == SECOND and not is_half else self.precision
+        return replace(
+            self, model=model, teacher=None, engine=engine, precision=precision, dtype=self.teacher_dtype,
+            checkpoint_interval=0,
+        )  # fmt: skip
 
     @property
     def numbers(self) -> Numbers:

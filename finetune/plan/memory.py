@@ -13,7 +13,7 @@ from finetune.plan.engines.zero12 import Bf16Stage, Stage, Zero12
 from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.parts import CLASSES, Sizes
 from finetune.plan.forward.parts import Part
-from finetune.plan.job import FSDP, PIPELINE, TRAINER, Job, tape_of
+from finetune.plan.job import FSDP, OWN_BASE, PIPELINE, TRAINER, Job, tape_of
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, Tensor
 from finetune.plan.schedule import FORWARD, order_of
@@ -24,7 +24,7 @@ from finetune.plan.values import FP32_BYTES, INT64_BYTES
 from finetune.plan.zero import Zero
 
 BESIDE_STEPS = ("evaluation", "saving")  # phases that are no part of a step
-TEACHER = "teacher"
+TEACHER, REFERENCE = "teacher", "reference"
 BATCH, WORKSPACE, BUFFERS, SAVED = "batch", "workspace", "model buffers", "weights being saved"
 COPIED = "copy of a checkpoint"
 
@@ -77,11 +77,11 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
         layout.trace(tape)
     layout.hold(device)
     device.take(BATCH, batch_bytes(job))
-    if job.teacher is not None:
+    if job.teacher is not None and job.reference != OWN_BASE:
         ranks = job.world_size if job.zero.stage == 3 else 1
-        device.take(
-            TEACHER, sum(-(-one.elements // ranks) for one in job.teacher.tensors) * job.of_teacher.weight_bytes
-        )
+        held = sum(-(-one.elements // ranks) for one in job.teacher.tensors) * job.of_teacher.weight_bytes
+        device.take(_of(job), held)
+        device.take(BUFFERS, sum(buffer.bytes for buffer in job.teacher.buffers) if job.reference else 0)
     if job.engine == PIPELINE:
         device.take(PIPE, _pipe_bytes(job, rank))
     if buffers := sum(buffer.bytes for buffer in job.model.buffers):
@@ -121,8 +121,9 @@ def _still(model: Model) -> Model:
 def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:
     """A batch of an evaluation, its ids and labels; logits are reduced on the device, batch by batch, as the recipes do
     (preprocess_logits_for_metrics)."""
-    tape = tape_of(replace(job, model=_still(job.model), micro_batch=job.eval_batch, checkpoint_interval=0))
-    size = batch_bytes(replace(job, micro_batch=job.eval_batch, accumulation=1))
+    asked = replace(job, micro_batch=job.eval_batch, checkpoint_interval=0, baseline=False)
+    tape = tape_of(replace(asked, model=_still(job.model)))
+    size = batch_bytes(replace(asked, accumulation=1))
     device.phase = "evaluation"
     device.take(BATCH, size, "batch")
     if isinstance(layout, (Zero3, Fsdp)):
@@ -130,6 +131,8 @@ def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:
         layout.begin(device, True, True)
     Pass(tape, device, layout, layout.gradient_bytes).evaluate()
     layout.after_forward(device)
+    if job.teacher is not None and job.reference:
+        _ask_teacher(asked, device)
     device.give(BATCH, size)
 
 
@@ -145,14 +148,17 @@ def _save(job: Job, layout: Resident, device: Ledger) -> int:
 
 
 def _step(job: Job, tape: Tape, layout: Resident, device: Ledger) -> None:
-    """Micro-batches one after another; the second is as all that follow it but the last."""
+    """Micro-batches one after another; the second is as all that follow it but the last. A reference is asked between
+    the forward pass and the backward one (finetune/training/preference.py), and what it gives is a number a text."""
     many = min(job.accumulation, 3)
     for micro in range(many):
-        answer = _ask_teacher(job, device) if job.teacher is not None else 0
+        answer = _ask_teacher(job, device) if job.teacher is not None and not job.reference else 0
         layout.begin(device, micro == 0, micro == many - 1)
         passed = Pass(tape, device, layout, layout.gradient_bytes)
         passed.forward()
         layout.after_forward(device)
+        if job.teacher is not None and job.reference:
+            _ask_teacher(job, device)
         passed.backward()
         layout.end(device)
         if answer:
@@ -178,8 +184,10 @@ def _ask_teacher(job: Job, device: Ledger) -> int:
         layout.trace(tape, goes_back=False)
     layout.begin(device, True, True)
     before = device.live.get(GATHERED, 0)
-    Pass(tape, device, layout, layout.gradient_bytes).evaluate(TEACHER)
+    Pass(tape, device, layout, layout.gradient_bytes).evaluate(_of(job))
     device.give(GATHERED, device.live.setdefault(GATHERED, 0) - before)  # the few small ones that stay are not counted
+    if job.reference:
+        return 0
     if job.model.head == CLASSES:
         kept = job.micro_batch * job.model.sizes.labels * asked.weight_bytes
     elif job.loss_chunk_tokens:
@@ -188,6 +196,10 @@ def _ask_teacher(job: Job, device: Ledger) -> int:
         kept = job.batch.positions * asked.model.vocab_size * (asked.weight_bytes + 2 * FP32_BYTES)
     device.take(TEACHER, kept, "its answer")
     return kept
+
+
+def _of(job: Job) -> str:
+    return REFERENCE if job.reference else TEACHER
 
 
 def _pipeline_step(job: Job, tape: Tape, layout: Resident, device: Ledger, stage: int) -> None:
@@ -242,6 +254,8 @@ def batch_bytes(job: Job) -> int:
         pixels = job.model.sizes("num_channels", default=3) * job.image_size**2
         numbers = job.model.hidden_size if job.model.family == "mlp" else pixels
         return rows * (numbers * FP32_BYTES + INT64_BYTES)
+    if job.texts > 1:  # ids, mask, targets and a place of each text (finetune/data/preference_batches.py), and of a row
+        return rows * (INT64_BYTES * (job.texts * (3 * job.tokens + 1) + 2) + 1)
     labels = 1 if job.model.head == CLASSES else job.tokens
     labels = labels if job.targets is None else 2 * job.targets  # and what the decoder reads, which are these, shifted
     return INT64_BYTES * rows * (job.tokens + labels)

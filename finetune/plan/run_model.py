@@ -10,6 +10,7 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, LABELLED, MASKED, SEQ2SEQ, SPANS, TAGS, VECTORS, Sizes
+from finetune.plan.families.t5 import SEQ2SEQS
 from finetune.plan.model import Model, head_of_class, is_block_linear, model_of, read_config
 from finetune.plan.named import CHARACTERS, Named, find_model, gptlite_config
 from finetune.plan.unknown import traced_model
@@ -58,12 +59,13 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
         return (TAGS,)
     if not given:
         return (CAUSAL,)
+    config: dict[str, Any] = {}
     try:
         config = _found(str(given)).config
         heads = FAMILIES[str(config.get("model_type"))].heads
         own = model_of(config, str(given)).head
     except (RequestError, KeyError):  # which is said when the model is looked at
-        return (CAUSAL,)
+        return (SEQ2SEQ if config.get("is_encoder_decoder") else CAUSAL,)
     likely = (own, CAUSAL, CLASSES, TAGS, SPANS, IMAGES, SEQ2SEQ)
     return tuple(head for head in likely if head in heads and head != MASKED)[:1]
 
@@ -95,19 +97,28 @@ def with_kept_model(run: Run, folder: Path) -> Run:
     return run
 
 
-def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Model:
-    """With its adapter. What is assumed of it is added to `notes`. Raises RequestError."""
+def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag: str = "model_name_or_path") -> Model:
+    """Without its adapter; `flag` named it. What is assumed of it is added to `notes`. Raises RequestError, for a model
+    that is not for the run's task in the recipe's own words."""
     given = run.value("model_name_or_path")
     if not given:
-        return model_of(_scratch_config(run, notes), "the model from scratch", _head_of(run))
+        return model_of(_as_scored(run, _scratch_config(run, notes)), "the model from scratch", _head_of(run))
     found = _found(str(given))
-    config = found.config
+    if run.task.refuses is not None:
+        told = {"is_encoder_decoder": found.config.get("model_type") in SEQ2SEQS, **found.config}
+        run.task.refuses(told.get, run.said(flag))
+    config = _as_scored(run, found.config)
     notes += found.notes
     if found.is_packed and not run.value("load_in_4bit"):
         notes.append("its weights are planned whole; --load_in_4bit True, with --use_peft True, plans them in 4 bits")
     if _head_of(run) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
         notes.append(f"{Sizes(config, str(given)).labels} labels are taken for granted; the data decides")
     if str(config.get("model_type")) not in FAMILIES:
+        if _head_of(run) == SEQ2SEQ:
+            raise RequestError(
+                f"{given}: of encoders with a decoder {', '.join(SEQ2SEQS)} is planned, and this is a "
+                f"{str(config.get('model_type'))!r}. Plan a T5 of its size (t5-small to t5-11b) for a rough figure."
+            )
         if params_per_layer is None:
             return _traced(config, run, str(given), notes)
         config = _alike(config, str(given), params_per_layer, notes)
@@ -120,6 +131,17 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str]) -> Mo
                 f"the head that {run.recipe.script} trains is not known of a {model.family}; its own is counted"
             )
     return model
+
+
+def _as_scored(run: Run, config: dict[str, Any]) -> dict[str, Any]:
+    """A model of rewards has one output, whatever it was before (finetune/training/preference_model.py)."""
+    is_reward = "reference" in run.recipe.flags and run.value("loss") == "reward"
+    return {**config, "id2label": {"0": "LABEL_0"}, "num_labels": 1} if is_reward else config
+
+
+def is_adapter(run: Run) -> bool:
+    """Whether an adapter is named, which is trained further."""
+    return bool(run.value("model_name_or_path")) and bool(_adapter_of(str(run.value("model_name_or_path"))))
 
 
 def _found(given: str) -> Named:

@@ -18,15 +18,14 @@ from itertools import pairwise
 from finetune.plan.collectives import p2p
 from finetune.plan.engines.resident import Weights
 from finetune.plan.job import PIPELINE, Job, layers_of, tape_of
-from finetune.plan.kernels import NOTHING, Kernels, Work, kernels_of
+from finetune.plan.kernels import NOTHING, Work, kernels_of
 from finetune.plan.machine import Machine
-from finetune.plan.model import Model
 from finetune.plan.partition import balanced_bounds
 from finetune.plan.schedule import Schedule, simulate
+from finetune.plan.segments import SegmentWork, passed
 from finetune.plan.tape import Tape
 from finetune.plan.traffic import Flow, Traffic, traffic_of
 from finetune.plan.update import update_of
-from finetune.plan.values import FP32_BYTES, Segment
 
 # Eager launches of the loop's own work (callbacks, schedule, collating), a step and a micro-batch: of MLPs of width 8.
 STEP_LAUNCHES, MICRO_BATCH_LAUNCHES = 150.0, 60.0
@@ -81,17 +80,6 @@ class StepSeconds:
         return self.model_flops / (self.total * self.peak_flops)
 
 
-@dataclass(frozen=True)
-class SegmentWork:
-    """Of a micro-batch: a block, or what stands before or behind the blocks."""
-
-    forward: Work
-    backward: Work
-    again: Work
-    flops: float  # of products, forward and backward
-    weights: frozenset[str]
-
-
 @lru_cache(maxsize=16)
 def shared(machine: Machine, ranks: int) -> Machine:
     """A CPU as each of `ranks` has it, that was measured with `ranks_per_node` of them. Launches are one thread's."""
@@ -105,36 +93,6 @@ def shared(machine: Machine, ranks: int) -> Machine:
         gemm_table=tuple((*row[:4], times * row[4]) for row in machine.gemm_table),
         kernel_table=tuple((*row[:3], times * row[3]) for row in machine.kernel_table),
     )
-
-
-@lru_cache(maxsize=64)
-def passed(tape: Tape, model: Model, machine: Machine, precision: str) -> tuple[SegmentWork, ...]:
-    """Each segment's work in a micro-batch, on a machine."""
-    kernels = kernels_of(machine, precision)
-    elements = {tensor.name: tensor.elements for tensor in model.tensors}
-    found: list[SegmentWork] = []
-    for segment in tape.segments:
-        if segment.like is None:
-            found.append(_segment_work(segment, kernels, elements))
-        else:  # the same operators under other names
-            found.append(replace(found[segment.like], weights=_weights(segment)))
-    return tuple(found)
-
-
-def _weights(segment: Segment) -> frozenset[str]:
-    return frozenset(name for op in segment.ops for name in op.weights)
-
-
-def _segment_work(segment: Segment, kernels: Kernels, elements: dict[str, int]) -> SegmentWork:
-    forward, backward, flops = Work(), Work(), 0.0
-    for op in segment.ops:
-        ahead, back = kernels.op(op)
-        forward, backward = forward + ahead, backward + back
-        flops += sum(gemm.flops for gemm in (*op.gemms, *op.gemms_back))
-        if op.name == "embedding" and op.kernels_back:  # the gradient is as large as the table, whatever was looked up
-            size = sum(elements.get(name, 0) for name in op.weights) * FP32_BYTES
-            backward += Work(kernels.moved("zero", size), 1)
-    return SegmentWork(forward, backward, forward if segment.recomputed else NOTHING, flops, _weights(segment))
 
 
 def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
@@ -162,9 +120,10 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         waited = _exposed(flow, beside, count, traffic.overlaps)
         exposed += waited
         offload += _sticking_out(flow, beside.device + waited, count, job)
-    work = sum((work for _, work, _ in flows), copies + update.work)
+    beside = _asked(job, machine).times(micros)
+    work = sum((work for _, work, _ in flows), copies + update.work + beside)
     return _step(job, machine, segments, {
-        "forward": forward.device * micros,
+        "forward": forward.device * micros + beside.device,
         "backward": backward.device * micros,
         "recomputation": again.device * micros,
         "copies": copies.device,
@@ -175,6 +134,17 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         "launch": _launch(machine, work.launches, work.device + exposed + offload),
         "idle": 0.0,
     })  # fmt: skip
+
+
+def _asked(job: Job, machine: Machine) -> Work:
+    """The forward passes of a micro-batch without gradients: of a teacher or a reference, and for KTO's baseline of the
+    model and of its reference once more. What ZeRO-3 gathers for them is not counted."""
+    once = _forward(job.of_teacher, machine) if job.teacher is not None else NOTHING
+    return once.times(2) + _forward(job, machine) if job.baseline else once
+
+
+def _forward(job: Job, machine: Machine) -> Work:
+    return sum((segment.forward for segment in _segments(job, machine)), NOTHING)
 
 
 def _step(job: Job, machine: Machine, segments: Sequence[SegmentWork], seconds: dict[str, float]) -> StepSeconds:

@@ -12,13 +12,13 @@ from finetune.run.mixture import parts_of
 from finetune.run.optimizer import dtype_mistakes, optim_mistakes
 from finetune.run.paths import METRICS
 from finetune.run.rates import schedule_mistakes
+from finetune.run.reference import OF_REFERENCE
 from finetune.run.run import Run
 from finetune.run.sizes import IMAGE_SIZES
 
 FILES = ("train_file", "validation_file", "test_file")
 FOLDERS = ("train_dir", "validation_dir", "test_dir")
 TESTS = ("test_file", "test_dir", "cifar_dir", "dataset_name")
-OF_REFERENCE = ("dpo", "ipo", "kto")  # losses of preferences that measure the policy by where it began
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedules whose rate follows from past evaluations, not from the step
 # By flag, the package; --load_in_4bit counts with an adapter alone.
 NEEDS = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger-kernel"}

@@ -184,10 +184,8 @@ class AnswerMetrics:
         return {LOSS: float(-(chances[rows, labels[:, 0], 0] + chances[rows, labels[:, 1], 1]).mean() / 2)}
 
     def of_answers(self, answers: Sequence[Answer], threshold: float) -> dict[str, float]:
-        inputs = {
-            "predictions": [one.text(threshold) for one in answers],
-            "references": [list(one.truth or ()) for one in answers],
-        }
+        said, truths = [one.text(threshold) for one in answers], [list(one.truth or ()) for one in answers]
+        inputs = {"predictions": said, "references": truths}
         return {name: value for metric in self.metrics for name, value in metric.compute(inputs).items()}
 
     @property

@@ -22,10 +22,10 @@ from finetune.models.gptlite import GPTLiteForSequenceClassification
 from finetune.models.gptlite_weights import draw_weights
 from finetune.models.shared_prompt import check_shared_prompt
 from finetune.models.source import load_weights, positions_of
-from finetune.run.conflicts import OF_REFERENCE
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.recipes.preference import PreferenceArguments, PreferenceDataArguments
+from finetune.run.reference import form_of_reference
 from finetune.training.figures import more_is_better
 from finetune.training.merging import merged
 from finetune.training.model_card import Card, write_card
@@ -63,19 +63,17 @@ def reference_of(session: Session, source: CausalSource) -> Reference:
     """Its form: of a new adapter the base model, of one that is trained further the adapter as it was. Raises
     RequestError where nobody knows what the model was before its training."""
     asked, trains = session[PreferenceArguments], session.training.do_train
-    if asked.loss not in OF_REFERENCE:
-        return Reference("none")
     has_adapter = bool(session.run.value("use_peft") or source.adapter)
-    if has_adapter and asked.reference == "online":
-        raise RequestError("--reference online: an adapter's reference needs no second model. Drop it.")
-    if has_adapter and not (source.adapter and trains):
-        return Reference("cached" if asked.reference == "cached" else "adapter", is_base=True)
-    if not trains:
+    goes_on = bool(source.adapter and trains)
+    form = form_of_reference(asked.loss, asked.reference, has_adapter, goes_on)
+    if form != "none" and has_adapter and not goes_on:
+        return Reference(form, is_base=True)
+    if form != "none" and not trains:
         raise RequestError(
             f"--do_train False: --loss {asked.loss} measures a model by what it was before it was trained, and of a "
             "whole model nobody knows that. Evaluate an adapter, or by --loss simpo, which has no reference."
         )
-    return Reference("online" if asked.reference == "online" else "cached")
+    return Reference(form)
 
 
 def reference_key(session: Session, source: CausalSource, data: PreferenceData, config: Any) -> str:

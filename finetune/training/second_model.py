@@ -14,6 +14,8 @@ def placed(session: Session, second: Any) -> Any:
     """Where it can be asked: under ZeRO-3 sharded by an engine of its own, else whole on the device. In the precision
     of DeepSpeed's engine, which casts the model that is trained."""
     training = session.training
+    # As the Trainer has it of its own model: else each layer's keys and values stay until the forward pass ends.
+    second.config.use_cache = False
     half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
     if is_deepspeed_zero3_enabled() and any(hasattr(weight, "ds_id") for weight in second.parameters()):
         import deepspeed

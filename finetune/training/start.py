@@ -117,9 +117,7 @@ def start(run: Run) -> Session:
             chosen = settle_checkpoint(run, asked, chosen)
     if deepspeed:
         deepspeed = replace(deepspeed, config=with_profilers(deepspeed.config, run, chosen.checkpoint))
-    for_trainer = deepspeed.config if deepspeed and run.stages is None else None
-    if for_trainer and run.sequence_parallel_size > 1:
-        for_trainer = {**for_trainer, "train_batch_size": "auto"}  # which has been checked, and is settled below
+    for_trainer = _for_trainer(run, deepspeed)
     if run.stages is not None:
         del os.environ["ACCELERATE_USE_DEEPSPEED"]  # the process state stands; TrainingArguments would build a plugin
     by_hand = uses_deepspeed or fsdp_on_cpu
@@ -168,6 +166,14 @@ def _ops_of(run: Run, deepspeed: Loaded | None, has_cuda: bool) -> set[str]:
     if deepspeed:
         return builds.ops_of(deepspeed.config, has_cuda)
     return builds.ops_of(config_of_fields(), has_cuda) if deepspeed_by_accelerate(run) else set()
+
+
+def _for_trainer(run: Run, deepspeed: Loaded | None) -> dict[str, Any] | None:
+    """The config that the Trainer gets."""
+    if deepspeed is None or run.stages is not None:
+        return None
+    # Where ranks share texts the batch has been checked, and `settle_batch` fills it.
+    return deepspeed.config | ({"train_batch_size": "auto"} if run.sequence_parallel_size > 1 else {})
 
 
 def training_arguments(run: Run, **settled: Any) -> TrainingArguments:

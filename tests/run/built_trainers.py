@@ -101,7 +101,8 @@ def sample(trainer: Any, engine: Any) -> dict[str, int]:
     batches = [collate([data[index]]) for index in range(min(len(data), LOOKED_AT))]
     if "pixel_values" in batches[0]:
         return {"tokens": 1, "image_size": max(batch["pixel_values"].shape[-1] for batch in batches)}
-    return {"tokens": max(batch["input_ids"].shape[-1] for batch in batches)}
+    texts = {"texts": len(batches[0]["input_ids"])} if "places" in batches[0] else {}  # of a row of preferences
+    return texts | {"tokens": max(batch["input_ids"].shape[-1] for batch in batches)}
 
 
 def in_a_child(recipe: str, argv: list[str]) -> dict[str, Any]:

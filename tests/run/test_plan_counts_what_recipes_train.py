@@ -173,7 +173,7 @@ def counted(run: Any) -> dict[str, Any]:
     weights = Weights(job.model.tensors, job.weight_bytes, job.frozen_bytes)
     names = ("micro_batch", "accumulation", "eval_batch", "precision", "checkpoint_interval", "loss_chunk_tokens")
     return {
-        **{name: getattr(job, name) for name in (*names, "tokens", "image_size")},
+        **{name: getattr(job, name) for name in (*names, "tokens", "image_size", "texts")},
         "optimizer": job.optimizer.kind,
         "parameters": job.model.parameters,
         "trained": weights.trained_elements,

@@ -244,7 +244,7 @@ DECODERS = {
         ),
         block=_gptlite_block,
         after=lambda sizes: norm("transformer.norm", sizes("hidden_size"), sizes.is_on("bias", True)),
-        heads={CAUSAL: lm_head(False)},
+        heads={CAUSAL: lm_head(False), CLASSES: score()},
     ),
     **{kind: _llama(style) for kind, style in STYLES.items()},
     "phi": Family(
