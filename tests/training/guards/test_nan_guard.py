@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.data.numbered import ROW
+from finetune.data.numbered import NUMBER
 from finetune.data.packing import REAL_TOKENS
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.shares import WHOLE_POSITIONS
@@ -162,7 +162,7 @@ def test_the_samples_are_those_that_the_sampler_dealt_to_this_reader() -> None:
 
 def test_a_batch_is_kept_as_a_model_takes_it() -> None:
     suspect = Suspect(None)
-    ours = {name: torch.tensor([3]) for name in (REAL_TOKENS, ROW, WHOLE_POSITIONS)}
+    ours = {name: torch.tensor([3]) for name in (REAL_TOKENS, NUMBER, WHOLE_POSITIONS)}
     suspect.window = [{"x": torch.ones(2), **ours, "name": "a"}]
     assert [list(batch) for batch in suspect.batches()] == [["x"]]
 
