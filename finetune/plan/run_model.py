@@ -104,7 +104,7 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
     if not given:
         return model_of(_as_scored(run, _scratch_config(run, notes)), "the model from scratch", _head_of(run))
     found = _found(str(given))
-    if run.task.refuses is not None:
+    if run.task.refuses is not None and isinstance(found.config.get("model_type"), str):
         told = {"is_encoder_decoder": found.config.get("model_type") in SEQ2SEQS, **found.config}
         run.task.refuses(told.get, run.said(flag))
     config = _as_scored(run, found.config)
@@ -114,7 +114,7 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
     if _head_of(run) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
         notes.append(f"{Sizes(config, str(given)).labels} labels are taken for granted; the data decides")
     if str(config.get("model_type")) not in FAMILIES:
-        if _head_of(run) == SEQ2SEQ:
+        if _head_of(run) == SEQ2SEQ and isinstance(config.get("model_type"), str):
             raise RequestError(
                 f"{given}: of encoders with a decoder {', '.join(SEQ2SEQS)} is planned, and this is a "
                 f"{str(config.get('model_type'))!r}. Plan a T5 of its size (t5-small to t5-11b) for a rough figure."
