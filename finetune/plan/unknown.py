@@ -22,6 +22,7 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.plan.families.parts import CAUSAL, CLASSES, TAGS, Sizes
 from finetune.plan.model import Model, Tensor, Trace
+from finetune.run.child import environment_of_child
 
 HEADS = (CAUSAL, CLASSES, TAGS)
 LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/auto: they name all that it has
@@ -70,8 +71,9 @@ def _traced(config: dict[str, Any], head: str, where: str) -> dict[str, Any]:
         given, out = Path(folder, "config.json"), Path(folder, "trace.json")
         given.write_text(json.dumps(config), encoding="utf-8")
         words = [sys.executable, "-m", TRACING, str(given), head, str(out)]
+        env = environment_of_child()
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=LONGEST, check=False)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=LONGEST, check=False, env=env)
         except subprocess.TimeoutExpired as error:
             raise RequestError(f"{where}: its modules were not traced within {LONGEST} s.") from error
         if done.returncode or not out.is_file():
@@ -97,8 +99,9 @@ def _keep(file: Path, found: dict[str, Any]) -> None:
     """Whole or not at all. Without a place for it, the next plan traces again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
-            json.dump(found, made)
-        os.replace(made.name, file)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            made = Path(folder, file.name)
+            made.write_text(json.dumps(found), encoding="utf-8")
+            made.replace(file)
     except OSError:
         return
