@@ -472,5 +472,5 @@ def test_another_optimizer_or_schedule_of_deepspeeds_config_is_refused(tmp_path:
     as_after(tmp_path / "run", 2, tmp_path / "run")
     refused = launch("python", tmp_path / "run", {**flags, **again, "deepspeed": constant}, check=False)
     assert refused.status == 2, refused.output[-2000:]
-    assert "scheduler of DeepSpeed's config: None, here {'type': 'WarmupLR'" in refused.errors[0]
+    assert "scheduler in DeepSpeed's config: None, here {'type': 'WarmupLR'" in refused.errors[0]
     launch("python", tmp_path / "run", {**flags, "resume": "auto", "deepspeed": bare})
