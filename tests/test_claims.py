@@ -76,6 +76,7 @@ SETTINGS = {
             "16 of 8 experts",
         ),
         *("to 1%", "to 2.5%", "to 14%"),  # bounds of tests/plan/test_traced.py
+        "at most 1.5%",  # that of tests/plan/test_planned_preferences.py
     ],
     "docs/embedding.md": [
         "2101.06983",

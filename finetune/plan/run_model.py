@@ -31,6 +31,7 @@ from finetune.safe_read import read_json_object
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
 BYTES = 256 + 1  # and one that ends a text
 ADAPTER_CONFIG = "adapter_config.json"
+KEPT = "kept by the run"  # where a value comes from that a run's own folder tells
 PICTURE_CLASSES = 10  # of the built-in digits and of CIFAR-10
 
 
@@ -89,11 +90,11 @@ def with_kept_model(run: Run, folder: Path) -> Run:
     """The run with the model of its folder, if it has one, for each recipe has another by default."""
     if (folder / "config.json").is_file():
         run = replace(run, settings={name: one for name, one in run.settings.items() if name not in SHAPING})
-        run = run.settled("kept by the run", model_name_or_path=str(folder))
+        run = run.settled(KEPT, model_name_or_path=str(folder))
     processor = folder / "preprocessor_config.json"
     side = read_config(processor).get("size") if processor.is_file() else None
     if isinstance(side, dict) and "height" in side and run.value("image_size") is None:
-        run = run.settled("kept by the run", image_size=side["height"])
+        run = run.settled(KEPT, image_size=side["height"])
     return run
 
 
@@ -104,7 +105,8 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
     if not given:
         return model_of(_as_scored(run, _scratch_config(run, notes)), "the model from scratch", _head_of(run))
     found = _found(str(given))
-    if run.task.refuses is not None and isinstance(found.config.get("model_type"), str):
+    was_trained = run.source(flag) == KEPT
+    if run.task.refuses is not None and not was_trained and isinstance(found.config.get("model_type"), str):
         told = {"is_encoder_decoder": found.config.get("model_type") in SEQ2SEQS, **found.config}
         run.task.refuses(told.get, run.said(flag))
     config = _as_scored(run, found.config)

@@ -78,7 +78,7 @@ def test_a_file_that_is_not_there_or_is_no_text_is_said(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="there is no such file"):
         read_prompts(str(tmp_path / "a.txt"), None)
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RequestError, match="no text in UTF-8"):
+    with pytest.raises(RequestError, match=r"is UTF-16.*not UTF-8"):
         read_prompts(str(tmp_path / "a.txt"), None)
     with pytest.raises(RequestError, match="has lines of text, and no columns"):
         read_prompts(str(tmp_path / "a.txt"), "question")

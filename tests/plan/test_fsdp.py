@@ -21,6 +21,7 @@ from finetune.plan.step import Ledger
 from finetune.plan.zero import Zero
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.recipes.seq2seq import SEQ2SEQ
 from finetune.run.resolve import resolve
 
 LLAMA = {"model_type": "llama", "vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -108,6 +109,7 @@ def test_a_step_takes_longer_with_a_slower_network_and_sums_gradients_once() -> 
     ],
 )
 def test_what_is_not_planned_is_refused_with_what_is(words: str, said: str) -> None:
-    run = resolve(CAUSAL_LM, words.split(), Launch(world_size=2))
+    recipe = SEQ2SEQ if "t5" in words else CAUSAL_LM
+    run = resolve(recipe, words.split(), Launch(world_size=2))
     with pytest.raises(RequestError, match=rf"--fsdp is .*{said}.*--deepspeed zero3 shards the same"):
         job_of(run, find_machine("A100-80GB"))

@@ -16,7 +16,7 @@ from finetune.errors import RequestError
 from finetune.run.conflicts import METRICS_OF_TASK
 from finetune.run.flags.language import CorpusArguments
 from finetune.run.paths import METRICS
-from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 from finetune.run.recipes.image_cls import IMAGE_CLS
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.recipes.token_cls import TOKEN_CLS
@@ -77,7 +77,7 @@ def test_recipes_know_the_figures_of_their_evaluations() -> None:
         (SEQ_CLS, [metrics_for(labels).greater_is_better for labels in (CLASSES, NUMBERS, TOPICS)]),
         (TOKEN_CLS, [metrics_for(tokens).greater_is_better]),
         (IMAGE_CLS, [CountedMetrics(2).greater_is_better]),
-        (CAUSAL_LM, [language_metrics(1.0, 1.0)(SimpleNamespace(predictions=rows))]),
+        (CAUSAL_LM_PIPELINE, [language_metrics(1.0, 1.0)(SimpleNamespace(predictions=rows))]),
     )
     for recipe, evaluations in given:
         assert set(recipe.figures) == {figure for figures in evaluations for figure in figures}
