@@ -14,6 +14,7 @@ import pytest
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
 from finetune.run.paths import METRICS
+from finetune.run.recipes.question_answering import QUESTION_ANSWERING
 from finetune.run.recipes.seq2seq import SEQ2SEQ
 from finetune.training.metric_modules import FOLDER
 from finetune.training.metrics import CountedMetrics, metrics_for
@@ -91,7 +92,10 @@ def test_every_figure_of_ours_knows_which_is_better() -> None:
     tasks = {"classification": 3, "regression": 2, MULTI_LABEL: 2, TOKENS: 1}
     labels = {MULTI_LABEL: ("a", "b"), "classification": ("a", "b"), TOKENS: ("O", "B-x", "I-x"), "regression": ()}
     every = [metrics_for(Labels(task, labels[task])) for task in tasks]
-    assert {metric.name for one in every for metric in one.metrics} == set(METRICS) - set(SEQ2SEQ.metrics)
+    assert {metric.name for one in every for metric in one.metrics} == set(METRICS) - {
+        *SEQ2SEQ.metrics,
+        *QUESTION_ANSWERING.metrics,
+    }
     for one in every:
         found = dict(one.greater_is_better)
         assert found.pop("loss") is False
