@@ -39,6 +39,7 @@ OFFLINE = "Offline? Give local files by --train_file (csv, tsv, json, parquet), 
 TOO_LONG = re.compile(r"Expected (\d+) fields in line (\d+), saw (\d+)")
 NOT_CLOSED = re.compile(r"EOF inside string starting at row (\d+)")
 MOST_COLUMNS = 2_000  # `datasets` copies its description of each column dozens of times: 30,000 take half a minute
+HEADER_BYTES = 2**20  # of a table in a folder, that are looked at for its columns
 SNIFFED_ROWS = 200  # how much of a table is looked at to tell a header from a row, and quoting from plain text
 
 
@@ -101,6 +102,7 @@ def open_hub(
     cached = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
     if is_local := Path(name).expanduser().is_dir():
         check_data_folder(Path(name).expanduser(), f"--dataset_name {name}")
+        _refuse_wide_tables(Path(name).expanduser(), f"--dataset_name {name}")
     if not (is_local or hub_is_reachable() or (cached.is_dir() and not streaming)):
         away = ConnectionError("the hub cannot be reached, and no copy is cached here")
         raise RequestError(_not_found(name, away, mend))
@@ -175,6 +177,14 @@ def refuse_wide(said: str, columns: int) -> None:
             f"{said}: has {columns:,} columns, and a table for a recipe has at most {MOST_COLUMNS:,}. Keep those of "
             "text and label."
         )
+
+
+def _refuse_wide_tables(folder: Path, said: str) -> None:
+    """By the separators of each table's first line."""
+    for path in sorted(path for kind in ("*.csv", "*.tsv") for path in folder.rglob(kind)):
+        with open_plain(path) as file:
+            line = file.readline(HEADER_BYTES)
+        refuse_wide(f"{said}: {path.name}", 1 + max(line.count(separator) for separator in (b",", b"\t", b";")))
 
 
 def _too_long(line: int, cells: int, columns: int) -> str:

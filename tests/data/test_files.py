@@ -155,3 +155,9 @@ def test_rows_are_those_of_the_file_as_it_is_now_though_it_has_its_old_time(
         data = open_hub(str(tmp_path), None, "train") if as_folder else open_file("train_file", path)
         assert data is not None
         assert [given["text"] for given in data] == [said]
+
+
+def test_a_folder_with_a_table_of_thousands_of_columns_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    write(tmp_path, "train.csv", ",".join(f"c{n}" for n in range(2001)) + "\n")
+    with pytest.raises(RequestError, match=r"train\.csv: has 2,001 columns"):
+        open_hub(str(tmp_path), None, "train")
