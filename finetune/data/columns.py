@@ -194,18 +194,20 @@ def note_of_numbers(values: Collection[Any], labels: Labels, task: str | None) -
 
 
 def _number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+    number = _read_number(text)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _is_infinite(text: str) -> bool:
+    number = _read_number(text)
+    return number is not None and math.isinf(number)
+
+
+def _read_number(text: str) -> float | None:
     try:
-        return math.isinf(float(text))
+        return float(text)
     except ValueError:
-        return False
+        return None
 
 
 def is_number(text: str) -> bool:
