@@ -34,6 +34,7 @@ from finetune.run.run import Run
 from finetune.training.checkpoints.lock import RESUMED_WAITS_SECONDS, lock_run_folder
 from finetune.training.checkpoints.writing import clear_leftovers, flush, write_durably
 from finetune.training.guards.memory import is_out_of_memory, out_of_memory
+from finetune.training.progress import metrics_of
 from finetune.versions import versions
 
 ONCE = ("config", "resume", "resume_changed", "overwrite_output_dir")  # flags that a second run must not repeat
@@ -67,6 +68,8 @@ def open_output_dir(run: Run) -> None:
 class MetricsFile(TrainerCallback):
     """Appends every log of the Trainer to `metrics.jsonl`, one JSON object a line with `step` and `epoch`."""
 
+    kept_at_end: Sequence[dict[str, float]] = ()  # evaluations at the last step, of a run resumed there
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A resumed run logs the steps after its checkpoint anew, and what closes the training."""
         path = Path(args.output_dir) / "metrics.jsonl"
@@ -74,6 +77,8 @@ class MetricsFile(TrainerCallback):
             before = takewhile(lambda row: "train_runtime" not in row, read_metrics(path.parent))
             kept = [row for row in before if row["step"] <= state.global_step]
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
+            if state.global_step >= state.max_steps:  # the closing evaluation comes anew: its row may be there
+                self.kept_at_end = [metrics_of(row) for row in kept if row["step"] == state.global_step]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A checkpoint that outlives a power cut has its rows beside it."""
@@ -84,9 +89,11 @@ class MetricsFile(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         del state.log_history[:-KEPT_ROWS]  # every save writes what is there, and it would grow with the run
         if state.is_world_process_zero and logs:
-            row = {"step": state.global_step, **logs, "time": round(time.time(), 3)}
+            row = _finite({"step": state.global_step, **logs, "time": round(time.time(), 3)})
+            if (figures := metrics_of(row)) and figures in self.kept_at_end:
+                return
             with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_finite(row)) + "\n")
+                file.write(json.dumps(row) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -7,11 +7,13 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from transformers import TrainerState
 
 from finetune.data.columns import Labels
 from finetune.entry.here import resolve_here
@@ -28,6 +30,7 @@ from finetune.run.run import Run
 from finetune.training.model_card import Card, model_card
 from finetune.training.results import write_predictions
 from finetune.training.run_folder import (
+    MetricsFile,
     command_line,
     explained_disk_errors,
     read_metrics,
@@ -207,3 +210,22 @@ def test_a_run_in_fp32_is_not_trained_in_what_the_environment_says(monkeypatch: 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert start.choose_precision(Run(SEQ_CLS, Launch(), (), {}), False, None) == {"bf16": True, "fp16": False}
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_an_evaluation_that_was_logged_before_a_kill_at_the_end_is_not_logged_twice(tmp_path: Path) -> None:
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), TrainerState(max_steps=4, is_world_process_zero=True)
+    trained, other = {"loss": 1.5}, {"eval_loss": 1.0, "eval_runtime": 0.3}
+    at_end = {"eval_loss": 0.5, "eval_runtime": 0.1}
+
+    def run(resumed_at: int, *logs: tuple[int, dict[str, float]]) -> list[tuple[int, str]]:
+        state.global_step = resumed_at
+        (callback := MetricsFile()).on_train_begin(args, state, None)
+        for state.global_step, row in logs:
+            callback.on_log(args, state, None, row)
+        return [(row["step"], next(name for name in row if "loss" in name)) for row in read_metrics(tmp_path)]
+
+    uncut = run(0, (2, trained), (2, at_end), (4, trained), (4, at_end))
+    assert uncut == [(2, "loss"), (2, "eval_loss"), (4, "loss"), (4, "eval_loss")]
+    assert run(4, (4, at_end | {"eval_runtime": 0.2})) == uncut
+    assert run(2, (4, trained), (4, at_end)) == uncut, "before the end all comes anew"
+    assert run(4, (4, other)) == [*uncut, (4, "eval_loss")], "of other weights, such as the best"
