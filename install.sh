@@ -3,7 +3,7 @@
 #   1. picks the Python: the activated environment, or a new .venv (also if the system's Python is externally managed)
 #   2. keeps an installed torch; otherwise installs one, the CPU build if there is no NVIDIA driver
 #   3. installs the package (editable), and with --dev what the tests need
-#   4. as root, installs what DeepSpeed compiles with (g++, libaio-dev), and names what a missing tool disables
+#   4. as root, installs what DeepSpeed needs to compile (g++, libaio-dev); says what a missing tool disables
 #
 #   bash install.sh             to use the toolkit
 #   bash install.sh --dev       also pytest, ruff, mypy
@@ -60,7 +60,7 @@ keep=$(mktemp) && trap 'rm -f "$keep"' EXIT
 if [ -n "$before" ]; then
   say "keeping torch $before"
 else
-  wanted="torch>=2.6,<2.14" # as pyproject.toml has it
+  wanted="torch>=2.6,<2.14" # as in pyproject.toml
   if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null && [ ! -e /proc/driver/nvidia/version ]; then
     # From wherever pip is configured to look (an extra index, a folder of wheels).
     "$python" -m pip install -q "torch==2.13.0+cpu" 2>/dev/null && say "no NVIDIA driver: installed the CPU build of torch" ||
@@ -71,11 +71,11 @@ else
 fi
 # Nothing below may replace it: pip takes several constraint files, and the image's own still applies.
 printf 'torch==%s\n' "$(torch_version)" >"$keep"
-# What the tests last passed with, so that they find the same; an image has its own pins.
+# Pin the releases with which the tests last passed; an image has its own pins.
 if [ -n "$extras" ] && [ "$pinned_image" = 0 ]; then grep -v '^torch==' constraints.txt >>"$keep"; fi
 
 # 3. The package. pip before 23.1 runs an old setup.py (seqeval's) directly. Then setuptools fetches its build requirements,
-# but not their own dependencies (fonttools/py-zopfli#31 explains why). With --use-pep517 pip fetches all of them.
+# but not their dependencies (fonttools/py-zopfli#31 explains why). With --use-pep517 pip fetches all of them.
 "$python" -m pip install -q --use-pep517 -c "$keep" -e ".$extras"
 after=$(torch_version)
 if [ -n "$before" ] && [ "$before" != "$after" ]; then
@@ -83,7 +83,7 @@ if [ -n "$before" ] && [ "$before" != "$after" ]; then
   exit 1
 fi
 
-# 4. What DeepSpeed compiles with
+# 4. What DeepSpeed needs to compile
 lost() { say "$1 is missing: $2"; }
 need=()
 command -v g++ >/dev/null || need+=(g++)

@@ -1,12 +1,12 @@
-"""Train a model on made-up samples for a few steps, and say how fast it went and what it took: a cell of a benchmark.
+"""Run one cell of a benchmark: train on synthetic samples for a few steps, and measure speed and memory.
 
     deepspeed --num_gpus 2 recipes/benchmark.py --model deep --scale 0.05 --deepspeed zero1
     torchrun --nproc_per_node 2 recipes/benchmark.py --model gptlite --scale 0.2 --per_device_train_batch_size 4
     deepspeed --num_gpus 2 recipes/benchmark.py --model wide --scale 0.05 --pipeline_parallel_size 2 \\
         --gradient_accumulation_steps 8
 
-`finetune bench GRID.yaml` runs it for each cell of a grid; docs/bench.md says what the figures are. Samples and weights
-are drawn by seeds of their own, so that losses are the same in every layout of the same global batch.
+`finetune bench GRID.yaml` runs it for each cell of a grid; docs/bench.md explains the results. Samples and weights have
+their own seeds, so losses are the same in every layout with the same global batch.
 """
 
 import json
@@ -36,18 +36,18 @@ def main(run):
     from finetune.training.profiling.callback import profiling
     from finetune.training.start import start
 
-    # Start: the machine is settled, the ranks meet, the layout is checked.
+    # Start: set up the machine, connect the ranks, check the layout.
     session = start(run)
     training = session.training
 
-    # Data: as many samples as the steps take, made up where they are read.
+    # Data: as many samples as the steps take, generated when they are read.
     what = find_model(asked.model, asked.scale, changes_of(asked.model_changes))
     training.max_steps = OBSERVED_STEPS + asked.unmeasured_steps + asked.measured_steps
-    ranks = session.launch.world_size // (run.stages or 1)  # that read different samples
+    ranks = session.launch.world_size // (run.stages or 1)  # those that read different samples
     global_batch = training.train_batch_size * training.gradient_accumulation_steps * ranks
     data = MadeUp(what, training.max_steps * global_batch, training.seed, is_pipeline)
 
-    # Model and training, all of it under the watch of `memory`, which the meter switches off before steps are timed.
+    # Model and training, all watched by `memory`, which the meter switches off before it times steps.
     memory = Allocations(training.device.type)
     meter = Meter(memory, asked.unmeasured_steps)
     memory.__enter__()

@@ -1,11 +1,12 @@
-"""Train a causal language model: GPT-lite from scratch, or any pretrained one, in full or by LoRA.
+"""Train a causal language model: GPT-lite from scratch, or any pretrained model, in full or with LoRA.
 
     deepspeed --num_gpus 2 recipes/causal_lm.py           # small, offline, on Python's reference manual
     python recipes/causal_lm.py --config recipes/configs/gptlite_tinyshakespeare.yaml --train_file input.txt
     deepspeed --num_gpus 8 recipes/causal_lm.py --deepspeed zero3 --model_name_or_path FOLDER --train_file chats.jsonl
 
-Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
-taken, too; `--help` lists all. The run folder (--output_dir) then opens with `pipeline("text-generation", folder)`.
+It also starts with plain `python`, `torchrun` and `accelerate launch`, and takes every flag of the Trainer's
+TrainingArguments; `--help` lists all flags. The run folder (--output_dir) then opens with
+`pipeline("text-generation", folder)`.
 """
 
 from finetune.entry.main import run_recipe
@@ -14,7 +15,7 @@ from finetune.run.recipes.causal_lm import CAUSAL_LM
 
 
 def main(run):
-    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
     from finetune.data.causal_lm import prepare_corpus
     from finetune.generation.causal import AnsweringTrainer
     from finetune.models.chunked_loss import row_figures
@@ -25,10 +26,10 @@ def main(run):
     from finetune.training.start import start
     from finetune.training.teachers import taught_language_model
 
-    # Start: the machine is settled, the ranks meet, the config is checked.
+    # Start: set up the machine, connect the ranks, check the config.
     session = start(run)
 
-    # Data: the model's tokenizer, or one made from the text. One rank prepares, the others wait.
+    # Data: the model's tokenizer, or one trained on the text. One rank prepares, the others wait.
     source = language_source(session)
     data = prepare_corpus(
         session[CorpusArguments],
@@ -40,11 +41,11 @@ def main(run):
         kept=session.kept_tokenizer(),
     )
 
-    # Model: built after `start`, with its adapter and its loss in chunks, where these are asked for; and a teacher.
+    # Model: built after `start`, with an adapter, a chunked loss and a teacher if the flags ask for them.
     model, teacher = taught_language_model(session, source, data)
 
-    # Train, evaluate the whole held-out text, each token once, whatever the number of ranks, and answer its prompts
-    # where that is asked for; then report.
+    # Train; evaluate the whole held-out text, each token once at any number of ranks, and answer its prompts if the
+    # flags ask for that; then report.
     metrics = AnsweringTrainer.metrics_for(session, data)
     samples = Samples(session[SampleArguments], session.folder, session.training.seed, data.is_chat)
     trainer = trainer_of(

@@ -1,11 +1,11 @@
-"""Train a GPT-lite as a pipeline: its layers in stages, a stage a rank, by DeepSpeed's pipeline engine.
+"""Train a GPT-lite with DeepSpeed's pipeline engine: its layers are split into stages, one stage per rank.
 
     deepspeed --num_gpus 2 recipes/causal_lm_pipeline.py --pipeline_parallel_size 2     # small and offline
     deepspeed --num_gpus 8 recipes/causal_lm_pipeline.py --pipeline_parallel_size 4 --gradient_accumulation_steps 16
-    python recipes/causal_lm.py --model_name_or_path runs/causal_lm_pipeline --do_train False    # evaluates it
+    python recipes/causal_lm.py --model_name_or_path runs/causal_lm_pipeline --do_train False    # evaluate it
 
-The same model, data, losses, logs and run folder as recipes/causal_lm.py; more ranks than stages are more pipelines.
-docs/pipeline.md says what moves between stages, and how to choose their number.
+Model, data, losses, logs and run folder are the same as with recipes/causal_lm.py. If there are more ranks than
+stages, several pipelines run side by side. docs/pipeline.md explains what moves between stages, and how many to use.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 
 
 def main(run):
-    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
     from finetune.data.causal_lm import prepare_corpus
     from finetune.training.chapters import finish, pipeline_of
     from finetune.training.language import language_pipeline, language_source
@@ -25,10 +25,10 @@ def main(run):
     from finetune.training.samples import Samples
     from finetune.training.start import start
 
-    # Start: the machine is settled, the ranks meet, the layout is checked.
+    # Start: set up the machine, connect the ranks, check the layout.
     session = start(run)
 
-    # Data: as in causal_lm.py. The first and the last stage of each pipeline read the same samples of it.
+    # Data: as in causal_lm.py. The first and the last stage of each pipeline read the same samples.
     source = language_source(session)
     blocks = session[BlockArguments]
     data = prepare_corpus(
@@ -41,7 +41,7 @@ def main(run):
         kept=session.kept_tokenizer(),
     )
 
-    # Model: a list of layers, of which each rank builds those of its stage.
+    # Model: a list of layers. Each rank builds the layers of its own stage.
     is_dynamic = blocks.packing == "none"
     trainer = pipeline_of(
         session,
@@ -53,7 +53,7 @@ def main(run):
         dynamic=is_dynamic,
     )
 
-    # Train and evaluate, each token once, through the pipeline; no rank has the whole model, so a sample comes last.
+    # Train and evaluate through the pipeline, each token once. No rank has the whole model, so the sample comes last.
     samples = Samples(session[SampleArguments], session.folder, session.training.seed, data.is_chat)
 
     def report(done):

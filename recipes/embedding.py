@@ -1,12 +1,12 @@
-"""Train sentence embeddings on pairs, triplets, scored pairs or labelled texts, in full or by LoRA.
+"""Train sentence embeddings on pairs, triplets, scored pairs or labeled texts, in full or with LoRA.
 
     deepspeed --num_gpus 2 recipes/embedding.py           # small, offline, on Python's docstrings and their functions
     deepspeed --num_gpus 8 recipes/embedding.py --model_name_or_path FOLDER --train_file pairs.jsonl \\
         --per_device_train_batch_size 64 --gradient_accumulation_steps 8      # negatives from all 4,096 pairs of a step
 
-Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
-taken, too; `--help` lists all. docs/embedding.md says which rows are read, and what is learnt of each. The folder opens
-with sentence-transformers and transformers.
+It also starts with plain `python`, `torchrun` and `accelerate launch`, and takes every flag of the Trainer's
+TrainingArguments; `--help` lists all flags. docs/embedding.md describes the rows and their losses. The run folder
+opens with sentence-transformers and transformers.
 """
 
 from finetune.entry.main import run_recipe
@@ -15,7 +15,7 @@ from finetune.run.recipes.embedding import EMBEDDING, EmbeddingDataArguments
 
 
 def main(run):
-    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
     from finetune.data.embedding import prepare_embedding
     from finetune.training.chapters import finish, trainer_of
     from finetune.training.embedding import EmbeddingTrainer
@@ -28,7 +28,7 @@ def main(run):
     from finetune.training.loss import mean_loss
     from finetune.training.start import start
 
-    # Start: the machine is settled, the ranks meet, the config is checked.
+    # Start: set up the machine, connect the ranks, check the config.
     session = start(run)
 
     # Data: the model's tokenizer, or one trained on the text. One rank prepares, the others wait.
@@ -47,10 +47,10 @@ def main(run):
     data.require_all(session.training)
     session.introduce(data.describe(), source.description)
 
-    # Model: built after `start`, for ZeRO-3 shards it while it is built; and what is learnt of its vectors.
+    # Model: built after `start`, because ZeRO-3 shards it while it is built; and the loss on its vectors.
     model, contrast = embedding_model(session, source, data), contrast_of(session, data.labels.task)
 
-    # Train, evaluate the held-out rows, each once, whatever the number of ranks; then report.
+    # Train; evaluate the held-out rows, each once at any number of ranks; then report.
     trainer = trainer_of(session, model, data, compute_metrics=None, compute_loss=mean_loss, kind=EmbeddingTrainer)
     trainer.compare_by(session, source, contrast)
     finish(

@@ -1,13 +1,13 @@
-"""Train an image classifier: a ResNet or AlexNet from scratch, or any pretrained one; AlexNet as a pipeline, too.
+"""Train an image classifier: a ResNet or AlexNet from scratch, or any pretrained one; AlexNet also as a pipeline.
 
     deepspeed --num_gpus 2 recipes/image_cls.py           # small, offline, on scikit-learn's handwritten digits
     deepspeed --num_gpus 8 recipes/image_cls.py --deepspeed zero2 --train_dir photos --model_name_or_path FOLDER
     python recipes/image_cls.py --config recipes/configs/image_cls_cifar10.yaml --cifar_dir cifar-10-batches-py
     deepspeed --num_gpus 2 recipes/image_cls.py --model_type alexnet --pipeline_parallel_size 2
 
-Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
-taken, too; `--help` lists all. The run folder (--output_dir) then opens with `pipeline("image-classification",
-folder)`. docs/images.md says what batch norm does where a batch is spread over ranks.
+It also starts with plain `python`, `torchrun` and `accelerate launch`, and takes every flag of the Trainer's
+TrainingArguments; `--help` lists all flags. The run folder (--output_dir) then opens with
+`pipeline("image-classification", folder)`. docs/images.md explains batch norm on several ranks.
 """
 
 from finetune.entry.main import run_recipe
@@ -17,7 +17,7 @@ from finetune.run.recipes.image_cls import IMAGE_CLS
 
 
 def main(run):
-    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
     from finetune.data.images import prepare_images
     from finetune.models.images import find_image_source
     from finetune.training.chapters import finish
@@ -26,7 +26,7 @@ def main(run):
     from finetune.training.results import write_image_report
     from finetune.training.start import start
 
-    # Start: the machine is settled, the ranks meet, the config is checked.
+    # Start: set up the machine, connect the ranks, check the config.
     session = start(run)
     training = session.training
 
@@ -49,9 +49,9 @@ def main(run):
     # Model and trainer: with --pipeline_parallel_size the engine is DeepSpeed's pipeline.
     trainer = image_trainer(session, source, data, metrics)
 
-    # Train, evaluate and predict whole sets, each picture once, whatever the number of ranks; then report.
+    # Train; evaluate and predict on whole sets, each picture once at any number of ranks; then report.
     def keep_counts(evaluated):
-        counted.append(metrics.counts)  # a prediction has others
+        counted.append(metrics.counts)  # now: the prediction replaces them later
         return evaluated
 
     counted = []

@@ -1,11 +1,11 @@
-"""Train a language model on preferences (DPO, IPO, KTO, ORPO, SimPO), or a model of rewards, in full or by LoRA.
+"""Train a language model on preferences (DPO, IPO, KTO, ORPO, SimPO), or a reward model, in full or with LoRA.
 
     deepspeed --num_gpus 2 recipes/preference.py          # small, offline, on Python's docstrings against shuffled ones
     deepspeed --num_gpus 8 recipes/preference.py --deepspeed zero3 --model_name_or_path FOLDER --train_file pairs.jsonl
     python recipes/preference.py --loss reward --model_name_or_path FOLDER --train_file pairs.jsonl --output_dir reward
 
-Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
-taken, too; `--help` lists all. docs/preference.md says which rows are read, and what each loss is for.
+It also starts with plain `python`, `torchrun` and `accelerate launch`, and takes every flag of the Trainer's
+TrainingArguments; `--help` lists all flags. docs/preference.md describes the rows, and what each loss is for.
 """
 
 from finetune.entry.main import run_recipe
@@ -14,7 +14,7 @@ from finetune.run.recipes.preference import PREFERENCE, PreferenceArguments, Pre
 
 
 def main(run):
-    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
     from finetune.data.preferences import prepare_preferences
     from finetune.training.chapters import finish, trainer_of
     from finetune.training.loss import mean_loss
@@ -22,10 +22,10 @@ def main(run):
     from finetune.training.preference_model import preference_model, preference_source, write_preference_report
     from finetune.training.start import start
 
-    # Start: the machine is settled, the ranks meet, the config is checked.
+    # Start: set up the machine, connect the ranks, check the config.
     session = start(run)
 
-    # Data: the model's tokenizer, or one made from the text. One rank prepares, the others wait.
+    # Data: the model's tokenizer, or one trained on the text. One rank prepares, the others wait.
     source = preference_source(session)
     data = prepare_preferences(
         session[PreferenceDataArguments],
@@ -40,10 +40,10 @@ def main(run):
     data.require_all(session.training)
     session.introduce(data.describe(), source.description)
 
-    # Model: built after `start`, for ZeRO-3 shards it while it is built; and what it is measured by.
+    # Model: built after `start`, because ZeRO-3 shards it while it is built; and its metrics.
     model, reference = preference_model(session, source, data)
 
-    # Train, evaluate the held-out pairs, each once, whatever the number of ranks; then report.
+    # Train; evaluate the held-out pairs, each once at any number of ranks; then report.
     trainer = trainer_of(
         session,
         model,

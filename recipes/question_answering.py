@@ -6,9 +6,9 @@
     python recipes/question_answering.py --model_name_or_path FOLDER --test_file new.jsonl --do_train False \\
         --do_predict True
 
-Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
-taken, too; `--help` lists all. The run folder (--output_dir) then opens with
-`AutoModelForQuestionAnswering.from_pretrained`. docs/question_answering.md says which rows are read, and how to ask.
+It also starts with plain `python`, `torchrun` and `accelerate launch`, and takes every flag of the Trainer's
+TrainingArguments; `--help` lists all flags. The run folder (--output_dir) then opens with
+`AutoModelForQuestionAnswering.from_pretrained`. docs/question_answering.md describes the rows, and how to ask.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from finetune.run.recipes.question_answering import QUESTION_ANSWERING, Question
 
 
 def main(run):
-    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
     from finetune.data.question_answering import prepare_questions
     from finetune.training.answers import (
         AnswerTrainer,
@@ -33,7 +33,7 @@ def main(run):
     from finetune.training.classifiers import text_source
     from finetune.training.start import start
 
-    # Start: the machine is settled, the ranks meet, the config is checked.
+    # Start: set up the machine, connect the ranks, check the config.
     session = start(run)
     training = session.training
 
@@ -53,10 +53,10 @@ def main(run):
     metrics = metrics_of_answers(session)
     session.introduce(data.describe(), source.description)
 
-    # Model: built after `start`, for ZeRO-3 shards it while it is built.
+    # Model: built after `start`, because ZeRO-3 shards it while it is built.
     model = span_model(session, source, data)
 
-    # Train, evaluate and predict whole sets, each question once, whatever the number of ranks; then report.
+    # Train; evaluate and predict on whole sets, each question once at any number of ranks; then report.
     trainer = trainer_of(
         session,
         model,

@@ -1,12 +1,12 @@
-"""Fine-tune a model that makes one text of another (summaries, translations), on one CPU core or on many GPUs.
+"""Fine-tune a model that turns one text into another (summaries, translations), on one CPU core or on many GPUs.
 
     deepspeed --num_gpus 2 recipes/seq2seq.py           # small, offline: what functions of Python's own source do
     deepspeed --num_gpus 8 recipes/seq2seq.py --deepspeed zero3 --train_file news.jsonl --model_name_or_path FOLDER
     python recipes/seq2seq.py --model_name_or_path FOLDER --test_file new.jsonl --do_train False --do_predict True
 
-Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
-taken, too; `--help` lists all. The run folder (--output_dir) then opens with `AutoModelForSeq2SeqLM.from_pretrained`.
-docs/seq2seq.md says which columns are read, and how texts are written and judged.
+It also starts with plain `python`, `torchrun` and `accelerate launch`, and takes every flag of the Trainer's
+TrainingArguments; `--help` lists all flags. The run folder (--output_dir) then opens with
+`AutoModelForSeq2SeqLM.from_pretrained`. docs/seq2seq.md describes the columns, generation and metrics.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from finetune.run.recipes.seq2seq import SEQ2SEQ, PairArguments
 
 
 def main(run):
-    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
     from finetune.data.seq2seq import prepare_pairs
     from finetune.generation.seq2seq import PairTrainer, metrics_of_texts, pair_model, pair_source, write_pair_report
     from finetune.models.chunked_loss import row_figures
@@ -25,7 +25,7 @@ def main(run):
     from finetune.training.loss import token_loss
     from finetune.training.start import start
 
-    # Start: the machine is settled, the ranks meet, the config is checked.
+    # Start: set up the machine, connect the ranks, check the config.
     session = start(run)
     training = session.training
 
@@ -46,10 +46,10 @@ def main(run):
     metrics = metrics_of_texts(session)
     session.introduce(data.describe(), source.description)
 
-    # Model: built after `start`, for ZeRO-3 shards it while it is built.
+    # Model: built after `start`, because ZeRO-3 shards it while it is built.
     model, trained = pair_model(session, source, data)
 
-    # Train, evaluate and predict whole sets, each pair once, whatever the number of ranks; then report.
+    # Train; evaluate and predict on whole sets, each pair once at any number of ranks; then report.
     trainer = trainer_of(
         session,
         model,

@@ -1,11 +1,12 @@
-"""Fine-tune a text classifier (or regressor, or one of several labels a text), on one CPU core or on many GPUs.
+"""Fine-tune a text classifier, with one or several labels per text, or a regressor, on one CPU core or on many GPUs.
 
     deepspeed --num_gpus 2 recipes/seq_cls.py           # small, offline, on built-in text
     deepspeed --num_gpus 8 recipes/seq_cls.py --deepspeed zero3 --train_file reviews.csv --model_name_or_path FOLDER
     python recipes/seq_cls.py --config recipes/configs/seq_cls_imdb.yaml --max_train_samples 2000
 
-Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
-taken, too; `--help` lists all. The run folder (--output_dir) then opens with `pipeline("text-classification", folder)`.
+It also starts with plain `python`, `torchrun` and `accelerate launch`, and takes every flag of the Trainer's
+TrainingArguments; `--help` lists all flags. The run folder (--output_dir) then opens with
+`pipeline("text-classification", folder)`.
 """
 
 from finetune.entry.main import run_recipe
@@ -14,7 +15,7 @@ from finetune.run.recipes.seq_cls import SEQ_CLS
 
 
 def main(run):
-    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
     from finetune.data.classification import prepare
     from finetune.training.chapters import finish, trainer_of
     from finetune.training.classifiers import text_classifier, text_source
@@ -23,7 +24,7 @@ def main(run):
     from finetune.training.start import start
     from finetune.training.teachers import classifier_teacher
 
-    # Start: the machine is settled, the ranks meet, the config is checked.
+    # Start: set up the machine, connect the ranks, check the config.
     session = start(run)
     training = session.training
 
@@ -44,11 +45,11 @@ def main(run):
     metrics = metrics_of_run(session, data.labels, source)
     session.introduce(data.describe(), source.description)
 
-    # Model: built after `start`, for ZeRO-3 shards it while it is built; and a teacher, where one is named.
+    # Model: built after `start`, because ZeRO-3 shards it while it is built; and the teacher, if there is one.
     model, loss = text_classifier(session, source, data)
     teacher, loss = classifier_teacher(session, source, data, loss)
 
-    # Train, evaluate and predict whole sets, each row once, whatever the number of ranks; then report.
+    # Train; evaluate and predict on whole sets, each row once at any number of ranks; then report.
     trainer = trainer_of(session, model, data, compute_metrics=metrics, compute_loss=loss, teacher=teacher)
     finish(
         session,

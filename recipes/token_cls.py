@@ -4,9 +4,9 @@
     deepspeed --num_gpus 8 recipes/token_cls.py --deepspeed zero3 --train_file train.conll --model_name_or_path FOLDER
     python recipes/token_cls.py --train_file train.jsonl --test_file new.jsonl --do_predict True
 
-Plain `python`, `torchrun` and `accelerate launch` start it as well. Every flag of the Trainer's TrainingArguments is
-taken, too; `--help` lists all. The run folder (--output_dir) then opens with `pipeline("token-classification", folder,
-aggregation_strategy="simple")`. docs/token_cls.md says which files are read.
+It also starts with plain `python`, `torchrun` and `accelerate launch`, and takes every flag of the Trainer's
+TrainingArguments; `--help` lists all flags. The run folder (--output_dir) then opens with
+`pipeline("token-classification", folder, aggregation_strategy="simple")`. docs/token_cls.md describes the files.
 """
 
 from finetune.entry.main import run_recipe
@@ -15,7 +15,7 @@ from finetune.run.recipes.token_cls import TOKEN_CLS
 
 
 def main(run):
-    # Heavy imports come after the command line has been understood, so that --help and mistakes cost no time.
+    # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
     from finetune.data.classification import prepare
     from finetune.data.token_labels import SENTENCES
     from finetune.training.chapters import finish, trainer_of
@@ -24,7 +24,7 @@ def main(run):
     from finetune.training.metrics import metrics_of_run
     from finetune.training.start import start
 
-    # Start: the machine is settled, the ranks meet, the config is checked.
+    # Start: set up the machine, connect the ranks, check the config.
     session = start(run)
     training = session.training
 
@@ -46,10 +46,10 @@ def main(run):
     metrics = metrics_of_run(session, data.labels, source)
     session.introduce(data.describe(), source.description)
 
-    # Model: built after `start`, for ZeRO-3 shards it while it is built.
+    # Model: built after `start`, because ZeRO-3 shards it while it is built.
     model, loss = text_classifier(session, source, data)
 
-    # Train, evaluate and predict whole sets, each sentence once, whatever the number of ranks; then report.
+    # Train; evaluate and predict on whole sets, each sentence once at any number of ranks; then report.
     trainer = trainer_of(
         session, model, data, compute_metrics=metrics, compute_loss=loss, preprocess_logits=kept_of_tokens
     )

@@ -1,4 +1,4 @@
-"""`check`: what is wrong with a DeepSpeed config, as `finetune check` finds it."""
+"""`check`: find mistakes in a DeepSpeed config, as `finetune check` does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from finetune.dsconfig.check import check as check_text
 from finetune.dsconfig.context import Context
 from finetune.dsconfig.formats import written
 
-NAMELESS = "config"  # how a config is called that was given as a dict
+NAMELESS = "config"  # the name of a config given as a dict
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found, in the order of its lines. `str()` is what `finetune check` prints."""
+    """The findings, in line order. `str()` is what `finetune check` prints."""
 
     name: str
     findings: tuple[Placed, ...]
@@ -65,8 +65,8 @@ def check(
     disable: Sequence[str] = (),
 ) -> Checked:
     """Every finding about a DeepSpeed config: a path, a shipped name such as "zero2", a recipe's YAML, or a dict. The
-    others describe the run that it is for, as the options of `finetune check` do. Raises RequestError where there is
-    nothing to check, or where the run cannot be."""
+    other arguments describe its run, like the options of `finetune check`. Raises RequestError if there is nothing to
+    check, or if there can be no such run."""
     options = {
         "world_size": world_size,
         "ranks_per_node": ranks_per_node,

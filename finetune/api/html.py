@@ -1,4 +1,4 @@
-"""What a notebook shows of a result: a few escaped lines and tables, without styles or scripts, loading nothing."""
+"""How a notebook shows a result: escaped lines and tables, without styles, scripts or external resources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from finetune.report.table import Table
 
 
 def block(title: str, lines: Iterable[str] = (), *parts: str) -> str:
-    """A heading, paragraphs, and `parts` that are HTML already."""
+    """A heading, paragraphs, and `parts` that are already HTML."""
     words = "".join(f"<p>{escaped(line)}</p>" for line in lines)
     return f"<div><p><strong>{escaped(title)}</strong></p>{words}{''.join(parts)}</div>"
 

@@ -1,4 +1,4 @@
-"""The model and the tokenizer of a run's folder, by what its recipe is for. The folder may be a stranger's."""
+"""Open the model and the tokenizer of a run's folder, according to its recipe's task. The folder may be untrusted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from finetune.run.task import Task
 
 
 def open_model(folder: Path, recipe: Mapping[str, Any]) -> Any:
-    """In fp32 and in evaluation mode, with its adapter on its base model; `recipe` is what recipe.yaml holds. Raises
-    RequestError."""
+    """The model in fp32 and evaluation mode, with its adapter if it has one; `recipe` is the content of recipe.yaml.
+    Raises RequestError."""
     with _without_flag():
         return _opened(folder, _task(folder, recipe)).eval()
 
@@ -46,12 +46,12 @@ def _without_flag() -> Iterator[None]:
 
 
 def _task(folder: Path, recipe: Mapping[str, Any]) -> Task:
-    """What the model is for."""
+    """The recipe's task."""
     known, name = recipes(), recipe.get("recipe")
     if not isinstance(name, str) or name not in known:
         raise RequestError(
-            f"{folder}: its recipe.yaml names none of {', '.join(known)}, so it is not known which kind of model this "
-            "is. Open it with transformers' own Auto classes."
+            f"{folder}: its recipe.yaml names none of {', '.join(known)}, so the kind of model is unknown. Open it "
+            "with transformers' own Auto classes."
         )
     return known[name].task_of(recipe.get)
 
@@ -68,10 +68,10 @@ def _opened(folder: Path, task: Task) -> Any:
             config=config,
             dtype=torch.float32,
             use_safetensors=True,
-            ignore_mismatched_sizes=found.adapter is not None,  # a classifier's head is the adapter's
+            ignore_mismatched_sizes=found.adapter is not None,  # a classifier's head comes with the adapter
             local_files_only=found.hub_id is None,
         )
-    except Exception as error:  # whatever a folder made to break it can raise
+    except Exception as error:  # a malicious folder can raise anything
         raise RequestError(f"{folder}: the model cannot be opened ({plain(first_line(error, 300))}).") from error
     if found.adapter is None:
         return model

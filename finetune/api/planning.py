@@ -1,4 +1,4 @@
-"""`plan`: what a run would take, as `finetune plan` works it out."""
+"""`plan`: the memory and time that a run would take, as `finetune plan` computes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_LAYOUTS = 5  # in a notebook
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and the layouts that were looked at, the fastest first. `str()` is what `finetune plan` prints."""
+    """A plan, and the layouts that were searched, fastest first. `str()` is what `finetune plan` prints."""
 
     plan: Plan = field(repr=False)
     layouts: Found | None = field(repr=False)
@@ -38,7 +38,7 @@ class Planned:
     samples_per_second: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As `finetune plan --json` has it."""
+        """What `finetune plan --json` prints."""
         return as_json(self.plan, self.layouts, list(self.notes))
 
     def __str__(self) -> str:
@@ -70,10 +70,10 @@ def plan(
     params_per_layer: int | None = None,
     **flags: Any,
 ) -> Planned:
-    """Memory by rank and time by step of a run that need not be possible here, without torch. `target` is a recipe,
-    such as "causal_lm", a recipe's YAML, or a model: its folder, its config.json, or a known name such as "gpt2";
-    `model` is a model beside a recipe. `flags` are those of the recipe. Without `search` no other layouts are looked
-    at.
+    """Memory per rank and time per step of a run, which need not be possible on this machine; without torch. `target`
+    is a recipe, such as "causal_lm", a recipe's YAML, or a model: its folder, its config.json, or a known name such as
+    "gpt2". `model` names a model if `target` is a recipe. `flags` are the recipe's. With `search` False, no other
+    layouts are searched.
 
     Raises RequestError."""
     target, model = (None if one is None else str(one) for one in (target, model))
@@ -90,7 +90,7 @@ def plan(
         "params_per_layer": params_per_layer,
     }
     named = target or model
-    # The target comes first: behind a flag of several values it would be one of them.
+    # The target comes first: after a flag that takes several values it would be one of them.
     asked = parser().parse_args(["plan", *([named] if named else []), *words_of({**options, **flags})])
     found, _, notes, limits = plan_of(asked)
     seconds = found.seconds

@@ -1,4 +1,4 @@
-"""What a run changes of its process, put back: in Python and notebooks there is a life after it."""
+"""Undo what a run changes in its process: in Python and in notebooks, the process lives on."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ QUIETED = ("transformers", "datasets", "accelerate", "DeepSpeed", "torch.distrib
 
 @contextmanager
 def left_as_found(argv: Sequence[str]) -> Iterator[None]:
-    """Inside, sys.argv is `argv`, which a run's record tells. However it ends, this puts back environment variables,
-    signal handlers, levels of loggers, filters of warnings, progress bars, torch's threads and the state of random
-    numbers, closes what a tracker has opened, and gives up the lock of the run folder."""
+    """Inside, sys.argv is `argv`, which the run records. However it ends, this restores environment variables, signal
+    handlers, log levels, warning filters, progress bars, torch's thread count and random states, finishes a tracker's
+    run, and releases the run folder's lock."""
     environment, words = dict(os.environ), sys.argv
     levels = {name: logging.getLogger(name).level for name in QUIETED}
-    is_main = threading.current_thread() is threading.main_thread()  # nobody else may set a handler
+    is_main = threading.current_thread() is threading.main_thread()  # only it may set a handler
     handlers = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)} if is_main else {}
     with _libraries_as_found(), warnings.catch_warnings():
         sys.argv = list(argv)
@@ -57,7 +57,7 @@ def _libraries_as_found() -> Iterator[None]:
         yield
     finally:
         give_up_locks()
-        if not had_run and _wandb_run() is not None:  # the next run would log into it
+        if not had_run and _wandb_run() is not None:  # else the next run would log into it
             sys.modules["wandb"].finish()
         random.setstate(drawn[0])
         numpy.random.set_state(drawn[1])

@@ -1,4 +1,4 @@
-"""A run's folder as an object: what it came to, its curves, its model."""
+"""A run's folder as an object: its results, curves and model."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Plot:
         Path(path).write_text(self.svg, encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        """As an image: within the page, its style would be the page's."""
+        """An image: inline, the SVG's style would apply to the whole page."""
         data = base64.b64encode(self.svg.encode()).decode()
         return f'<img alt="{escaped(self.alt)}" src="data:image/svg+xml;base64,{data}">'
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """What a run has left in `folder`, in which nothing is trusted: files are of bounded size, and no code runs."""
+    """What a run left in `folder`. Nothing in it is trusted: reads are bounded in size, and no code is run."""
 
     folder: Path
     found: RunFolder = field(repr=False)
@@ -47,36 +47,36 @@ class LoadedRun:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What all_results.json holds: the results of training, evaluation and prediction."""
+        """The content of all_results.json: the results of training, evaluation and prediction."""
         return dict(self.found.results)
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl: each log of the Trainer, with its step."""
+        """The rows of metrics.jsonl: the Trainer's logs, each with its step."""
         return [dict(row) for row in self.found.rows]
 
     @property
     def recipe(self) -> str | None:
-        """The recipe that wrote it; None where the folder does not say."""
+        """The recipe that wrote the folder; None if unknown."""
         name = self.found.recipe.get("recipe")
         return name if isinstance(name, str) else None
 
     @cached_property
     def model(self) -> Any:
-        """The trained model, opened when first asked for, on the CPU and in evaluation mode."""
+        """The trained model, loaded on first access, on the CPU and in evaluation mode."""
         from finetune.api.opening import open_model
 
         return open_model(self.folder, self.found.recipe)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Of the trained model; of a model of images its image processor."""
+        """The trained model's tokenizer, or the image processor of an image model."""
         from finetune.api.opening import open_processor
 
         return open_processor(self.folder, self.found.recipe)
 
     def plot(self) -> Plot:
-        """The loss of training and of evaluation over the steps. Raises RequestError where no loss has been logged."""
+        """Training and evaluation loss over the steps. Raises RequestError if no loss has been logged."""
         pictures = training_curves(self.found.rows, "")
         if not pictures:
             raise RequestError(f"{self.folder}: no loss has been logged there, so there is nothing to plot.")
@@ -91,7 +91,7 @@ class LoadedRun:
 
 
 def load_run(folder: str | Path) -> LoadedRun:
-    """The run in a folder, whoever wrote it. Raises RequestError where there is none."""
+    """The run in a folder, which may be untrusted. Raises RequestError if there is none."""
     path = Path(folder).expanduser()
     runs, _ = read([path])
     if not runs:

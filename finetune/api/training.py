@@ -1,9 +1,9 @@
 """`train`: a recipe from Python, in this process or in several.
 
-One rank without DeepSpeed trains in this process. Several ranks, and DeepSpeed at any number, are started as `finetune
-train` starts them. accelerate's `notebook_launcher` would fork them out of this process instead: that is unsafe once
-torch has started threads or CUDA here, which a first run in this process does, it refuses where CUDA is up, and it has
-no form for DeepSpeed (accelerate 1.15, launchers.py)."""
+One rank without DeepSpeed trains in this process. Several ranks, and any number with DeepSpeed, are started as
+`finetune train` starts them. accelerate's `notebook_launcher` would fork this process instead, which is unsafe once a
+run has started torch's threads or CUDA here; it refuses if CUDA is initialized, and does not support DeepSpeed
+(accelerate 1.15, launchers.py)."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ KINDS: dict[int, type[FinetuneError]] = {one.exit_status: one for one in (Reques
 
 
 def train(recipe: str, *, ranks: int | None = None, **flags: Any) -> LoadedRun:
-    """Run a recipe, such as "seq_cls", with its flags as keyword arguments, and give what it leaves: train("seq_cls",
-    train_file="reviews.csv", num_train_epochs=1). `ranks` is for several processes on this machine: one for each GPU,
-    or CPU processes where there is no GPU.
+    """Run a recipe, such as "seq_cls", with its flags as keyword arguments, and load the result: train("seq_cls",
+    train_file="reviews.csv", num_train_epochs=1). `ranks` starts several processes on this machine: one per GPU, or CPU
+    processes if there is no GPU.
 
-    Raises RequestError with all that is wrong with the request, RunError where the run fails, and InterruptedRunError
-    where a signal has stopped it after a checkpoint."""
+    Raises RequestError with all mistakes in the request, RunError if the run fails, and InterruptedRunError if a signal
+    stopped it after a checkpoint."""
     if "RANK" in os.environ:
         raise RequestError(
-            "train() is called in a process of a launcher (RANK is set), and would be called once in each of them. "
-            "Call it in plain Python, with ranks=N."
+            "train() was called in a process of a launcher (RANK is set), and would be called in each of them. Call "
+            "it in plain Python, with ranks=N."
         )
     if ranks is not None and ranks < 1:
         raise RequestError(f"ranks is {ranks}, but it must be 1 or more.")
@@ -72,7 +72,7 @@ def _here(recipe: Recipe, script: Path, words: Sequence[str]) -> None:
 
 
 def _in_processes(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
-    """Their output is printed here as it comes. Whatever ends this, Ctrl-C included, ends them too."""
+    """Print the processes' output as it comes. Whatever ends this call, including Ctrl-C, ends them too."""
     options = ["--gpus_per_node", str(ranks), "--master_port", str(free_port())]
     command, environment = started_by(parser().parse_args(["train", *options, recipe.name, *words]))
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
@@ -91,7 +91,7 @@ def _in_processes(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
 
 
 def _why(lines: Sequence[str], status: int) -> str:
-    """The error that a rank has said, up to the launcher's own lines; else the last lines."""
+    """The error that a rank printed, up to the launcher's own lines; else the last lines of output."""
     for place, line in enumerate(lines):
         if found := ERROR_LINE.match(line):
             rest = [found[1]]

@@ -1,4 +1,4 @@
-"""Keyword arguments as words of a command line, which is where flags are read, checked and explained."""
+"""Keyword arguments as command-line words: the command line's parser reads, checks and explains all flags."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from finetune.run.choose import recipes
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:
     """{"train_file": ["a.csv", "b.csv"], "bf16": False, "model_size": None} as `--train_file a.csv b.csv --bf16 False`:
-    None means that nothing is given."""
+    None means not given."""
     return [word for name, value in flags.items() if value is not None for word in _said(name, value)]
 
 
 def _said(name: str, value: Any) -> list[str]:
-    """A value that begins as a flag does goes into one word with it."""
+    """`--name value`; a value that looks like a flag is joined with =."""
     values = _values(name, value)
     alone = len(values) == 1 and values[0].startswith("--")
     return [f"--{name}={values[0]}"] if alone else [f"--{name}", *values]

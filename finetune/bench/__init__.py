@@ -1,1 +1,1 @@
-"""`finetune bench`: models over layouts, each cell of the grid a real launch of recipes/benchmark.py, measured."""
+"""`finetune bench`: models over layouts; each cell of the grid is a measured launch of recipes/benchmark.py."""

@@ -1,4 +1,4 @@
-"""From a cell to its plan and to the command that runs it; and why some are not run at all. Never imports torch."""
+"""A cell's plan, the command that runs it, and why some cells cannot run. Never imports torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from finetune.run.resolve import resolve
 from finetune.shipped import RECIPES
 
 RECIPE = RECIPES / "benchmark.py"
-PER_NODE = 8  # ranks of a node, of plans for more than a machine has
+PER_NODE = 8  # ranks per node, in plans for more ranks than a machine has
 
 
 def machine_for(name: str | None, gpus: list[str]) -> Machine | None:
-    """By name or file; without one that of this machine, where a profile of it is known. Raises RequestError."""
+    """The machine of a name or file; without one, this machine, or None if it has no profile. Raises RequestError."""
     if name is not None:
         return find_machine(name)
     try:
@@ -41,13 +41,13 @@ def machine_for(name: str | None, gpus: list[str]) -> Machine | None:
 
 
 def parameters_of(model: BenchModel) -> int | None:
-    """None of a family that `finetune plan` does not know."""
+    """The number of parameters; None for a family that `finetune plan` does not know."""
     return model_of(model.config).parameters if model.config["model_type"] in FAMILIES else None
 
 
 def plan_of_cell(cell: Cell, model: BenchModel, machine: Machine | None) -> dict[str, Any] | None:
-    """`peak_bytes` of the fullest rank in a step and `step_seconds`; None of what is not planned: AlexNet,
-    and what would be refused."""
+    """`peak_bytes` of the fullest rank in a step, and `step_seconds`; None for AlexNet, which cannot be planned, and
+    for cells that would be refused."""
     if machine is None or model.config["model_type"] not in FAMILIES:
         return None
     flags = words(flags_of(cell) | {"deepspeed": cell.ds_config or "none"})
@@ -63,19 +63,19 @@ def plan_of_cell(cell: Cell, model: BenchModel, machine: Machine | None) -> dict
 
 
 def why_not(cell: Cell, gpus: int | None = None, cores: int | None = None) -> str | None:
-    """The reason for which a cell cannot be, on this machine or at all; None where it can be tried."""
+    """Why a cell cannot run, on this machine or at all; None if it can be tried."""
     gpus, cores = gpus_here() if gpus is None else gpus, cores_here() if cores is None else cores
     if cell.world_size > (gpus or cores):
         return f"{cell.world_size} ranks are more than this machine's {gpus or cores} {'GPU(s)' if gpus else 'core(s)'}"
     if cell.layout in ("ddp", "fsdp") and cell.world_size == 1:
-        return f"{cell.layout} is of several ranks, and this is one: it would be `none`"
+        return f"{cell.layout} needs several ranks, and this is one: it would be the same as `none`"
     if LAYOUTS[cell.layout].has_stages and cell.model not in IN_STAGES:
-        return f"{cell.model} is no list of layers that a pipeline could cut; {', '.join(IN_STAGES)} are"
+        return f"{cell.model} cannot be cut into pipeline stages; {', '.join(IN_STAGES)} can"
     return None
 
 
 def flags_of(cell: Cell) -> dict[str, Any]:
-    """Those of the recipe that the layout and the batch are, but for --deepspeed, whose file is found or made."""
+    """The recipe's flags for the layout and the batch, except --deepspeed."""
     flags: dict[str, Any] = {
         "per_device_train_batch_size": cell.micro_batch,
         "gradient_accumulation_steps": cell.accumulation,
@@ -91,7 +91,7 @@ def flags_of(cell: Cell) -> dict[str, Any]:
 
 
 def command_of(cell: Cell, grid: Grid, folder: Path, on_cpu: bool) -> list[str]:
-    """What is started; the ranks write their figures into `folder`."""
+    """The command to start; the ranks write their measurements into `folder`."""
     layout = LAYOUTS[cell.layout]
     flags: dict[str, Any] = {
         "model": cell.model,

@@ -1,8 +1,8 @@
-"""Is one benchmark slower or larger than another? Per cell a ratio with its confidence interval. Never imports torch.
+"""Is one benchmark slower or larger than another? A ratio and confidence interval per cell. Never imports torch.
 
-The interval is Welch's on logarithms of the repeats' medians: a ratio's error is a share of it, repeats are few, and
-the two benchmarks may scatter differently (Welch, Biometrika 34, 1947, for the degrees of freedom). Steps of one launch
-are no repeats: a launch as a whole may be slow. With fewer than two repeats on a side there is no interval.
+The interval is Welch's, on the logarithms of the repeats' medians: errors are relative, repeats are few, and the two
+benchmarks may have different variances (Welch, Biometrika 34, 1947, for the degrees of freedom). Steps of one launch
+are not repeats: a whole launch may be slow. With fewer than two repeats on one side there is no interval.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Ratio:
-    """New by old; the interval is None where it cannot be told."""
+    """New / old; `low` and `high` are None if there is no interval."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
     def is_worse(self, threshold: float) -> bool:
-        """More than `threshold` above 1, and the whole of the interval with it."""
+        """Whether the whole interval is more than `threshold` above 1."""
         return self.low is not None and self.low > 1 + threshold
 
 
 @dataclass(frozen=True)
 class Change:
-    """Of one cell. `why` says where there is nothing to compare; `broke` that it ran, and no longer does."""
+    """The change in one cell. `why`: why it is not compared; `broke`: it used to run, and no longer does."""
 
     cell: str
     seconds: Ratio | None = None
@@ -51,7 +51,7 @@ class Change:
 
 
 def compare(new: Sequence[Row], old: Sequence[Row]) -> list[Change]:
-    """Cell by cell, in the order of `new`; then what only `old` has."""
+    """The changes, in the order of `new`; then cells that only `old` has."""
     ours, theirs = by_cell(new), by_cell(old)
     changes = []
     for cell, rows in ours.items():
@@ -64,7 +64,7 @@ def compare(new: Sequence[Row], old: Sequence[Row]) -> list[Change]:
         elif not before:
             changes.append(Change(cell, why=f"was {theirs[cell][0].status}" + (", runs now" if now else "")))
         elif not now:
-            changes.append(Change(cell, why=f"ran, and is {rows[0].status} now: {rows[0].reason}", broke=True))
+            changes.append(Change(cell, why=f"ran before, now {rows[0].status}: {rows[0].reason}", broke=True))
         else:
             seconds = ratio(now, before, lambda row: row.median_seconds)
             changes.append(Change(cell, seconds, ratio(now, before, lambda row: row.peak_bytes)))
@@ -72,16 +72,16 @@ def compare(new: Sequence[Row], old: Sequence[Row]) -> list[Change]:
 
 
 def _differ(new: Row, old: Row) -> str:
-    """What else is another than the cell's name says, so that figures are of different work; "" where nothing is."""
+    """What differs besides the cell's name, so that the two did different work; "" if nothing does."""
     pairs = [(name, getattr(new, name), getattr(old, name)) for name in ("scale", "global_batch", "steps")]
     found = [f"{name} is {ours}, and was {theirs}" for name, ours, theirs in pairs if ours != theirs]
     if new.model_sha256 != old.model_sha256:
-        found.append("the model's sizes are others")
+        found.append("the model's sizes differ")
     return ", ".join(found)
 
 
 def ratio(new: Sequence[Row], old: Sequence[Row], of: Callable[[Row], float]) -> Ratio | None:
-    """Of the geometric means over repeats; None where one is 0."""
+    """The ratio of the geometric means over repeats; None if any value is 0."""
     if min(of(row) for row in (*new, *old)) <= 0:
         return None
     logs = [[math.log(of(row)) for row in rows] for rows in (new, old)]
@@ -97,7 +97,7 @@ def ratio(new: Sequence[Row], old: Sequence[Row], of: Callable[[Row], float]) ->
 
 
 def _student(freedom: float) -> float:
-    """The quantile of Student's t that leaves out half of what CONFIDENCE leaves, on each side."""
-    from scipy.special import stdtrit  # which needs numpy
+    """The two-sided quantile of Student's t for CONFIDENCE."""
+    from scipy.special import stdtrit  # needs numpy
 
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

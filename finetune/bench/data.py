@@ -1,5 +1,5 @@
-"""Made-up samples that can be learnt. Each is drawn by a seed of its own, so that it is the same whichever rank reads
-it, at any number of ranks."""
+"""Synthetic samples that can be learned. Each has its own seed, so it is the same whichever rank reads it, with any
+number of ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from finetune.models import alexnet, gptlite, gptlite_weights, mlp
 from finetune.models.gptlite_pipeline import gptlite_pipeline
 from finetune.models.pipeline import PipelineModel
 
-FACTOR = 7  # by which the next token of a made-up text follows from the one before
+FACTOR = 7  # the next token is FACTOR times the previous one, plus 1
 
 
 class MadeUp(Dataset):  # type: ignore[misc]
-    """`many` samples for `model`."""
+    """`many` synthetic samples for `model`."""
 
     def __init__(self, model: BenchModel, many: int, seed: int, for_pipeline: bool = False) -> None:
         self.model, self.many, self.seed, self.for_pipeline = model, many, seed, for_pipeline
@@ -35,14 +35,14 @@ class MadeUp(Dataset):  # type: ignore[misc]
         return self._text(random) if self.model.name in TEXT else self._numbers(random)
 
     def _numbers(self, random: np.random.Generator) -> dict[str, torch.Tensor]:
-        """The study's task: numbers between -1 and 1, and as class the sum of their squares modulo the classes."""
+        """The study's task: numbers between -1 and 1; the class is the sum of squares modulo the number of classes."""
         config = self.model.config
         numbers = random.random(config["width"], dtype=np.float32) * 2 - 1
         label = int(np.dot(numbers, numbers)) % config["num_labels"]
         return {"inputs": torch.from_numpy(numbers), "labels": torch.tensor(label)}
 
     def _text(self, random: np.random.Generator) -> dict[str, torch.Tensor]:
-        """Of a language model each token follows from the one before; of a classifier the first one tells the class."""
+        """For a language model, each token determines the next; for a classifier, the first token is the class."""
         vocabulary, tokens = self.model.config["vocab_size"], self.model.sequence_tokens
         if self.model.name == "distilbert":
             label = int(random.integers(self.model.config["num_labels"]))
@@ -53,7 +53,7 @@ class MadeUp(Dataset):  # type: ignore[misc]
         for _ in range(tokens - 1):
             walk.append((walk[-1] * FACTOR + 1) % vocabulary)
         ids = torch.tensor(walk)
-        if self.for_pipeline:  # nothing follows the last token, there as here
+        if self.for_pipeline:  # the last token has no target, as in the other form
             return {"input_ids": ids, "shift_labels": torch.tensor([*walk[1:], -100])}
         return {"input_ids": ids, "labels": ids.clone()}
 
@@ -66,7 +66,7 @@ class MadeUp(Dataset):  # type: ignore[misc]
 
 
 def build(model: BenchModel, seed: int) -> Any:
-    """The model as a Hugging Face one, its weights drawn by `seed`, and those of a pipeline's stages."""
+    """The model as a Hugging Face one, with the same initial weights from `seed` as a pipeline's stages have."""
     config, kind = config_of(model.config), model.config["architectures"][0]
     for module, drawn_by in ((mlp, mlp), (gptlite, gptlite_weights), (alexnet, alexnet)):
         if hasattr(module, kind):

@@ -1,4 +1,4 @@
-"""A grid in YAML, and the cells that it says. Never imports torch.
+"""A grid in YAML, and its cells. Never imports torch.
 
 scale: 0.125                    # of every model; `models` changes single sizes
 repeats: 3
@@ -31,12 +31,12 @@ from finetune.run.flat_yaml import read_flat_yaml
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 MOST_CELLS = 10_000
-# The lists of a block whose product it is, and what they hold where the YAML has none.
+# A block is the product of these lists; the values are their defaults.
 LISTS: dict[str, list[Any]] = {
     "models": [], "layouts": [], "ds_configs": [], "world_sizes": [1], "stages": [1], "micro_batches": [1],
     "accumulations": [1], "checkpoint_intervals": [0], "precisions": ["fp32"],
 }  # fmt: skip
-LEAST = {  # of what is a whole number
+LEAST = {  # of each whole number
     "world_sizes": 1, "stages": 1, "micro_batches": 1, "accumulations": 1, "global_batch": 1, "repeats": 1, "steps": 1,
     "timeout_seconds": 1, "checkpoint_intervals": 0, "warmup_steps": 0, "seed": 0, "dataloader_num_workers": 0,
 }  # fmt: skip
@@ -44,8 +44,8 @@ LEAST = {  # of what is a whole number
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over ranks. `ds_config` is the shipped one, None without DeepSpeed and where there is none
-    but the grid's; `flags` are those of the recipe."""
+    """How a model is spread over ranks. `ds_config` is the shipped one; None without DeepSpeed, and if only the grid
+    gives one. `flags` are the recipe's."""
 
     launcher: str
     ds_config: str | None = None
@@ -54,20 +54,20 @@ class Layout:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "none": Layout(PYTHON),  # one process, whatever the world
+    "none": Layout(PYTHON),  # one process, whatever the world size
     "ddp": Layout(TORCHRUN),
-    "checkpointing": Layout(TORCHRUN),  # ddp that computes activations again
+    "checkpointing": Layout(TORCHRUN),  # ddp with activation checkpointing
     "fsdp": Layout(TORCHRUN, flags={"fsdp": True}),
     **{name: Layout(DEEPSPEED, name) for name in ("zero0", "zero1", "zero2", "zero3", "zeropp")},
     **{name: Layout(DEEPSPEED, name) for name in ("zero2_offload", "zero3_offload", "zero3_nvme")},
-    "deepspeed": Layout(DEEPSPEED),  # whatever the grid's ds_configs say
+    "deepspeed": Layout(DEEPSPEED),  # with each of the grid's ds_configs
     "pipeline": Layout(DEEPSPEED, "pipeline", has_stages=True),
 }
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration; `global_batch` is 0 where none was asked for."""
+    """One configuration; `global_batch` is 0 if the grid gives none."""
 
     model: str
     layout: str
@@ -82,7 +82,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Such as gptlite-zero2-2x8, or gptlite-pipeline2-2x8-a4: what differs from the usual comes behind."""
+        """Such as gptlite-zero2-2x8, or gptlite-pipeline2-2x8-a4: values other than the defaults come last."""
         parts = [self.model, self.layout + (str(self.stages) if LAYOUTS[self.layout].has_stages else "")]
         if self.ds_config != LAYOUTS[self.layout].ds_config:
             parts.append(Path(str(self.ds_config)).stem)
@@ -100,7 +100,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """`steps` are measured, after `warmup_steps` that are not, beside those in which memory is watched."""
+    """`steps` are timed, after steps in which memory is watched and `warmup_steps`, which are not timed."""
 
     cells: tuple[Cell, ...]
     models: Mapping[str, BenchModel]
@@ -116,7 +116,7 @@ class Grid:
 
     @property
     def sha256(self) -> str:
-        """Of all that a figure hangs on, DeepSpeed's configs among it; not of how often, how long and where."""
+        """Of everything that measurements depend on, including DeepSpeed configs; not of repeats and timeout."""
         beside = ("cells", "models", "changes", "repeats", "timeout_seconds")
         content = {
             "cells": [asdict(cell) | {"ds_config_sha256": config_sha256(cell.ds_config)} for cell in self.cells],
@@ -127,7 +127,7 @@ class Grid:
 
 
 def read_grid(path: str, scale: float | None = None, repeats: int | None = None) -> Grid:
-    """The grid of a YAML file; `scale` and `repeats` overrule it. Raises RequestError for what is wrong with it."""
+    """The grid of a YAML file; `scale` and `repeats` override it. Raises RequestError for mistakes in it."""
     content = read_flat_yaml(path, path, "`grid:`, a list of blocks (docs/bench.md)")
     given = {"scale": scale, "repeats": repeats}
     try:
@@ -167,19 +167,19 @@ def _grid(content: dict[str, Any]) -> Grid:
 
 
 def _add(block: dict[str, Any], places: dict[Cell, int], number: int) -> None:
-    """The cells of a block into `places`, with its number. Raises RequestError where one is there already."""
+    """Add the cells of a block to `places`, with its number. Raises RequestError for a duplicate."""
     seen = {cell.name: (cell, place) for cell, place in places.items()}
     for cell in _cells(block):
         if cell.name not in seen:
             places[cell], seen[cell.name] = number, (cell, number)
-        elif seen[cell.name][1] != number or seen[cell.name][0] != cell:  # `none` is the same at any world
-            raise RequestError(f"{cell.name} is there already, in block {seen[cell.name][1]}. Drop one.")
+        elif seen[cell.name][1] != number or seen[cell.name][0] != cell:  # `none` is the same at any world size
+            raise RequestError(f"{cell.name} is already in block {seen[cell.name][1]}. Drop one.")
     if len(places) > MOST_CELLS:
         raise RequestError(f"with it there are more than {MOST_CELLS:,} cells. Mistyped?")
 
 
 def _block(content: Any) -> dict[str, Any]:
-    """LISTS as the YAML fills them, and `global_batch`, 0 where there is none. Raises RequestError."""
+    """LISTS with the YAML's values, and `global_batch`, 0 if not given. Raises RequestError."""
     if not isinstance(content, dict):
         raise RequestError(f"must hold `key: value` lines, but holds {content!r}.")
     _check_known(content, (*LISTS, "global_batch"), "key of a block")
@@ -198,25 +198,25 @@ def _block(content: Any) -> dict[str, Any]:
     if "global_batch" in content:
         _check_number("global_batch", batch)
         if "accumulations" in content:
-            raise RequestError("global_batch says what accumulation there is, and accumulations too. Drop one.")
+            raise RequestError("global_batch and accumulations both set the accumulation. Drop one.")
     return {**block, "global_batch": batch}
 
 
 def _check_known(names: Iterable[Any], known: Collection[str], what: str) -> None:
-    """Raises RequestError for the first that is none of them."""
+    """Raises RequestError for the first unknown name."""
     for name in names:
         if name not in known:
-            raise RequestError(f"{name!r} is no {what}.{nearest(name, known)}")
+            raise RequestError(f"{name!r} is not a {what}.{nearest(name, known)}")
 
 
 def _check_number(name: str, value: Any) -> None:
-    """Raises RequestError for what must be a whole number, and is none, or too small."""
+    """Raises RequestError for a value that must be a whole number and is not, or is too small."""
     if name in LEAST and (isinstance(value, bool) or not isinstance(value, int) or value < LEAST[name]):
         raise RequestError(f"{name} is {value!r}, but it must be a whole number of {LEAST[name]} or more.")
 
 
 def _check_names(block: dict[str, list[Any]]) -> None:
-    """Raises RequestError for a name that is none, and for a list that nothing in the block takes."""
+    """Raises RequestError for an unknown name, and for a list that nothing in the block uses."""
     for model in block["models"]:
         find_model(model)
     _check_known(block["layouts"], LAYOUTS, "layout")
@@ -227,13 +227,13 @@ def _check_names(block: dict[str, list[Any]]) -> None:
     if block["stages"] != [1] and not any(kind.has_stages for kind in kinds):
         raise RequestError("stages: no layout of the block is a pipeline. Drop it, or add the layout pipeline.")
     if "deepspeed" in block["layouts"] and not block["ds_configs"]:
-        raise RequestError("the layout deepspeed is what ds_configs say, and there are none. Give a list.")
+        raise RequestError("the layout deepspeed needs ds_configs, and there are none. Give a list.")
     for layout, config in product(block["layouts"], block["ds_configs"]):
         _check_same(layout, config)
 
 
 def _check_same(layout: str, config: str) -> None:
-    """Raises RequestError for a config that does something else than the layout in whose place it is to stand."""
+    """Raises RequestError for a config that does something else than the layout whose config it replaces."""
     shipped, theirs = LAYOUTS[layout].ds_config, _does(config)
     if shipped is not None and not LAYOUTS[layout].has_stages and theirs != _does(shipped):
         raise RequestError(
@@ -243,7 +243,7 @@ def _check_same(layout: str, config: str) -> None:
 
 
 def _does(name: str) -> str:
-    """What of a config is in a layout's name."""
+    """What a config does, as far as a layout's name says it: ZeRO stage and offload."""
     config = Config(_content(name))
     stage = config.get("zero_optimization.stage") or 0
     moved = [
@@ -267,14 +267,14 @@ def _cells(block: dict[str, Any]) -> Iterator[Cell]:
         ):
             if world % stages:
                 raise RequestError(
-                    f"{layout} of stages {stages} on world_sizes {world}: {world} ranks are no multiple of {stages} "
+                    f"{layout} of stages {stages} on world_sizes {world}: {world} ranks are not a multiple of {stages} "
                     f"stages. Give world_sizes {stages} or a multiple, or a block of their own."
                 )
             batch, share = block["global_batch"], micro * (world // stages)
             if batch % share:
                 near = max(1, round(batch / share)) * share
                 raise RequestError(
-                    f"global_batch {batch} is no multiple of {micro} x {world // stages} = {share} (micro-batch x "
+                    f"global_batch {batch} is not a multiple of {micro} x {world // stages} = {share} (micro-batch x "
                     f"ranks that read different samples). Give {near}, or another micro-batch."
                 )
             accumulation = batch // share or accumulation
@@ -284,7 +284,7 @@ def _cells(block: dict[str, Any]) -> Iterator[Cell]:
 
 
 def config_sha256(name: str | None) -> str | None:
-    """Of what a DeepSpeed config says, however it is spaced. Raises RequestError where it cannot be read."""
+    """The hash of a DeepSpeed config's content, ignoring whitespace. Raises RequestError if it cannot be read."""
     return None if name is None else hashlib.sha256(json.dumps(_content(name), sort_keys=True).encode()).hexdigest()
 
 
@@ -292,4 +292,4 @@ def _content(name: str) -> Any:
     try:
         return parse(read(find_config(name))).value
     except NotJsonError as error:
-        raise RequestError(f"{name}: is no JSON ({error}). `finetune check {name}` says where.") from error
+        raise RequestError(f"{name}: is not valid JSON ({error}). `finetune check {name}` says where.") from error

@@ -1,4 +1,4 @@
-"""What a cell of a benchmark is measured by: seconds, losses, and bytes at the peak, on average and by kind."""
+"""Measures a benchmark cell: seconds, losses, and bytes at the peak, on average and by kind."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ OTHER = "activations and other"
 
 
 class Meter(Watch):
-    """The first steps are watched, and too slow to be timed; then `warm_steps`, and then those that count.
+    """Watches memory in the first steps, which makes them too slow to time; then `warm_steps`, then timed steps.
 
-    A step's time runs from the end of the step before, behind its log, to its own end: it holds the wait for data, in
-    the Trainer and in the pipeline alike. Bytes on a CPU are those of tensors; on a GPU the peak is the allocator's,
+    A step's time runs from the end of the previous step, after its log, to its own end: it includes the wait for data,
+    in the Trainer and in the pipeline alike. Bytes on a CPU are those of tensors; on a GPU the peak is the allocator's,
     over the timed steps.
     """
 
@@ -42,7 +42,7 @@ class Meter(Watch):
         register_optimizer_step_pre_hook(self._count_kinds)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:  # the states are there
+        if state.global_step == 1:  # the optimizer states exist
             self._sampler.start()
         self.prepare(state)
         if not self._has_begun:
@@ -62,13 +62,13 @@ class Meter(Watch):
             self.begin()
 
     def _count_kinds(self, optimizer: Any, *_: Any) -> None:
-        """Before the optimizer's step, where gradients are at their most; ZeRO-3 has a step for each group."""
+        """Called before the optimizer's step, when all gradients exist; ZeRO-3 makes one step per group."""
         if 0 < len(self.step_peaks) < OBSERVED_STEPS and isinstance(getattr(optimizer, "state", None), dict):
             for kind, size in bytes_by_kind(self._model, optimizer, self.memory.device).items():
                 self.kinds[kind] = max(size, self.kinds.get(kind, 0))
 
     def figures(self) -> dict[str, Any]:
-        """Of this rank, once it is trained: what `finetune.bench.result.row` reads."""
+        """This rank's measurements, after training, for `finetune.bench.runner`."""
         peak = int(torch.cuda.max_memory_allocated()) if self.on_gpu else max(self.step_peaks[-1].values())
         rest = max(0, peak - sum(size for kind, size in self.kinds.items() if "host" not in kind))
         return {
@@ -84,7 +84,7 @@ class Meter(Watch):
 
 
 class Sampler:
-    """The mean over time of the bytes that live, seen from a thread beside the training."""
+    """The mean over time of live bytes, sampled from a thread beside the training."""
 
     def __init__(self, memory: Allocations) -> None:
         self.memory = memory
@@ -94,7 +94,7 @@ class Sampler:
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def start(self) -> None:
-        """From the thread that trains: which GPU is the rank's own is known there alone, and a new thread has GPU 0."""
+        """Call it from the training thread: only that knows the rank's GPU, and a new thread starts with GPU 0."""
         self._gpu = torch.cuda.current_device() if self.memory.device == "cuda" else None
         self._thread.start()
 
@@ -113,8 +113,8 @@ class Sampler:
 
 
 def bytes_by_kind(model: Any, optimizer: Any, device: str) -> dict[str, int]:
-    """Bytes of storages, each counted once, as the first kind in which it is found. The optimizer's states hold the
-    weights in fp32 that it keeps of its own."""
+    """Bytes of storages, each counted once, under the first kind in which it is found. The optimizer states include its
+    own fp32 weights."""
     parameters = list(model.parameters())
     shards = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]  # ZeRO-3
     own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -132,7 +132,7 @@ def bytes_by_kind(model: Any, optimizer: Any, device: str) -> dict[str, int]:
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP's are of all ranks
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP's span all ranks
             storage = local.untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)

@@ -1,4 +1,4 @@
-"""What is trained: the models of the study and some of the toolkit's own, by name, at any scale. Never imports torch.
+"""The models to benchmark, the study's and some of the toolkit's own, by name, at any scale. Never imports torch.
 
 find_model("wide", scale=0.125, changes={"layers": 4}).config     # {"width": 1024, "layers": 4, ...}
 """
@@ -15,11 +15,11 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.plan.named import find_model_config
 
-HEAD_SIZE = 64  # of the transformers: a narrower one has fewer heads
+HEAD_SIZE = 64  # of the transformers: narrower ones have fewer heads
 CLASSES = {"num_labels": 10}
-STILL = {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}  # losses are to be the same anywhere
+STILL = {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}  # so that all layouts have the same loss
 # The study's MLPs and GPT-lite (brunomaga.github.io/GPT-lite-DeepSpeed), and one of each recipe. `sequence_tokens` and
-# `image_size` are of the samples, the rest is a Hugging Face config.
+# `image_size` describe the samples, the rest is a Hugging Face config.
 PRESETS: dict[str, dict[str, Any]] = {
     "wide": {**find_model_config("mlp-wide"), "architectures": ["MLPForClassification"], **CLASSES},
     "deep": {**find_model_config("mlp-deep"), "architectures": ["MLPForClassification"], **CLASSES},
@@ -47,7 +47,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "image_size": 224,
     },
 }
-# What a scale makes smaller, and of what each stays a multiple.
+# The sizes that a scale shrinks, and what each remains a multiple of.
 SCALED: dict[str, dict[str, int]] = {
     "wide": {"width": 64},
     "deep": {"layers": 1},
@@ -56,15 +56,15 @@ SCALED: dict[str, dict[str, int]] = {
     "resnet": {"embedding_size": 8, "hidden_sizes": 8, "image_size": 32},
     "alexnet": {"hidden_sizes": 8, "classifier_size": HEAD_SIZE, "image_size": 64},
 }
-HEADS = {"num_attention_heads": "hidden_size", "n_heads": "dim"}  # and the width that they share
-IN_STAGES = ("wide", "deep", "gptlite", "alexnet")  # lists of layers, which a pipeline can cut
+HEADS = {"num_attention_heads": "hidden_size", "n_heads": "dim"}  # and the width that they divide
+IN_STAGES = ("wide", "deep", "gptlite", "alexnet")  # lists of layers, which can run as a pipeline
 TEXT = ("gptlite", "distilbert")
 
 
 @dataclass(frozen=True)
 class BenchModel:
-    """`config` is Hugging Face's, with `model_type` and `architectures`; `sequence_tokens` and `image_size` are of one
-    sample, 0 where it has none."""
+    """`config` is Hugging Face's, with `model_type` and `architectures`; `sequence_tokens` and `image_size` describe
+    one sample, and are 0 if they do not apply."""
 
     name: str
     config: dict[str, Any]
@@ -77,16 +77,16 @@ class BenchModel:
 
 
 def find_model(name: str, scale: float = 1.0, changes: Mapping[str, Any] | None = None) -> BenchModel:
-    """A model by name, made smaller (or larger) by `scale`, and then with `changes`, which no scale touches. Raises
-    RequestError for a name, a key or a value that cannot be."""
+    """A model by name, made smaller (or larger) by `scale`, and then with `changes`, which are not scaled. Raises
+    RequestError for an invalid name, key or value."""
     if name not in PRESETS:
-        raise RequestError(f"{name!r} is no model of the benchmark.{nearest(name, PRESETS)}")
+        raise RequestError(f"{name!r} is not a model of the benchmark.{nearest(name, PRESETS)}")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale <= 16:
         raise RequestError(f"scale is {scale!r}, but it must be a number above 0, and at most 16.")
     values, changes = dict(PRESETS[name]), dict(changes or {})
     for key, value in changes.items():
         if key not in values or key in ("model_type", "architectures"):
-            raise RequestError(f"{name}: {key!r} is nothing that can be changed of it.{nearest(key, values)}")
+            raise RequestError(f"{name}: {key!r} is not a size that can be changed.{nearest(key, values)}")
         if type(value) is not type(values[key]) and not (isinstance(values[key], float) and isinstance(value, int)):
             raise RequestError(f"{name}: {key} is {value!r}, but it must be like {values[key]!r}.")
         if any(isinstance(one, int | float) and one < 0 for one in (value if isinstance(value, list) else [value])):
@@ -105,7 +105,7 @@ def find_model(name: str, scale: float = 1.0, changes: Mapping[str, Any] | None 
     if "max_position_embeddings" in values and (name == "gptlite" or tokens > values["max_position_embeddings"]):
         values["max_position_embeddings"] = tokens
     if name == "resnet":
-        values.pop("image_size")  # which is no part of its config
+        values.pop("image_size")  # not part of its config
     return BenchModel(name, values, tokens, pixels)
 
 
@@ -116,6 +116,6 @@ def _scaled(value: Any, scale: float, multiple: int) -> Any:
 
 
 def nearest(word: str, known: Any) -> str:
-    """The end of an error: what may have been meant, or what there is."""
+    """The end of an error: the closest match, or all known names."""
     near = difflib.get_close_matches(str(word), [str(one) for one in known], 1)
-    return f" Did you mean {near[0]}?" if near else f" Those known are {', '.join(map(str, known))}."
+    return f" Did you mean {near[0]}?" if near else f" The known ones are {', '.join(map(str, known))}."

@@ -1,4 +1,4 @@
-"""recipes/benchmark.py: a cell of a benchmark, a model on made-up samples for a few steps."""
+"""recipes/benchmark.py: one cell of a benchmark, which trains a model on synthetic samples for a few steps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from finetune.run.recipe import PIPELINE, TRAINER, Recipe
 
 @dataclass
 class BenchmarkArguments:
-    """What is trained, and for how long."""
+    """What to train, and for how long."""
 
     model: str = field(default="wide", metadata={"help": ", ".join(PRESETS)})
     scale: float = field(default=1.0, metadata={"help": "of the model's sizes; 1: as published", "range": POSITIVE})
     model_changes: str = field(default="{}", metadata={"help": 'sizes that no scale touches, such as {"layers": 4}'})
     measured_steps: int = field(default=5, metadata={"help": "steps that are timed", "range": AT_LEAST_ONE})
     unmeasured_steps: int = field(
-        default=1, metadata={"help": "before them, behind those that are watched", "range": NOT_NEGATIVE}
+        default=1, metadata={"help": "warm-up steps before them, after the watched ones", "range": NOT_NEGATIVE}
     )
-    result_dir: str | None = field(default=None, metadata={"help": "where each rank writes its figures"})
+    result_dir: str | None = field(default=None, metadata={"help": "where each rank writes its measurements"})
 
 
 BENCHMARK = Recipe(

@@ -1,5 +1,5 @@
-"""What a bench's folder holds: one row a repeat of a cell, as a line of JSON in OUTPUT/results.jsonl, whose keys are in
-docs/bench.md; and the grid, by which it is known what is left to run. Never imports torch."""
+"""The content of a benchmark's folder: one row per repeat of a cell, as a JSON line in OUTPUT/results.jsonl, whose keys
+docs/bench.md describes; and the grid, which shows what is left to run. Never imports torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ RESULTS, RECORD, GRID = "results.jsonl", "grid.json", "grid.yaml"
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds, bytes and losses as they are, never scaled. Of `memory`, lists have an entry a rank, `by_kind` is rank
-    0's, and `measured_by` names what bytes are; empty of a cell that was not done, as is `step_seconds`."""
+    """Seconds, bytes and losses, unscaled. In `memory`, lists have an entry per rank, `by_kind` is rank 0's, and
+    `measured_by` says what bytes mean. `memory` and `step_seconds` are empty for a cell that was not done."""
 
     cell: str
     model: str
@@ -38,7 +38,7 @@ class Row:
     precision: str
     repeat: int
     status: str
-    scale: float | None = None  # these four of rows that an earlier version wrote
+    scale: float | None = None  # these four are None in rows of an earlier version
     model_sha256: str | None = None  # of its sizes
     global_batch: int | None = None
     steps: int | None = None
@@ -67,12 +67,12 @@ class Row:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """The fullest rank's peak."""
         return int(max(self.memory["peak_bytes"]))
 
 
 def append(folder: Path, row: Row) -> None:
-    """Whole, and on the disk, before this returns."""
+    """Append a row, flushed to disk before this returns."""
     path = folder / RESULTS
     torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with path.open("a", encoding="utf-8") as file:
@@ -82,28 +82,28 @@ def append(folder: Path, row: Row) -> None:
 
 
 def read_rows(place: Path) -> list[Row]:
-    """Those of `read_results`, without the number."""
+    """The rows of `read_results`."""
     return read_results(place)[0]
 
 
 def read_results(place: Path) -> tuple[list[Row], int]:
-    """Of a bench's folder, or of the file itself, with how many lines a kill has torn, which are left out. Raises
-    RequestError where there is none, and for a line that is no row."""
+    """The rows in a benchmark's folder, or in the file itself, and how many lines were skipped as incomplete after a
+    kill. Raises RequestError if there is no file, and for a line that is not a row."""
     path = place / RESULTS if place.is_dir() else place
     if place.is_dir() and not path.exists():
-        raise RequestError(f"{place}: it holds no bench (no {RESULTS}). Give the --output_dir of `finetune bench`.")
+        raise RequestError(f"{place}: holds no benchmark (no {RESULTS}). Give the --output_dir of `finetune bench`.")
     contents, torn = read_json_lines(path, inside=path.parent if place.is_dir() else None)
     rows, known = [], set(Row.__dataclass_fields__)
     for number, content in contents:
         try:
             rows.append(checked(Row(**{name: value for name, value in content.items() if name in known})))
         except (TypeError, AttributeError, ValueError) as error:
-            raise RequestError(f"{path}:{number}: is no result of a benchmark ({error}).") from error
+            raise RequestError(f"{path}:{number}: is not a benchmark result ({error}).") from error
     return rows, torn
 
 
 def checked(row: Row) -> Row:
-    """As it is. Raises ValueError for one that is done without the figures of one."""
+    """`row`, unchanged. Raises ValueError if it is done but lacks measurements."""
     if not row.is_done:
         return row
     memory = row.memory if isinstance(row.memory, dict) else {}
@@ -130,7 +130,7 @@ def _are_numbers(values: Any) -> bool:
 
 
 def by_cell(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The repeats of each cell, in the order in which cells were met first."""
+    """The repeats of each cell; cells in order of first appearance."""
     cells: dict[str, list[Row]] = {}
     for row in rows:
         cells.setdefault(row.cell, []).append(row)
@@ -138,8 +138,8 @@ def by_cell(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def left_to_run(folder: Path, rows: Sequence[Row]) -> tuple[int, int]:
-    """How many launches of the folder's grid have no row, and of how many; of as many repeats as were asked for first,
-    or as any cell has."""
+    """How many launches of the folder's grid have no row, and how many there are; with as many repeats as first
+    requested, or as any cell has."""
     record = _record(folder)
     repeats = max([record.get("repeats", 1), *(row.repeat + 1 for row in rows)])
     every = {(cell, repeat) for cell in record.get("cells", []) for repeat in range(repeats)}
@@ -147,7 +147,7 @@ def left_to_run(folder: Path, rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def command_to_go_on(folder: Path) -> str | None:
-    """With the flags that overruled the YAML; None where the folder has no grid."""
+    """The command that continues, with the flags that override the YAML; None if the folder has no grid."""
     path, record = folder / GRID, _record(folder)
     if not path.is_file() or not record:
         return None
@@ -160,7 +160,7 @@ def command_to_go_on(folder: Path) -> str | None:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """What was made of the grid; nothing where it is not there."""
+    """The grid as recorded in the folder; empty without a record."""
     path = folder / RECORD
     if not path.is_file():
         return {}
@@ -168,4 +168,4 @@ def _record(folder: Path) -> dict[str, Any]:
         content = read_json_object(path, inside=folder)
         return {"scale": content["scale"], "repeats": int(content.get("repeats", 1)), "cells": list(content["cells"])}
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise RequestError(f"{path}: is no record of a bench ({error}). Delete the folder, or fix it.") from error
+        raise RequestError(f"{path}: is not a benchmark's record ({error}). Delete the folder, or fix it.") from error

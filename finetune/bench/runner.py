@@ -1,6 +1,6 @@
-"""Runs a grid: each repeat of each cell a process of its own, whose end, whatever it is, is a row. Never imports torch.
+"""Runs a grid: each repeat of each cell is a process, and yields a row however it ends. Never imports torch.
 
-Repeat 0 of all cells comes first, then repeat 1: what else the machine does meanwhile hits all cells alike.
+Repeat 0 of all cells comes first, then repeat 1, so that other load on the machine affects all cells alike.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OF_CELL = ("model", "layout", "ds_config", "world_size", "micro_batch", "accumul
 
 @dataclass(frozen=True)
 class Bench:
-    """A grid, where its results go, and the machine that they are planned for."""
+    """A grid, the folder for its results, and the machine to plan for."""
 
     grid: Grid
     folder: Path
@@ -42,12 +42,12 @@ class Bench:
     source: Path  # the grid's YAML
 
     def due(self, only: str | None) -> list[tuple[int, Cell]]:
-        """(repeat, cell) in the order of running, without what has a row. Raises RequestError where nothing has the
-        name `only`, a pattern such as *-zero2-* or a part of a name."""
+        """(repeat, cell) in running order, without those that have a row. Raises RequestError if no cell matches
+        `only`, a pattern such as *-zero2-* or a part of a name."""
         wanted = [cell for cell in self.grid.cells if only is None or is_named(cell.name, only)]
         if not wanted:
             names = ", ".join(cell.name for cell in self.grid.cells[:5])
-            raise RequestError(f"--only {only}: no cell has such a name. There are {names}, ...; --dry_run lists them.")
+            raise RequestError(f"--only {only}: no cell matches. There are {names}, ...; --dry_run lists them.")
         had = {(row.cell, row.repeat) for row in self.rows()}
         every = [(repeat, cell) for repeat in range(self.grid.repeats) for cell in wanted]
         return [(repeat, cell) for repeat, cell in every if (cell.name, repeat) not in had]
@@ -56,13 +56,13 @@ class Bench:
         return read_rows(self.folder) if (self.folder / RESULTS).is_file() else []
 
     def open(self, resume: bool) -> None:
-        """The folder, which holds nothing, or part of the same grid; its YAML is kept there. Raises RequestError for
-        any other."""
+        """Prepare the folder, and copy the YAML there. Raises RequestError unless it is empty or, with `resume`, holds
+        part of the same grid."""
         record = self.folder / RECORD
         if record.is_file():
             if not resume:
                 raise RequestError(
-                    f"{self.folder} holds a benchmark. --resume runs what is missing of it; for another, give another "
+                    f"{self.folder} holds a benchmark. --resume runs what is missing; for a new one, give another "
                     "--output_dir, or delete the folder."
                 )
             if read_json_object(record, inside=self.folder).get("sha256") != self.grid.sha256:
@@ -73,8 +73,8 @@ class Bench:
         else:
             if resume and not self._part.is_file():
                 raise RequestError(
-                    f"--resume: {self.folder} holds no benchmark that could be gone on with. Leave --resume out to "
-                    "begin one there, or give the --output_dir of the one that was begun."
+                    f"--resume: {self.folder} holds no benchmark to continue. Leave --resume out to start one there, "
+                    "or give the --output_dir of the one to continue."
                 )
             self._write_record(record)
         (self.folder / LOGS).mkdir(exist_ok=True)
@@ -86,10 +86,10 @@ class Bench:
         return (self.folder / RECORD).with_suffix(".part")
 
     def _write_record(self, record: Path) -> None:
-        """Before all else, and whole: a kill leaves a folder that can be gone on with."""
+        """Write the record first, and atomically, so that a kill leaves a folder that can be resumed."""
         part = self._part
         if self.folder.is_dir() and any(path != part for path in self.folder.iterdir()):
-            raise RequestError(f"{self.folder} holds something that is no benchmark. Give another --output_dir.")
+            raise RequestError(f"{self.folder} holds something other than a benchmark. Give another --output_dir.")
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {
             "sha256": self.grid.sha256,
@@ -103,7 +103,7 @@ class Bench:
         part.replace(record)
 
     def run(self, only: str | None) -> Iterator[Row]:
-        """Gives each row once it is on the disk."""
+        """Run what is due; yields each row once it is on disk."""
         due = self.due(only)
         where: dict[str, Any] = {"versions": versions(), "machine": machine(), "git_revision": revision()}
         for repeat, cell in due:
@@ -144,7 +144,7 @@ class Bench:
             shutil.rmtree(self.folder / WORK, ignore_errors=True)
 
     def _with_figures(self, row: Row, cell: Cell, work: Path) -> Row:
-        """What the ranks have written. A step lasts as long as its slowest rank."""
+        """`row` with the ranks' measurements. A step takes as long as its slowest rank."""
         model, held = self.grid.models[cell.model], ("peak_bytes", "average_bytes", "rss_peak_bytes")
         try:
             ranks = [json.loads((work / f"rank-{rank}.json").read_text()) for rank in range(cell.world_size)]
@@ -163,14 +163,14 @@ class Bench:
             )
             return checked(found)
         except FileNotFoundError as error:
-            reason = f"it ended well, and left no {Path(error.filename).name}"
+            reason = f"it exited normally, but left no {Path(error.filename).name}"
         except (OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            reason = f"it ended well, and its figures cannot be used ({type(error).__name__}: {error})"
+            reason = f"it exited normally, but its measurements are unusable ({type(error).__name__}: {error})"
         return replace(row, status=CRASHED, reason=reason)
 
 
 def is_named(name: str, pattern: str) -> bool:
-    """By shell pattern, or by a part of it; several patterns are parted by commas."""
+    """Whether `name` matches a shell pattern, or contains it; commas separate several patterns."""
     return any(fnmatch.fnmatchcase(name, one) or one in name for one in pattern.split(","))
 
 

@@ -1,4 +1,4 @@
-"""Results as rows of text: for a terminal by rich, and for OUTPUT/results.md."""
+"""Results as rows of text, for the terminal (with rich) and for OUTPUT/results.md."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CHANGES = ("cell", "step time, new/old", "peak memory, new/old", "")
 
 
 def results(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """A line a cell; "by DDP" is throughput and average memory by those of DDP, of the same model, world, global batch
-    and precision, each repeat by the same repeat."""
+    """A line per cell. "by DDP" is throughput, or average memory, divided by that of DDP with the same model, world
+    size, global batch and precision, each repeat by the same repeat."""
     bench = Bench("", Path(), cells_of(map(asdict, rows)))
     return [_line(bench, cell) for cell in bench.cells]
 
@@ -41,7 +41,7 @@ def _line(bench: Bench, cell: Cell) -> tuple[str, ...]:
 
 
 def changes(found: Sequence[Change], threshold: float) -> list[tuple[str, ...]]:
-    """A line a cell, the last column of those that are worse."""
+    """A line per cell; the last column marks regressions."""
     return [
         (one.cell, _ratio(one.seconds), _ratio(one.bytes), "REGRESSION " * one.is_worse(threshold) + (one.why or ""))
         for one in found
@@ -66,7 +66,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         f"{last.started[:10]}; revision {', '.join(sorted({row.git_revision for row in rows}))}",
     ]
     if by:
-        lines.append(f"peak and average: of the fullest rank, by {' and '.join(by)}")
+        lines.append(f"peak and average: of the fullest rank, measured by {' and '.join(by)}")
     if (apart := losses_apart(rows)) is not None:
         lines.append(f"losses of the same model and global batch differ by at most {apart:.2%} in any step")
     if any(row.planned for row in rows):
@@ -77,8 +77,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def losses_apart(rows: Sequence[Row]) -> float | None:
-    """The most that losses of one step differ among cells that train the same, as a share: 0 where all are equal, NaN
-    where one is no number, None where no two cells train the same."""
+    """The largest relative difference between the losses of one step among cells that train the same; NaN if a loss is
+    not finite, None if no two cells train the same."""
     groups: dict[object, list[Cell]] = {}
     for cell in cells_of(map(asdict, rows)):
         if cell.done:

@@ -1,1 +1,1 @@
-"""What `finetune COMMAND` does, a module a command. Nothing here is imported before its command is asked for."""
+"""`finetune COMMAND`: one module per command, imported only when its command runs."""

@@ -1,4 +1,4 @@
-"""`finetune bench`: a grid of models and layouts, each a real launch, or the results of one once more."""
+"""`finetune bench`: run a grid of models and layouts, each in a real launch, or show earlier results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from finetune.bench.runner import Bench, progress_line
 from finetune.errors import RequestError
 from finetune.host.hardware import gpu_names
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 
 
 def run(asked: argparse.Namespace) -> int:
-    """0: some cell was measured; 1: none was, or something is worse than in --compare; 2: the request was wrong; 130:
-    Ctrl-C."""
+    """The exit status. 0: some cell was measured; 1: none was, or one is worse than in --compare; 2: the request was
+    wrong; 130: Ctrl-C."""
     old = read_rows(Path(asked.compare)) if asked.compare else None
     if old == []:
         raise RequestError(f"--compare {asked.compare}: it has no results yet. Give a benchmark that has run.")
@@ -34,7 +34,7 @@ def run(asked: argparse.Namespace) -> int:
     bench = _bench(asked)
     if asked.dry_run:
         return _list(bench, asked.only)
-    many = len(bench.due(asked.only))  # which refuses a name that is none, before anything is written
+    many = len(bench.due(asked.only))  # refuses an unknown name before anything is written
     bench.open(asked.resume)
     try:
         for number, row in enumerate(bench.run(asked.only), start=1):
@@ -47,22 +47,22 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _show(target: Path, old: list[Row] | None, threshold: float) -> int:
-    """The results of a bench that has run, and what is left of it."""
+    """Show the results of a benchmark that has run, and how many launches are left."""
     rows, torn = read_results(target)
     if not rows:
         raise RequestError(f"{target}: there are no results yet.")
     _say(rows)
     if torn:
-        print(f"{torn} {'line' if torn == 1 else 'lines'} of its results left out: torn, by a kill")
+        print(f"{torn} {'line' if torn == 1 else 'lines'} of its results skipped: incomplete, after a kill")
     left, many = left_to_run(target, rows)
     if left:
         command = command_to_go_on(target)
-        print(f"{left} of {many} launches are not run yet{f'; `{command}` runs them' if command else ''}")
+        print(f"{left} of {many} launches have not run yet{f'; `{command}` runs them' if command else ''}")
     return _judge(rows, old, threshold)
 
 
 def _stopped(bench: Bench, asked: argparse.Namespace, many: int) -> int:
-    """After Ctrl-C: what is there is written, and how to go on is said."""
+    """After Ctrl-C: write the results so far, and print how to continue."""
     done = many - len(bench.due(asked.only))
     if rows := bench.rows():
         _write(bench.folder, rows)
@@ -72,7 +72,7 @@ def _stopped(bench: Bench, asked: argparse.Namespace, many: int) -> int:
 
 
 def _refuse_to_run(asked: argparse.Namespace) -> None:
-    """Raises RequestError for a flag of a run where results are only shown."""
+    """Raises RequestError for a flag that needs a run, where results are only shown."""
     flags = ("output_dir", "resume", "scale", "repeats", "only", "dry_run", "machine")
     if flag := next((name for name in flags if getattr(asked, name) not in (None, False)), None):
         command = command_to_go_on(Path(asked.target)) if flag == "resume" else None
@@ -93,7 +93,7 @@ def _bench(asked: argparse.Namespace) -> Bench:
 
 
 def _list(bench: Bench, only: str | None) -> int:
-    """The cells that would be run, with what is planned of each."""
+    """Print the cells that would run, with the plan for each."""
     due = bench.due(only)
     lines = []
     for repeat, cell in due:
@@ -112,14 +112,14 @@ def _say(rows: list[Row]) -> None:
 
 
 def _write(folder: Path, rows: list[Row]) -> None:
-    """The table, also into results.md, and the page."""
+    """Print the table; write it to results.md, and write the report."""
     _say(rows)
     print(f"wrote {table.write_markdown(folder, rows)}")
     _write_page(folder)
 
 
 def _judge(rows: list[Row], old: list[Row] | None, threshold: float) -> int:
-    """The exit status, by what was measured and by what is worse than in `old`."""
+    """The exit status, from what was measured and what is worse than in `old`."""
     status = 0 if any(row.is_done for row in rows) else 1
     if status:
         print("no cell was measured", file=sys.stderr)
@@ -127,9 +127,9 @@ def _judge(rows: list[Row], old: list[Row] | None, threshold: float) -> int:
         return status
     found = compare(rows, old)
     table.show(table.CHANGES, table.changes(found, threshold))
-    print(f"in brackets the {CONFIDENCE:.0%} interval: Welch's on logarithms of the repeats' medians")
+    print(f"in brackets the {CONFIDENCE:.0%} interval: Welch's, on the logarithms of the repeats' medians")
     if rows[-1].machine != old[-1].machine:
-        print("warning: the two are not of one machine, and their times not comparable")
+        print("warning: the two ran on different machines, so their times are not comparable")
     worse = [one.cell for one in found if one.is_worse(threshold)]
     undecided = sum(one.is_undecided for one in found)
     if worse or undecided < sum(one.seconds is not None for one in found):
@@ -140,7 +140,7 @@ def _judge(rows: list[Row], old: list[Row] | None, threshold: float) -> int:
 
 
 def _write_page(folder: Path) -> None:
-    """OUTPUT/report.html and report.md, as `finetune report` writes them."""
+    """Write OUTPUT/report.html and report.md, as `finetune report` does."""
     from finetune.report.write import write
 
     pages = folder / "report.html", folder / "report.md"

@@ -1,4 +1,4 @@
-"""`finetune check`: what is wrong with DeepSpeed configs, for the run that the flags describe."""
+"""`finetune check`: find mistakes in DeepSpeed configs, for the run that the flags describe."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def wanted(asked: argparse.Namespace) -> tuple[dict[Path, str], Context, list[str]]:
-    """The texts to check, all of them before any is fixed, for which run, and the codes that are not looked for.
-    Raises RequestError."""
+    """The texts to check, all read before any is fixed; the run that they are for; and the disabled codes. Raises
+    RequestError."""
     yamls = [name for name in asked.files if is_recipes_yaml(name)]
     if yamls and (asked.config or len(asked.files) > 1):
-        raise RequestError(f"{yamls[0]}: is a recipe's YAML and no DeepSpeed config. Give it alone, or by --config.")
+        raise RequestError(f"{yamls[0]}: is a recipe's YAML, not a DeepSpeed config. Give it alone, or with --config.")
     if yamls:
         asked.files, asked.config = [], yamls[0]
     planned = _run(asked) if asked.config else None
@@ -80,7 +80,7 @@ def _many(number: int, what: str) -> str:
 
 
 def _run(asked: argparse.Namespace) -> Run:
-    """That of the recipe that --config is for."""
+    """The run of --config, with the recipe that it is for."""
     stages = asked.pipeline_parallel_size
     argv = ["--config", asked.config, *([] if stages is None else ["--pipeline_parallel_size", str(stages)])]
     return resolve(candidates(argv)[0], argv, Launch(world_size=asked.world_size or stages or 1), is_here=False)
@@ -91,11 +91,11 @@ def described(asked: argparse.Namespace, planned: Run | None) -> Context:
     stages = planned.stages if planned else asked.pipeline_parallel_size
     ranks, per_node = asked.world_size, asked.ranks_per_node
     if stages is not None and stages < 1:
-        raise RequestError(f"--pipeline_parallel_size {stages} is no number of stages. Give 1 or more.")
+        raise RequestError(f"--pipeline_parallel_size is {stages}, but it must be 1 or more.")
     if ranks is not None and ranks < 1:
-        raise RequestError(f"--world_size {ranks} is no number of ranks. Give 1 or more.")
+        raise RequestError(f"--world_size is {ranks}, but it must be 1 or more.")
     if ranks is not None and ranks % (stages or 1):
-        raise RequestError(f"--world_size {ranks} is no multiple of {stages or 1} stage(s). Change one of them.")
+        raise RequestError(f"--world_size {ranks} is not a multiple of {stages or 1} stage(s). Change one of them.")
     if per_node is not None and ranks is None:
         raise RequestError(f"--ranks_per_node {per_node} needs --world_size: how many ranks there are in all.")
     if per_node is not None and (per_node < 1 or ranks % per_node):
@@ -123,15 +123,15 @@ def described(asked: argparse.Namespace, planned: Run | None) -> Context:
     found = context_of(planned, precision, has_cuda, **known)
     if is_told(["--config", asked.config]):
         return found
-    # Nobody knows the recipe, nor what it takes by default.
+    # The recipe, and so its defaults, are unknown.
     return replace(found, arguments={name: one for name, one in found.arguments.items() if name in planned.given})
 
 
 def codes(text: str) -> list[str]:
-    """Those of --disable. Raises RequestError for what is none."""
+    """The codes in --disable. Raises RequestError for anything else."""
     codes = [code for code in text.upper().split(",") if code]
     if wrong := [code for code in codes if not re.fullmatch(r"DS\d{3}", code)]:
-        raise RequestError(f"--disable {wrong[0]}: is no code, like DS902. docs/check.md lists them.")
+        raise RequestError(f"--disable {wrong[0]}: is not a code such as DS902. docs/check.md lists them.")
     return codes
 
 
@@ -150,7 +150,7 @@ def _weights(model: str) -> Weights:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: beside the file, to the disk, and then in its place."""
+    """Write atomically: to a temporary file beside `path`, flushed to disk, then moved into place."""
     target, new = path.resolve(), None
     try:
         with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name}.", delete=False) as new:
@@ -162,4 +162,4 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         if new is not None:
             Path(new.name).unlink(missing_ok=True)
-        raise RunError(f"{path}: cannot be written ({error.strerror}). The file is as it was.") from error
+        raise RunError(f"{path}: cannot be written ({error.strerror}). The file is unchanged.") from error

@@ -1,4 +1,4 @@
-"""`finetune checkpoint ls|verify`: what is in a run folder, and whether it is as it was saved."""
+"""`finetune checkpoint ls|verify`: list a run's checkpoints, and check that they are as they were saved."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from finetune.training.checkpoints.manifest import (
 VERIFIED, UNVERIFIED, BROKEN = "verified", "unverified", "broken"
 COLOURS = {VERIFIED: "green", UNVERIFIED: "yellow", BROKEN: "red"}
 LEFTOVERS = tuple(f"{begin}*" for begin in (UNFINISHED, DELETING, REPLACED))
-PIPED_WIDTH = 160  # columns where no terminal says its own
+PIPED_WIDTH = 160  # columns, without a terminal
 MOST_OF_NAME = 200  # bytes
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One checkpoint. It is unverified where its bytes were not read, or nobody knows what they were."""
+    """One checkpoint. It is unverified if its bytes were not read, or if it has no record of them."""
 
     path: Path
     manifest: Manifest | None
@@ -44,7 +44,7 @@ class Seen:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """The exit status: for `verify` 1 where a checkpoint is not known to be whole, else 0."""
+    """The exit status: for `verify`, 1 if a checkpoint is not verified to be complete; else 0."""
     folder = Path(asked.folder).expanduser()
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "there is no such folder"
@@ -55,7 +55,7 @@ def run(asked: argparse.Namespace) -> int:
         raise RequestError(f"{folder}: is a checkpoint. `ls` takes a run folder; `verify` takes either.")
     places = [folder] if is_one else checkpoints_in(folder)
     if not places and verifies:
-        raise RequestError(f"{folder}: holds no checkpoint. Give the --output_dir of a run that has saved one.")
+        raise RequestError(f"{folder}: holds no checkpoint. Give the --output_dir of a run that saved one.")
     begun = time.monotonic()
     seen = [_look(place, verifies or asked.verify) for place in places]
     run_folder = folder.parent if is_one else folder
@@ -84,7 +84,7 @@ def _look(place: Path, hashes: bool) -> Seen:
 
 
 def _best(places: list[Path]) -> str | None:
-    """The name of the best checkpoint, as the newest that can be read says."""
+    """The name of the best checkpoint, according to the newest readable one."""
     for place in places:
         try:
             best = read_json_object(place / STATE_FILE, inside=place).get("best_model_checkpoint")
@@ -121,18 +121,21 @@ def _show(run_folder: Path, seen: list[Seen], hashes: bool) -> None:
         console.print(_table(seen, _best([one.path for one in seen]), _latest(run_folder)))
     left = [path.name for pattern in LEFTOVERS for path in sorted(run_folder.glob(pattern))]
     if left:
-        console.print(f"Left by a run that was cut off, or being written now: {', '.join(left)}.", markup=False)
+        console.print(f"Left by an interrupted run, or being written now: {', '.join(left)}.", markup=False)
     if aside := [path.name for path in sorted(run_folder.glob(f"{SUPERSEDED}*"))]:
-        console.print(f"Set aside when a run went back behind them; yours to delete: {', '.join(aside)}.", markup=False)
+        console.print(
+            f"Set aside by a run that resumed at an earlier step; you may delete them: {', '.join(aside)}.",
+            markup=False,
+        )
     if seen and not hashes:
-        console.print("Names and sizes were looked at; `--verify` reads every byte.", markup=False)
+        console.print("Only names and sizes were checked; `--verify` reads every byte.", markup=False)
 
 
 def _table(seen: list[Seen], best: str | None, latest: str | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("step", "epoch", "saved (UTC)", "size", "layout", "ranks", "state", ""):
         table.add_column(name, justify="right" if name in ("step", "epoch", "size", "ranks") else "left")
-    table.columns[-2].overflow = "fold"  # a state says what is wrong
+    table.columns[-2].overflow = "fold"  # a state includes what is wrong
     for one in seen:
         manifest = one.manifest
         marks = [word for word, name in (("best", best), ("latest", latest)) if one.path.name == name]
@@ -153,7 +156,7 @@ def _say_verified(seen: list[Seen], seconds: float) -> None:
         for problem in one.problems:
             print(f"  {problem}")
     whole = sum(one.state == VERIFIED for one in seen)
-    print(f"{whole} of {len(seen)} verify; {_size(sum(one.bytes for one in seen))} in {seconds:.1f} s.")
+    print(f"{whole} of {len(seen)} verified; {_size(sum(one.bytes for one in seen))} in {seconds:.1f} s.")
 
 
 def _size(count: int) -> str:

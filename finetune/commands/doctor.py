@@ -1,4 +1,4 @@
-"""`finetune doctor`: what this machine can do, and how to fix what it cannot."""
+"""`finetune doctor`: what works on this machine, and how to fix what does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune.privacy import shown, without_home
 
 
 def run(asked: argparse.Namespace) -> int:
-    """The exit status: 0 where what the defaults need works, else 1."""
+    """The exit status: 0 if everything that the defaults need works, else 1."""
     check_port(asked.master_port)
     machine = Asked(
         output_dir=Path(asked.output_dir).expanduser(),
@@ -54,8 +54,8 @@ def _line(result: Result) -> str:
 
 def _verdict(results: list[Result], failed: list[Result], deep: bool) -> str:
     if failed:
-        return f"\nWhat the defaults need fails here: {', '.join(result.name for result in failed)}."
+        return f"\nNeeded by the defaults, but failing here: {', '.join(result.name for result in failed)}."
     other = sum(result.status == FAILED for result in results)
     also = f" {other} other thing(s) fail: see above." if other else ""
     hint = "" if deep else " `finetune doctor --deep` tries it for real."
-    return f"\nWhat the defaults need is here.{also}{hint}"
+    return f"\nEverything that the defaults need works here.{also}{hint}"

@@ -1,4 +1,4 @@
-"""`finetune export`: a checkpoint of any layout as a model that `from_pretrained` opens."""
+"""`finetune export`: convert a checkpoint of any layout into a model that `from_pretrained` opens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RECORD = "export.json"
 
 
 def run(asked: argparse.Namespace) -> int:
-    """The exit status. Nothing is left of an export that fails."""
+    """The exit status. A failed export leaves nothing behind."""
     out, dtype, most_bytes = Path(asked.out).expanduser(), DTYPES[asked.dtype], bytes_of(asked.max_shard_size)
     source = read_source(Path(asked.checkpoint).expanduser())
     if asked.merge_adapter and not source.is_adapter:
-        raise RequestError(f"--merge_adapter: {source.folder} holds a whole model, and no adapter. Leave it out.")
+        raise RequestError(f"--merge_adapter: {source.folder} holds a whole model, not an adapter. Leave it out.")
     if asked.base_model and not asked.merge_adapter:
         raise RequestError("--base_model is for --merge_adapter. Add it, or drop --base_model.")
     notes = list(source.notes)
@@ -46,13 +46,13 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _merge(source: Source, folder: Path, asked: argparse.Namespace, dtype: torch.dtype) -> list[str]:
-    """By way of the adapter alone, in a folder beside, for its weights are the shards' fp32 ones."""
+    """Write the adapter alone to a folder beside, with the shards' fp32 weights, and merge that into its base."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-adapter-") as place:
         adapter = Path(place)
         write_weights(adapter, "adapter_model", source.weights, torch.float32, bytes_of("100GB"))
         (adapter / "adapter_config.json").write_bytes((source.folder / "adapter_config.json").read_bytes())
         base = write_merged(adapter, folder, asked.base_model, dtype, asked.max_shard_size)
-    config = (folder / "config.json").read_bytes()  # the base's own, with its true sizes
+    config = (folder / "config.json").read_bytes()  # the base's own, with its actual sizes
     write_companions(source.folder, folder, dtype)
     (folder / "config.json").write_bytes(config)
     (folder / "adapter_config.json").unlink()
@@ -60,7 +60,7 @@ def _merge(source: Source, folder: Path, asked: argparse.Namespace, dtype: torch
 
 
 def _record(source: Source, folder: Path, asked: argparse.Namespace) -> None:
-    """Where it came from, without a path of this machine."""
+    """Record where the export came from, without local paths."""
     record = {
         "from": source.folder.name or "run",
         "step": source.step,

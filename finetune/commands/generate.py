@@ -1,4 +1,4 @@
-"""`finetune generate`: what a language model answers to a file of prompts."""
+"""`finetune generate`: write a language model's answers to a file of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`finetune launch`: the command that starts a recipe on the machine or cluster described. It starts nothing."""
+"""`finetune launch`: print the command that starts a recipe on the described machine or cluster. It starts nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from finetune.shipped import RECIPES, as_typed
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print, and give the exit status. Notes begin with #; where hosts have lines of their own, they say whose."""
+    """Print the command; returns the exit status. Notes begin with #; if hosts need different lines, they say which."""
     commands, cluster = commands_of(asked)
     several = len(cluster.hosts) > 1
     config = config_of(asked.flags) or default_config(asked.recipe, asked.launcher)
@@ -30,9 +30,7 @@ def run(asked: argparse.Namespace) -> int:
         per_node = f" --ranks_per_node {max(cluster.hosts.values())}" if several else ""
         print(f"# before: finetune check {shlex.quote(config)} --world_size {cluster.ranks}{per_node}")
     if asked.interface and asked.launcher == "deepspeed" and several and not asked.no_ssh:
-        print(
-            f"# CPU ranks: a line GLOO_SOCKET_IFNAME={asked.interface} in .deepspeed_env, for ssh hands on NCCL's alone"
-        )
+        print(f"# CPU ranks: add GLOO_SOCKET_IFNAME={asked.interface} to .deepspeed_env; ssh forwards NCCL's only")
     if several and asked.launcher != "slurm":
         hosts = f" --hostfile {shlex.quote(asked.hostfile)}" if asked.hostfile else ""
         print(f"# before, on every host: finetune doctor{hosts} --master_addr {cluster.master_addr} "
@@ -45,20 +43,21 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def commands_of(asked: argparse.Namespace) -> tuple[list[Command], Cluster]:
-    """The lines that start what is asked, which then names its launcher; and where. Raises RequestError."""
+    """The commands that start the run, and the cluster; sets `asked.launcher` if not given. Raises RequestError."""
     recipe = _recipe(asked.recipe)
-    names = vars(asked).keys() - {"command", "print", "recipe", "flags"}  # options, none of which a recipe has
+    names = vars(asked).keys() - {"command", "print", "recipe", "flags"}  # options, which no recipe has
     own = next((word for word in asked.flags if word.startswith("--") and word[2:].partition("=")[0] in names), None)
     if own:
         raise RequestError(
-            f"{own} is of `finetune {asked.command}`, and what follows the recipe is the recipe's. Put it before."
+            f"{own} is an option of `finetune {asked.command}`, but flags after the recipe are the recipe's. Put it "
+            "before the recipe."
         )
     cluster = _cluster(asked)
     _refuse(asked, recipe, cluster.ranks)
     several = len(cluster.hosts) > 1
     asked.launcher = asked.launcher or ("torchrun" if asked.image or (several and not asked.hostfile) else "deepspeed")
     if asked.no_ssh and asked.launcher != "deepspeed":
-        raise RequestError(f"--no_ssh is of the deepspeed launcher; {asked.launcher} needs no ssh. Leave it out.")
+        raise RequestError(f"--no_ssh is for the deepspeed launcher; {asked.launcher} needs no ssh. Leave it out.")
     if asked.image:
         check_container(asked, recipe)
     commands = LAUNCHERS[asked.launcher](asked, cluster, [recipe, *asked.flags])
@@ -68,7 +67,7 @@ def commands_of(asked: argparse.Namespace) -> tuple[list[Command], Cluster]:
 
 
 def _refuse(asked: argparse.Namespace, recipe: str, ranks: int) -> None:
-    """Raises RequestError with all that is wrong with the recipe's flags, and what the launch lacks."""
+    """Raises RequestError with all mistakes in the recipe's flags, and all that the launch lacks."""
     faults = list(_missing(asked))
     known = recipes().get(Path(recipe).stem) if Path(recipe).resolve().parent == RECIPES else None
     if known and not {"-h", "--help"} & set(asked.flags) and not _is_elsewhere(asked):
@@ -81,14 +80,14 @@ def _refuse(asked: argparse.Namespace, recipe: str, ranks: int) -> None:
 
 
 def _is_elsewhere(asked: argparse.Namespace) -> bool:
-    """Whether the flags are in a YAML of the machine that the line is for."""
+    """Whether --config names a YAML on the target machine rather than here."""
     words = [word for flag in asked.flags for word in flag.split("=", 1)]
     given = [path for flag, path in pairwise(words) if flag == "--config"]
     return asked.command == "launch" and any(path.startswith("/") and not Path(path).exists() for path in given)
 
 
 def _missing(asked: argparse.Namespace) -> Iterator[str]:
-    """What a launcher needs of several hosts, or of a cluster, and nobody gave."""
+    """What the launcher needs for several hosts, or for a cluster, and was not given."""
     if asked.launcher == "slurm" and asked.gpus_per_node is None and not asked.hostfile:
         yield "--launcher slurm: this machine's GPUs are not the cluster's. Give --gpus_per_node."
     if asked.hostfile or asked.launcher == "slurm" or (asked.nodes or 1) <= 1:
@@ -103,7 +102,7 @@ def _missing(asked: argparse.Namespace) -> Iterator[str]:
 
 
 def _recipe(name: str) -> str:
-    """A file's path as it stands, or where a recipe of the toolkit lies."""
+    """A file's path unchanged, or the path of a recipe of the toolkit."""
     return name if Path(name).is_file() and name.endswith(".py") else as_typed(find(name))
 
 
@@ -112,11 +111,11 @@ def _cluster(asked: argparse.Namespace) -> Cluster:
         if getattr(asked, name) is not None and getattr(asked, name) < 1:
             raise RequestError(f"--{name} is {getattr(asked, name)}, but it must be 1 or more.")
     if asked.master_addr and not re.fullmatch(r"[\w.-]+", asked.master_addr) and not _is_address(asked.master_addr):
-        raise RequestError(f"--master_addr {asked.master_addr} is no name and no address. The port is --master_port.")
+        raise RequestError(f"--master_addr {asked.master_addr} is not a name or address. The port is --master_port.")
     check_port(asked.master_port)
     if asked.hostfile:
         if asked.nodes is not None or asked.gpus_per_node is not None:
-            raise RequestError("--hostfile says which hosts there are. Leave --nodes and --gpus_per_node out, or it.")
+            raise RequestError("--hostfile lists the hosts. Leave out --nodes and --gpus_per_node, or --hostfile.")
         every = read_hostfile(Path(asked.hostfile))
         slots = chosen(every, asked.include, asked.exclude)
         hosts = {name: len(numbers) for name, numbers in slots.items()}
@@ -124,7 +123,7 @@ def _cluster(asked: argparse.Namespace) -> Cluster:
         address = asked.master_addr or next(iter(hosts)).rpartition("@")[2]
         return Cluster(hosts, address, asked.master_port, gpus, named=True)
     if asked.include or asked.exclude:
-        raise RequestError("--include and --exclude choose among the hosts of a --hostfile. Give that as well.")
+        raise RequestError("--include and --exclude choose among the hosts of a --hostfile. Give one.")
     nodes = asked.nodes or 1
     ranks = asked.gpus_per_node or (1 if asked.launcher == "python" else gpus_here() or 2)
     return Cluster({f"host {i}": ranks for i in range(nodes)}, asked.master_addr or "127.0.0.1", asked.master_port)

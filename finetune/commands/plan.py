@@ -1,4 +1,4 @@
-"""`finetune plan`: what a run takes before anything is loaded, which layouts fit, and, on demand, what it takes."""
+"""`finetune plan`: predict a run's memory and time, find layouts that fit, and, on demand, measure a real run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from finetune.run.launch import Launch
 from finetune.run.run import Run
 
 YAMLS = (".yaml", ".yml")
-MOST_RANKS = 65_536  # beyond, somebody has mistyped
+MOST_RANKS = 65_536  # more is probably a typo
 
 
 def run(asked: argparse.Namespace) -> int:
-    """0: it fits, or was measured; 1: it does not fit; 2: the request was wrong."""
+    """The exit status. 0: it fits, or was measured; 1: it does not fit; 2: the request was wrong."""
     if asked.calibrate:
         from finetune.measure.calibrate import calibrate
 
@@ -58,11 +58,11 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def plan_of(asked: argparse.Namespace) -> tuple[Plan, dict[str, Any] | None, list[str], Limits]:
-    """What is planned, its DeepSpeed config, what is to be said of it, and among what to look for better. Raises
+    """The plan, its DeepSpeed config, notes on it, and the limits of a search for other layouts. Raises
     RequestError."""
     if not asked.target and not asked.recipe and not asked.flags:
         raise RequestError(
-            "nothing is asked. Give a recipe's YAML, a model's folder or config.json, or a known name such as gpt2."
+            "nothing to plan. Give a recipe's YAML, a model's folder or config.json, or a known name such as gpt2."
         )
     _check(asked)
     machine = _machine(asked.gpu)
@@ -84,15 +84,15 @@ def _check(asked: argparse.Namespace) -> None:
         raise RequestError(f"{asked.target} and --config {' '.join(asked.flags['config'])} are both YAMLs. Keep one.")
     searched = next((name for name in ("autotune", "write") if getattr(asked, name) is not None), None)
     if asked.no_search and searched:
-        raise RequestError(f"--{searched} is of the search, and --no_search switches it off. Drop one.")
+        raise RequestError(f"--{searched} needs the search, but --no_search turns it off. Drop one.")
     alone = next((name for name in ("verify", "estimator") if getattr(asked, name)), None)
     shown = next((name for name in ("autotune", "write", "html", "png", "json") if getattr(asked, name)), None)
     if alone and shown:
-        raise RequestError(f"--{alone} prints two figures beside one another; --{shown} is not for that. Drop one.")
+        raise RequestError(f"--{alone} prints its own comparison; --{shown} does not apply to it. Drop one.")
     if asked.verify and asked.estimator:
-        raise RequestError("--verify and --estimator are each alone. Drop one.")
+        raise RequestError("--verify and --estimator cannot be combined. Drop one.")
     if asked.json and (asked.html or asked.png):
-        raise RequestError("--json is for another program. Ask for --html or --png without it.")
+        raise RequestError("--json cannot be combined with --html or --png. Drop one.")
     for path in (Path(name) for name in (asked.write, asked.html, asked.png) if name):
         if not path.absolute().parent.is_dir():
             raise RequestError(f"{path}: there is no folder {path.parent}. Make it, or give another path.")
@@ -116,7 +116,7 @@ def _limits(asked: argparse.Namespace, job: Job, precision_asked: bool) -> Limit
 
 
 def _run(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[str]]:
-    """What the flags describe, on a machine that need not be there; and what to say of that."""
+    """The run that the flags describe, on a machine that need not be this one; and notes on it."""
     per_node = machine.ranks_per_node if asked.gpus_per_node is None else asked.gpus_per_node
     nodes = 1 if asked.nodes is None else asked.nodes
     for name, number in (("nodes", nodes), ("gpus_per_node", per_node)):

@@ -1,4 +1,4 @@
-"""`finetune recipe`: the recipes and the files for them that come with the toolkit, listed, shown, copied."""
+"""`finetune recipe`: list, show or copy the recipes, configs and launch files that come with the toolkit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune.shipped import KINDS, RECIPES, as_typed, files
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print or copy, and give the exit status."""
+    """Print or copy; returns the exit status."""
     if asked.kind == "list":
         for kind, pattern in zip(("recipes", "configs, for --config NAME", "launch files"), KINDS, strict=True):
             print(f"{kind}:")
@@ -27,7 +27,7 @@ def run(asked: argparse.Namespace) -> int:
     to = Path(asked.to or path.name)
     to = to / path.name if to.is_dir() else to
     if to.exists():
-        raise RequestError(f"{to}: there is such a file already. Name another: `finetune recipe copy {asked.name} TO`.")
+        raise RequestError(f"{to}: the file exists already. Name another: `finetune recipe copy {asked.name} TO`.")
     if not to.parent.is_dir():
         raise RequestError(f"{to}: there is no folder {to.parent}. Make it, or name another.")
     shutil.copyfile(path, to)
@@ -36,7 +36,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def find(name: str) -> Path:
-    """A recipe, config or launch file of the toolkit by its name. Raises RequestError naming the nearest."""
+    """A recipe, config or launch file of the toolkit, by name. Raises RequestError naming the closest match."""
     known = files()
     if name in known:
         return known[name]
@@ -49,7 +49,7 @@ def find(name: str) -> Path:
 
 
 def _first_line(path: Path) -> str:
-    """What a file says of itself first: a docstring's first line, or its first comment."""
+    """A file's description: the first line of its docstring, or its first comment."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]

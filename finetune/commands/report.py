@@ -1,4 +1,4 @@
-"""`finetune report`: run folders and benches, as a page and as Markdown."""
+"""`finetune report`: write run folders and benchmarks as a page and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune.privacy import shown
 
 
 def run(asked: argparse.Namespace) -> int:
-    """0: it is written. What could not be read is said, and on the page. Raises RequestError."""
+    """The exit status, 0. Files that could not be read are noted on stderr and on the page. Raises RequestError."""
     from finetune.report.write import write
 
     paths = [Path(name).expanduser() for name in asked.paths]
@@ -25,7 +25,7 @@ def run(asked: argparse.Namespace) -> int:
         if path is not None and not path.absolute().parent.is_dir() and path.parent not in paths:
             raise RequestError(f"{path}: there is no folder {path.parent}. Make it, or give another path.")
         if path is not None and path.is_symlink():
-            raise RequestError(f"{path}: is a link, and what it leads to is not written over. Delete it.")
+            raise RequestError(f"{path}: is a link, whose target would be overwritten. Delete it.")
     for note in write(paths, html, markdown, shlex.join(["finetune", *sys.argv[1:]])):
         print(shown(f"note: {note}"), file=sys.stderr)
     for path in (html, markdown):

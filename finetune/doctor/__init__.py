@@ -1,1 +1,1 @@
-"""What this machine can do, tried for real: `finetune doctor`."""
+"""`finetune doctor`: tests what this machine can do."""

@@ -28,35 +28,35 @@ def gpus(asked: Asked) -> Iterator[Result]:
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
         name = torch.cuda.get_device_name(index)
         found = f"{name}, {memory:.0f} GiB, capability {major}.{minor}, driver {driver or 'unknown'}"
-        # Code for sm_80 runs on 8.6 too, and compute_80 is compiled for newer ones at the first use.
+        # Code for sm_80 also runs on 8.6, and compute_80 is compiled for newer GPUs at first use.
         runs = any(serves(architecture, major, minor) for architecture in architectures)
-        mend = f"This torch was compiled for {' '.join(architectures)}. Take a build that has this GPU."
+        mend = f"This torch was compiled for {' '.join(architectures)}. Install a build that supports this GPU."
         yield verdict(f"GPU {index}", runs, found, mend)
         if (major, minor) < AMPERE:
             yield Result(f"GPU {index} bf16", WARNING, "before Ampere: no bf16 units", "Train with --fp16 True.")
     apart = [f"{a}-{b}" for a, b in combinations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
     if count > 1:
         mend = "Collectives go through host memory. Prefer ZeRO-1 or 2 to ZeRO-3; see `nvidia-smi topo -m`."
-        found = f"no direct access between {', '.join(apart)}" if apart else "all reach each other directly"
+        found = f"no direct access between {', '.join(apart)}" if apart else "all can access each other directly"
         yield warned("GPU peers", not apart, found, mend)
 
 
 def _no_gpu(driver: str | None, torch: Any) -> Result:
     if not driver:
-        return Result("GPU", ABSENT, "none: runs take the CPU")
+        return Result("GPU", ABSENT, "none: runs use the CPU")
     if torch.version.cuda is None:
-        mend = "Install a CUDA build of torch: the driver is there, and this build is for CPUs."
+        mend = "Install a CUDA build of torch: there is a driver, but this build is for CPUs."
         return Result("GPU", FAILED, f"driver {driver}, torch {torch.__version__} without CUDA", mend, needed=True)
     mend = (
-        "The driver is too old for this torch, or CUDA_VISIBLE_DEVICES hides the GPUs. Update the driver, or take an "
-        "older torch."
+        "The driver is too old for this torch, or CUDA_VISIBLE_DEVICES hides the GPUs. Update the driver, or install "
+        "an older torch."
     )
     found = f"driver {driver}, torch for CUDA {torch.version.cuda}: no GPU can be used"
     return Result("GPU", FAILED, found, mend, needed=True)
 
 
 def toolkit(asked: Asked) -> Iterator[Result]:
-    """deepspeedai/DeepSpeed#3223: ops are compiled by the toolkit, and loaded into torch's own CUDA."""
+    """Ops are compiled with the toolkit, and loaded into torch's own CUDA (deepspeedai/DeepSpeed#3223)."""
     import torch
 
     built = torch.version.cuda
@@ -71,7 +71,7 @@ def toolkit(asked: Asked) -> Iterator[Result]:
     words = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
     found = words.partition("release ")[2].partition(",")[0] or "unknown"
     same = found.split(".")[0] == built.split(".")[0]
-    mend = f"Set CUDA_HOME to a toolkit {built.split('.')[0]}.x; DeepSpeed refuses to compile ops with another one."
+    mend = f"Set CUDA_HOME to a toolkit {built.split('.')[0]}.x; DeepSpeed refuses to compile ops with any other."
     yield verdict("CUDA toolkit", same, f"{found}; torch is built for {built}", mend, needed=False)
 
 
@@ -82,12 +82,12 @@ def collectives(asked: Asked) -> Iterator[Result]:
     for name in ["gloo", *(["nccl"] if torch.cuda.is_available() else [])]:
         here = bool(getattr(distributed, f"is_{name}_available")())
         version = f" {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" and here else ""
-        mend = f"This torch was built without {name}. Take the usual build."
+        mend = f"This torch was built without {name}. Install the standard build."
         yield verdict(name, here, f"in this torch{version}" if here else "missing", mend)
 
 
 def serves(architecture: str, major: int, minor: int) -> bool:
-    """sm_80 and compute_80, as torch.cuda.get_arch_list names them; sm_90a serves 9.0 alone."""
+    """Whether code for `architecture` (sm_80 or compute_80, as in torch.cuda.get_arch_list) runs on this capability."""
     kind, _, number = architecture.partition("_")
     digits = number.rstrip("abcdf")
     if not digits.isdigit():

@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles when it is first used: whether it can be here, and builds that were cut off.
+"""The ops that DeepSpeed compiles at first use: whether they can be built here, and interrupted builds.
 
 python -m finetune.doctor.ops CPUAdamBuilder      # builds it, which takes minutes the first time
 """
@@ -17,7 +17,7 @@ from finetune.host.result import ABSENT, Asked, Result, verdict, warned
 from finetune.run.child import environment_of_child
 
 NVCC = "Install the CUDA toolkit that torch was built for, and set CUDA_HOME."
-# What for, how to get it, and whether it is for GPUs alone.
+# What it is for, how to get it, and whether it is only for GPUs.
 OPS = {
     "CPUAdam": ("offload of the optimizer", "Install g++, ninja and the Python headers (python3-dev).", False),
     "AsyncIO": ("NVMe offload", "apt-get install libaio-dev.", False),
@@ -29,7 +29,7 @@ ON_DISK = (*ON_CPU, "PinMemoryBuilder", "AsyncIOBuilder")
 
 
 def compilers(asked: Asked) -> Iterator[Result]:
-    """deepspeedai/DeepSpeed#1846: CPUAdam fails to build, and the message names a missing attribute."""
+    """Without a compiler CPUAdam fails to build, with a misleading error (deepspeedai/DeepSpeed#1846)."""
     gxx = compiler()
     mend = "Install g++: DeepSpeed builds its CPU collectives and its CPU optimizer with it. apt-get install g++."
     yield verdict("C++ compiler", gxx is not None, gxx or "none", mend)
@@ -43,7 +43,7 @@ def compilers(asked: Asked) -> Iterator[Result]:
 
 
 def ops(asked: Asked) -> Iterator[Result]:
-    """Whether each can be compiled here (deepspeedai/DeepSpeed#1846)."""
+    """Whether each op can be compiled here (deepspeedai/DeepSpeed#1846)."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -65,23 +65,24 @@ def locks(asked: Asked) -> Iterator[Result]:
 
     stale = [str(lock) for lock, _ in stale_builds()]
     old = f"{len(stale)} lock(s) older than {STALE_BUILD_SECONDS / 60:.0f} minutes"
-    found = old if stale else "no build was cut off"
-    mend = f"DeepSpeed waits for them without end. If no build is going on (ps -C ninja): rm {' '.join(stale)}"
+    found = old if stale else "no build was interrupted"
+    mend = f"DeepSpeed waits for them forever. If no build is running (ps -C ninja): rm {' '.join(stale)}"
     yield verdict("compiled ops", not stale, found, mend)
 
 
 def build(names: Sequence[str]) -> str | None:
-    """Compile DeepSpeed's CPU collectives and these ops in a process that nobody kills: a kill leaves a lock."""
+    """Compile DeepSpeed's CPU collectives and these ops in a separate process, without a timeout: killing it would
+    leave a lock behind."""
     command = [sys.executable, "-m", "finetune.doctor.ops", *names]
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", check=False, env=environment_of_child()
     )
-    last = (done.stderr.strip().splitlines() or ["without a word"])[-1]
+    last = (done.stderr.strip().splitlines() or ["no error message"])[-1]
     return f"an op cannot be built: {last[:400]}" if done.returncode else None
 
 
 def compile_ops(names: Sequence[str]) -> None:
-    """In this process, which says much on stdout. Raises RequestError for an op whose build was cut off."""
+    """Compile in this process, with much output on stdout. Raises RequestError for an op with an interrupted build."""
     from deepspeed.accelerator import get_accelerator
 
     from finetune.training.builds import refuse_stale_builds

@@ -1,4 +1,4 @@
-"""Looks at the machine that take a moment each. What they start, bind or write is gone when they end."""
+"""Quick probes of the machine. They leave nothing running, bound or written behind."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from finetune.host.result import FAILED, OK, WARNING, Asked, Result, verdict, wa
 from finetune.versions import TESTED, version
 
 GIB = 2**30
-# As pyproject.toml bounds them.
+# The lower bounds in pyproject.toml.
 LEAST = {"torch": (2, 6), "transformers": (5, 23), "accelerate": (1, 15), "deepspeed": (0, 19, 4), "datasets": (4,)}
-EXTRAS = ("peft", "bitsandbytes", "trl")  # nothing is said where they are missing
-SMALL_SHM_BYTES = 256 * 2**20  # a container's default is 64 MiB; NCCL and workers of a DataLoader want more
+EXTRAS = ("peft", "bitsandbytes", "trl")  # not reported when missing
+SMALL_SHM_BYTES = 256 * 2**20  # a container's default is 64 MiB; NCCL and DataLoader workers need more
 
 
 def look(asked: Asked) -> Iterator[Result]:
-    """Every probe, in the order in which a run would meet what it looks at."""
+    """Run every probe, in the order in which a run would meet the problems."""
     for probe in PROBES:
         start = time.perf_counter()
         try:
             results = list(probe(asked))
         except Exception as error:
             name = probe.__name__.replace("_", " ")
-            results = [Result(name, WARNING, f"could not look: {type(error).__name__}: {error}")]
+            results = [Result(name, WARNING, f"the check failed: {type(error).__name__}: {error}")]
         for result in results:
             yield Result(**{**vars(result), "seconds": round(time.perf_counter() - start, 2)})
 
@@ -56,10 +56,10 @@ def packages(asked: Asked) -> Iterator[Result]:
                 yield Result(name, FAILED, "is not installed", "Run install.sh.", needed=True)
         elif installed[name] < LEAST.get(name, ()):
             wanted = ".".join(map(str, LEAST[name]))
-            yield Result(name, FAILED, text, f"Take {name} {wanted} or later: run install.sh.", needed=True)
+            yield Result(name, FAILED, text, f"Install {name} {wanted} or later: run install.sh.", needed=True)
         elif (tested := TESTED.get(name)) and installed[name] > release(tested):  # private names may be gone
             mend = f"If a run fails in it, install {name} {tested}: private names that finetune uses may have changed."
-            yield Result(name, WARNING, f"{text}, which is newer than {tested}, the release that was tested", mend)
+            yield Result(name, WARNING, f"{text}, which is newer than the tested release, {tested}", mend)
         else:
             yield Result(name, OK, text, needed=True)
 
@@ -71,7 +71,7 @@ def processor(asked: Asked) -> Iterator[Result]:
     limit = f", {int(quota[0]) / int(quota[1]):.1f} by the container" if quota and quota[0] != "max" else ""
     flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split()
     fast = sorted(BF16_CPU_FLAGS.intersection(flags))
-    bf16 = f"bf16 by {fast[0]}" if fast else "no bf16 units: fp32 is faster here"
+    bf16 = f"bf16 with {fast[0]}" if fast else "no bf16 units: fp32 is faster here"
     yield Result("CPU", OK, f"{cores_here()} cores{limit}, {bf16}")
 
 
@@ -80,7 +80,7 @@ def memory(asked: Asked) -> Iterator[Result]:
     total, free = size.total, size.available
     for granted in memory_granted():
         total, free = min(total, granted.bytes), min(free, granted.free)
-    mend = "Less than 4 GiB: two ranks of the defaults may not fit. Close something, or use --num_gpus 1."
+    mend = "Less than 4 GiB: two ranks with default settings may not fit. Free memory, or use --num_gpus 1."
     yield warned("memory", free >= 4 * GIB, f"{free / GIB:.1f} of {total / GIB:.1f} GiB free", mend)
     if Path("/dev/shm").is_dir():
         shared = shutil.disk_usage("/dev/shm")
@@ -93,9 +93,9 @@ def limits(asked: Asked) -> Iterator[Result]:
     import resource
 
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = "without a limit" if locked == resource.RLIM_INFINITY else f"{locked / 2**20:,.0f} MiB"
+    found = "no limit" if locked == resource.RLIM_INFINITY else f"{locked / 2**20:,.0f} MiB"
     little = locked != resource.RLIM_INFINITY and locked < GIB and driver_version() is not None
-    mend = "Offload pins host memory, and RDMA too. `ulimit -l unlimited`, or docker run --ulimit memlock=-1."
+    mend = "Offload and RDMA pin host memory. `ulimit -l unlimited`, or docker run --ulimit memlock=-1."
     yield warned("locked memory", not little, found, mend)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield warned("open files", files >= 4096, f"{files:,}", "`ulimit -n 65536`.")
@@ -114,18 +114,18 @@ def disks(asked: Asked) -> Iterator[Result]:
         free = shutil.disk_usage(there).free
         writable = os.access(there, os.W_OK)
         status = FAILED if not writable or free < GIB // 2 else WARNING if free < 5 * GIB else OK
-        mend = "" if status == OK else "Make room, or point elsewhere: TMPDIR, --output_dir, HF_HOME."
+        mend = "" if status == OK else "Free some space, or use another folder: TMPDIR, --output_dir, HF_HOME."
         found = f"{free / GIB:.1f} GiB free at {there}" if writable else f"{there} cannot be written"
         yield Result(name, status, found, mend, needed)
 
 
 def nvme(asked: Asked) -> Iterator[Result]:
-    """Sequential speed past the page cache, as `finetune plan --calibrate` takes it."""
+    """Sequential speed, bypassing the page cache, as `finetune plan --calibrate` measures it."""
     folder, another = asked.nvme_path, "Give another --nvme_path."
     if folder is None:
         return
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        yield Result("NVMe folder", FAILED, f"{folder} is no folder that can be written", another)
+        yield Result("NVMe folder", FAILED, f"{folder} is not a writable folder", another)
         return
     from finetune.measure.links import DISK_BYTES, disk
 
@@ -134,11 +134,11 @@ def nvme(asked: Asked) -> Iterator[Result]:
         return
     speeds = disk(folder)
     if speeds is None:
-        found = f"{folder} is on a file system without O_DIRECT, by which offload reads and writes"
+        found = f"{folder} is on a file system without O_DIRECT, which offload needs"
         yield Result("NVMe folder", WARNING, found, another)
         return
     writes, reads = speeds.bandwidth_write / 1e9, speeds.bandwidth_read / 1e9
-    mend = "Offload waits for it in every step: ZeRO-Infinity wants several GB/s. Use CPU offload."
+    mend = "Offload waits for the disk in every step: ZeRO-Infinity needs several GB/s. Use CPU offload."
     yield warned("NVMe folder", min(writes, reads) >= 1, f"writes {writes:.1f}, reads {reads:.1f} GB/s", mend)
 
 

@@ -1,4 +1,4 @@
-"""`finetune doctor --deep`: short runs of shipped configs by two processes, as `finetune plan --verify` starts them."""
+"""`finetune doctor --deep`: short two-process runs of shipped configs, started as by `finetune plan --verify`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ZERO_PLUS = {"zero_hpz_partition_size": 1, "zero_quantized_weights": False, "zer
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of `layout`, a shipped config, with `zero` over its section on ZeRO. `needs` is "", "gpu", or
-    "pair": of what has GPUs, two. `ops` are DeepSpeed's compiled ones that it uses."""
+    """A run of `layout`, a shipped config; `zero` overrides keys of its zero_optimization section. `needs` is "",
+    "gpu", or "pair": two GPUs if the machine has any. `ops` are the compiled DeepSpeed ops that it uses."""
 
     name: str
     layout: str
@@ -41,7 +41,7 @@ class Trial:
 
 
 def run_trials() -> Iterator[Result]:
-    """Every trial, each a launch of its own, so that one that dies takes nothing else with it."""
+    """Run every trial in a separate launch, so that a crash does not affect the others."""
     for trial in TRIALS:
         if why := lacking(trial):
             yield Result(trial.name, ABSENT, why)
@@ -86,7 +86,7 @@ def planned(trial: Trial) -> tuple[Job, dict[str, Any] | None]:
 
 
 def resumed(job: Job, config: dict[str, Any] | None) -> str | None:
-    """A run that goes on from the first step of another, and must lose as much at each."""
+    """Resume a run from another's first step; both must report the same losses."""
     with tempfile.TemporaryDirectory(prefix="finetune-trial-") as place:
         whole, other = Path(place, "whole"), Path(place, "other")
         every = {"save_strategy": "steps", "save_steps": 1, "logging_strategy": "steps", "logging_steps": 1}
@@ -95,7 +95,7 @@ def resumed(job: Job, config: dict[str, Any] | None) -> str | None:
             if isinstance(got := measure(job, config, folder, 1, **more), str):
                 return got
         losses = [_losses(folder / "run") for folder in (whole, other)]
-    return None if losses[0] == losses[1] else f"the resumed steps lose {losses[1]}, and the uncut ones {losses[0]}"
+    return None if losses[0] == losses[1] else f"the resumed run's losses are {losses[1]}, but should be {losses[0]}"
 
 
 def _losses(run: Path) -> list[float]:
@@ -105,7 +105,7 @@ def _losses(run: Path) -> list[float]:
 
 
 def lacking(trial: Trial) -> str:
-    """Why it cannot be tried here, or ""."""
+    """Why the trial cannot run here, or ""."""
     import torch
 
     if trial.needs == "gpu" and not torch.cuda.is_available():
@@ -119,8 +119,8 @@ def lacking(trial: Trial) -> str:
 
 BUILD = "See the C++ compiler and the CUDA toolkit above; `ds_report` lists what each op needs."
 NETWORK = (
-    "Ranks of this machine do not reach each other. Look at the firewall of the loopback interface, "
-    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (lo here); NCCL_DEBUG=INFO says more."
+    "Ranks on this machine cannot reach each other. Check the firewall on the loopback interface, "
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (lo here); NCCL_DEBUG=INFO gives details."
 )
 STEP = "Look at the trials above first; then report it with the output of `finetune doctor --deep --json`."
 TRIALS = (

@@ -1,2 +1,2 @@
-"""How a recipe begins and ends as a process, before torch is imported: --help, its flags held against the files of this
-machine, and its exit status."""
+"""Start and end of a recipe's process, without importing torch: --help, checks of the flags against this machine's
+files, and the exit status."""

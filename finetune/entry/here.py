@@ -1,4 +1,4 @@
-"""From a command line to a run that is to start on this machine now."""
+"""Turn a command line into a run that is about to start on this machine."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from finetune.run.run import Run
 
 
 def resolve_here(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
-    """`resolve` for a run that is to start on this machine now: its files, its folders and its DeepSpeed config are
-    looked at, too. Raises RequestError."""
+    """`resolve` for a run that is about to start on this machine: also checks its files, folders and DeepSpeed config.
+    Raises RequestError."""
     run, typos, mistakes = read_flags(recipe, argv, launch, is_here=True)
     asked: str | None = None
     try:
         run = settle_engine(run)
         asked = deepspeed_config_of(run)
     except RequestError as error:
-        typos += others([str(error)], typos)  # what is said of another engine would be wrong, too
+        typos += others([str(error)], typos)  # the engine is unknown, so later checks that depend on it may be wrong
     run = obeyed(run)
     run = run.noted(*vain_rates(run))
     mistakes += left_over(run, asked)
     mistakes += [*found_wrong_here(run, asked), *raised_by(lambda: _check_deepspeed(run, asked))]
     if launch.speaks:
-        # The folder is the last: another one mends no flag.
+        # The output folder comes last: choosing another one fixes none of the flags.
         mistakes += raised_by(*(partial(look, run) for look in _looks_ahead()), partial(check_output_dir, run))
     refuse([*typos, *others(mistakes, typos)])
     return run
 
 
 def _check_deepspeed(run: Run, asked: str | None) -> None:
-    if asked:  # which is checked once more when the GPUs are known
+    if asked:  # checked again once the GPUs are known
         precision: dict[str, bool] = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given}
         loaded = load_deepspeed(run, asked, context_of(run, precision, has_cuda=None))
         refuse_unused_disk(run, loaded.config, loaded.name)
@@ -58,7 +58,7 @@ def _check_deepspeed(run: Run, asked: str | None) -> None:
 
 
 def _looks_ahead() -> Sequence[Callable[[Run], None]]:
-    """At what lies in files, by rooms that import no torch for it."""
+    """Checks that read files, from modules that do so without importing torch."""
     from finetune.data.first_look import look_at_columns
     from finetune.run.decoders import look_at_model
     from finetune.run.flags.sequence_parallel import look_at_heads

@@ -1,5 +1,5 @@
-"""How a recipe begins and ends as a process. Nothing heavy is imported before the command line has been understood: so
---help, mistyped flags and wrong paths are answered in a moment."""
+"""Start and end of a recipe's process. Nothing heavy is imported until the command line has been parsed and checked, so
+--help, mistyped flags and wrong paths are reported at once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from finetune.run.recipe import Recipe
 from finetune.run.run import Run
 
 SILENT_RANK_WAITS_SECONDS = 20.0
-INTERRUPTED_RANK_WAITS_SECONDS = 60.0  # while rank 0 tells its trackers; its end is that of the others
-RESUMES = "Where a checkpoint was saved, --resume auto goes on from it."
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+INTERRUPTED_RANK_WAITS_SECONDS = 60.0  # while rank 0 closes its trackers; the launcher ends the others with rank 0
+RESUMES = "If a checkpoint was saved, --resume auto continues from it."
+INTERRUPTED = 130  # 128 + SIGINT, the shell convention
 
 
 def run_recipe(recipe: Recipe, main: Callable[[Run], None]) -> None:
-    """Answer --help, or settle what the command line asks for and run a recipe's `main` on it; then end as `run_main`
+    """Answer --help, or resolve the command line and run a recipe's `main` on the result; then end as `run_main`
     does."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         if own_rank() == 0:
@@ -45,36 +45,36 @@ def _settled(recipe: Recipe) -> Run:
 def _print(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `--help | head`; nothing may be left for Python to write as it ends
+    except BrokenPipeError:  # `--help | head`; Python's flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_script(parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace, Launch], None]) -> None:
-    """As `run_recipe`, of a script that trains nothing and has a parser of its own: one rank answers --help."""
+    """Like `run_recipe`, for a script that trains nothing and has its own parser: one rank answers --help."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         if own_rank() == 0:
             _print(parser.format_help())
         return
-    run_main(lambda: main(parser.parse_args(), read_launch()), "The same command goes on where it was stopped.")
+    run_main(lambda: main(parser.parse_args(), read_launch()), "Run the same command again to continue.")
 
 
 def run_main(main: Callable[[], None], mend: str = RESUMES) -> None:
-    """Run `main` and end the process: 0 done, 1 the run failed, 2 the request was wrong, 75 a signal asked it to stop
-    or its predecessor still had the folder, 130 Ctrl-C, of which `mend` says how to go on.
+    """Run `main` and end the process. Exit status: 0 done, 1 the run failed, 2 the request was wrong, 75 a signal
+    stopped it or an earlier run still holds the folder, 130 Ctrl-C; `mend` then says how to continue.
 
-    Every rank meets the same fault in the request, and rank 0 alone says it. The others wait for the launcher to end
-    them, which it does as soon as rank 0 has; ending first, they would have rank 0 killed before it spoke. A rank whose
-    fault rank 0 does not share speaks once it has waited in vain.
+    Every rank finds the same error in the request, and only rank 0 prints it. The others wait until the launcher ends
+    them, which it does when rank 0 exits; if one exited first, the launcher would kill rank 0 before it printed. If
+    rank 0 does not have the error, a rank that has it prints it after the wait.
     """
     rank, done = own_rank(), threading.Event()
-    atexit.register(_leave, done)  # the first that is registered is the last that is called
+    atexit.register(_leave, done)  # registered first, so called last
     try:
         main()
     except KeyboardInterrupt:
         if rank == 0:
             print(f"\nstopped. {mend}", file=sys.stderr, flush=True)
         os._exit(INTERRUPTED)
-    except InterruptedRunError as error:  # which has been said
+    except InterruptedRunError as error:  # already printed
         if rank != 0:
             time.sleep(INTERRUPTED_RANK_WAITS_SECONDS)
         os._exit(error.exit_status)
@@ -89,15 +89,15 @@ def run_main(main: Callable[[], None], mend: str = RESUMES) -> None:
             prefix = f"[rank {rank}] "
         print(f"\n{prefix}error: {shown(str(error))}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(error.exit_status)  # no atexit hook may hang on a collective that the other ranks have left
+        os._exit(error.exit_status)  # an atexit hook could hang in a collective that the other ranks have left
     done.set()
     if rank != 0:
         _leave(done)
 
 
 def _leave(done: threading.Event) -> None:
-    """Once a run is done, nothing is left but to tear down threads of gloo and of libraries, over which ranks have
-    been seen to die ("terminate called without an active exception", pytorch PR 179291), and with them the run."""
+    """After a finished run, exit without tearing down the threads of gloo and other libraries: ranks have crashed in
+    that ("terminate called without an active exception", pytorch PR 179291), which fails the run."""
     if done.is_set():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,1 +1,1 @@
-"""`finetune export`: from a checkpoint of any layout to a folder that `from_pretrained` opens, one shard at a time."""
+"""`finetune export`: converts a checkpoint of any layout to a folder that `from_pretrained` opens, shard by shard."""

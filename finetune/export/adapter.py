@@ -1,4 +1,4 @@
-"""An adapter into the weights of its base model."""
+"""Merges an adapter into the weights of its base model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from finetune.safe_read import read_json_object
 from finetune.safe_read.checkpoint_files import refuse_unsafe
 from finetune.safe_read.folders import check_model_folder
 
-OWN_MODELS = ("gptlite", "alexnet", "resnet_group_norm")  # which transformers knows once their module is imported
+OWN_MODELS = ("gptlite", "alexnet", "resnet_group_norm")  # registered with transformers when their module is imported
 
 
 def write_merged(adapter: Path, out: Path, base: str | None, dtype: torch.dtype, max_shard_size: str) -> str:
-    """The base model with the adapter of the folder `adapter` in its weights, into `out`. Gives the base's name."""
+    """Merge the adapter in the folder `adapter` into its base model, and write it to `out`. Returns the base's name."""
     if importlib.util.find_spec("peft") is None:
         raise RequestError("--merge_adapter needs peft, which is not installed. pip install peft.")
     from peft import PeftModel
@@ -35,7 +35,7 @@ def write_merged(adapter: Path, out: Path, base: str | None, dtype: torch.dtype,
     kind = classes.get(str(config.get("task_type")))
     if not isinstance(named, str) or not named:
         raise RequestError(
-            f"--merge_adapter: {adapter / ADAPTER_CONFIG} names no base model. Give --base_model FOLDER."
+            f"--merge_adapter: {adapter / ADAPTER_CONFIG} does not name a base model. Give --base_model FOLDER."
         )
     if kind is None:
         raise RequestError(f"--merge_adapter: the adapter is for {config.get('task_type')!r}; known are {[*classes]}.")
@@ -44,14 +44,14 @@ def write_merged(adapter: Path, out: Path, base: str | None, dtype: torch.dtype,
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except Exception as error:  # as below
         raise RequestError(
-            f"--merge_adapter: the adapter does not fit {named} ({first_line(error)}). Give its base by --base_model."
+            f"--merge_adapter: the adapter does not fit {named} ({first_line(error)}). Give its base with --base_model."
         ) from error
     merged.to(dtype).save_pretrained(str(out), max_shard_size=max_shard_size)
     return Path(named).name
 
 
 def _base(named: str, kind: str, adapter: Path) -> Any:
-    """With the labels that a classifier's adapter has beside it."""
+    """The base model, with the labels that are stored with a classifier's adapter."""
     import transformers
 
     from finetune.models.source import with_labels
@@ -68,7 +68,7 @@ def _base(named: str, kind: str, adapter: Path) -> Any:
             config = with_labels(transformers.AutoConfig.from_pretrained(named), adapter)
             chosen |= {"config": config, "ignore_mismatched_sizes": True}
         return getattr(transformers, kind).from_pretrained(named, **chosen)
-    except Exception as error:  # whatever a folder made to break it can raise
+    except Exception as error:  # a crafted folder can raise anything
         raise RequestError(
             f"--merge_adapter: the base model {named} cannot be opened ({first_line(error)}). Give --base_model FOLDER."
         ) from error

@@ -1,4 +1,4 @@
-"""What a checkpoint, or the folder of a run, holds: its weights by name, and what layout they were found in."""
+"""What a checkpoint or a run folder holds: its weights by name, and the layout they were saved in."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from finetune.training.checkpoints.manifest import (
 from finetune.training.checkpoints.tag import named_tag, newest_tag
 
 ADAPTER_CONFIG = "adapter_config.json"
-SHARDED = "pytorch_model_fsdp_0"  # the folder of accelerate's sharded form
+SHARDED = "pytorch_model_fsdp_0"  # the folder of accelerate's sharded format
 
 
 @dataclass(frozen=True)
 class Source:
-    """`layout` is said in words. `notes` are for the user."""
+    """`layout` is a description in words. `notes` are for the user."""
 
     folder: Path
     layout: str
@@ -46,14 +46,13 @@ class Source:
 
 
 def read_source(folder: Path) -> Source:
-    """Raises RequestError for what is no checkpoint and no finished run, and for a checkpoint that is broken."""
+    """Raises RequestError for anything but a checkpoint or a finished run, and for a damaged checkpoint."""
     if not folder.is_dir():
-        raise RequestError(f"{folder}: is no folder. Give a checkpoint, such as runs/seq_cls/checkpoint-100, or a run.")
+        raise RequestError(f"{folder}: not a folder. Give a checkpoint, such as runs/seq_cls/checkpoint-100, or a run.")
     verified = (folder / MANIFEST).is_file()
     if wrong := problems(folder, hashes=True) if verified else []:
         raise RequestError(
-            f"{folder}: is not as its run saved it. {in_short(wrong)} `finetune checkpoint verify` finds others that "
-            "are whole."
+            f"{folder}: does not verify. {in_short(wrong)} `finetune checkpoint verify` finds checkpoints that do."
         )
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     plain = read_safetensors(folder, "adapter_model" if is_adapter else "model")
@@ -61,27 +60,27 @@ def read_source(folder: Path) -> Source:
     if not weights:
         newest = next(iter(checkpoints_in(folder)), None)
         there = f" It has checkpoints: export {newest}." if newest else ""
-        raise RequestError(f"{folder}: holds no weights that are known here.{there or ' Give a checkpoint, or a run.'}")
+        raise RequestError(f"{folder}: holds no weights in a known format.{there or ' Give a checkpoint, or a run.'}")
     if not verified and CHECKPOINT.fullmatch(folder.name):
-        notes.append(f"{folder.name} has no {MANIFEST}, so what it holds could not be compared with what was saved.")
+        notes.append(f"{folder.name} has no {MANIFEST}, so it could not be verified.")
     return Source(folder, layout, weights, is_adapter, _step(folder, verified), verified, notes)
 
 
 def _weights(folder: Path, plain: dict[str, Weight], is_adapter: bool) -> tuple[str, dict[str, Weight], list[str]]:
-    """The layout in words, the weights, and notes. The names are those of the safetensors files, where there are any:
-    the Trainer wrote them as `from_pretrained` wants them, tied weights once."""
+    """The layout in words, the weights, and notes. If there are safetensors files, their names are used: the Trainer
+    wrote them as `from_pretrained` expects them, with tied weights once."""
     if (folder / PIPELINE_RECORD).is_file():
-        return "pipeline, saved by the names of the whole model", plain, []
-    # A run's `latest` names a checkpoint, and not DeepSpeed's folder in one.
+        return "pipeline, saved under the names of the whole model", plain, []
+    # A run's `latest` names a checkpoint, not DeepSpeed's folder in one.
     tag = None if (folder / RUN_RECORD).is_file() else named_tag(folder) or newest_tag(folder)
     if tag is not None and has_zero_shards(tag):
         shards = read_zero_shards(tag)
         return f"DeepSpeed ZeRO-{shards.stage} over {shards.ranks} rank(s)", *_by_names_of(plain, shards, is_adapter)
     if plain and tag is not None and (tag / SWAPPED).is_dir():
-        note = "The fp32 weights are in NVMe offload's swap files, which are not read: as the safetensors have them."
+        note = "The fp32 weights are in NVMe offload's swap files, which cannot be read: the safetensors are used."
         return "DeepSpeed ZeRO-3 with NVMe offload", plain, [note]
     if plain:
-        return ("DeepSpeed without ZeRO" if tag else "one process, DDP or FSDP, saved whole"), plain, []
+        return ("DeepSpeed without ZeRO" if tag else "one process, DDP or FSDP, saved unsharded"), plain, []
     if (folder / SHARDED / ".metadata").is_file():
         return "FSDP, saved in shards", read_sharded(folder / SHARDED), []
     pickles = read_pickles(folder, "adapter_model.bin" if is_adapter else "pytorch_model*.bin")
@@ -99,13 +98,13 @@ def _by_names_of(plain: dict[str, Weight], shards: ZeroShards, is_adapter: bool)
         else:
             found[name] = weight
             other.append(name)
-    notes = [f"{len(other)} weight(s), such as {other[0]}, are not in ZeRO's shards by that name and shape: as the "
-             "checkpoint's safetensors have them."] if other else []  # fmt: skip
+    notes = [f"{len(other)} weight(s), such as {other[0]}, are not in ZeRO's shards by that name and shape: they come "
+             "from the checkpoint's safetensors."] if other else []  # fmt: skip
     return found, notes
 
 
 def _master(name: str, shards: ZeroShards, is_adapter: bool) -> Weight | None:
-    """peft leaves the adapter's own name, "default", out of the names of what it saves."""
+    """The fp32 weight in the shards. peft omits the adapter's name, "default", from the names that it saves."""
     kind, _, last = name.rpartition(".")
     names = (name, shards.aliases.get(name), f"{kind}.default.{last}" if is_adapter else None)
     return next((shards.weights[known] for known in names if known in shards.weights), None)

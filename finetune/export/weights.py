@@ -1,8 +1,8 @@
-"""The weights of a checkpoint, each by its name and read when it is asked for, from whatever form they were saved in.
+"""The weights of a checkpoint in any format, by name and read on demand.
 
-In ZeRO's shards lie the fp32 weights, which in runs of bf16 and fp16 are the truth: the model's own are rounded from
-them after every step. DeepSpeed's zero_to_fp32.py reads them too, but opens the shards as plain pickles, and for ZeRO-1
-and 2 joins whole groups in memory. Here they are read as a run reads them that goes on in another layout.
+ZeRO's shards hold the fp32 weights, which are authoritative in bf16 and fp16 runs: the model's own weights are rounded
+from them after every step. DeepSpeed's zero_to_fp32.py also reads them, but opens the shards as plain pickles, and for
+ZeRO-1 and 2 joins whole groups in memory. Here they are read as by a run that resumes in another layout.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-PREFIX = "model."  # under which accelerate saves FSDP's (accelerate 1.15, utils/fsdp_utils.py, save_fsdp_model)
+PREFIX = "model."  # accelerate adds it to FSDP's names (accelerate 1.15, utils/fsdp_utils.py, save_fsdp_model)
 SWAPPED = "offloaded_tensors"
 WEIGHTS_ARE_SHARDED = 3  # the ZeRO stage
 
 
 @dataclass(frozen=True)
 class Weight:
-    """`read` gives it, of `shape` and `dtype`, in memory of its own."""
+    """`read` returns the weight, of `shape` and `dtype`, in newly allocated memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Weight:
 
 
 def cast_of(stored: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """Numbers with a fraction are cast, others keep their kind."""
+    """Floating-point weights are cast, others keep their dtype."""
     return wanted if stored.is_floating_point else stored
 
 
@@ -57,7 +57,7 @@ def of_tensor(tensor: torch.Tensor) -> Weight:
 
 
 def read_safetensors(folder: Path, stem: str) -> dict[str, Weight]:
-    """Of `stem`.safetensors, or of the files that its index names: files of this folder, and no others."""
+    """The weights in `stem`.safetensors, or in the files that its index names, which must be in this folder."""
     index, whole = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if not index.is_file():
         return _of_file(whole) if whole.is_file() else {}
@@ -67,12 +67,12 @@ def read_safetensors(folder: Path, stem: str) -> dict[str, Weight]:
     held = dict[str, dict[str, Weight]]()
     for place in sorted(set(places.values())):
         if Path(place).name != place or not place.endswith(".safetensors"):
-            raise RequestError(f"{index}: names {place[:80]!r}, which is no safetensors file beside it.")
+            raise RequestError(f"{index}: names {place[:80]!r}, which is not a safetensors file in the same folder.")
         if not (folder / place).is_file():
-            raise RequestError(f"{index}: names {place}, which is not there.")
+            raise RequestError(f"{index}: names {place}, which is missing.")
         held[place] = _of_file(folder / place)
     if absent := next((name for name, place in places.items() if name not in held[place]), None):
-        raise RequestError(f"{index}: says that {places[absent]} holds {absent}, and it does not.")
+        raise RequestError(f"{index}: says that {places[absent]} holds {absent}, but it does not.")
     return {name: held[place][name] for name, place in places.items()}
 
 
@@ -80,32 +80,32 @@ def _of_file(path: Path) -> dict[str, Weight]:
     def read(name: str) -> torch.Tensor:
         with safe_open(path, framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(name)
-        return tensor.clone()  # off the map of the file, which then lets go of its pages
+        return tensor.clone()  # a copy, so that the mapped file's pages can be released
 
     open_plain(path, path.parent).close()
     try:
         with safe_open(path, framework="pt") as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is not a dict)
             return {name: Weight(tuple(part.get_shape()), DTYPES[part.get_dtype()], partial(read, name))
                     for name, part in parts.items()}  # fmt: skip
     except (SafetensorError, OSError, KeyError) as error:
-        raise RequestError(f"{path}: is no whole safetensors file ({first_line(error)}).") from error
+        raise RequestError(f"{path}: is not a complete safetensors file ({first_line(error)}).") from error
 
 
 def read_pickles(folder: Path, pattern: str) -> dict[str, Weight]:
-    """Such as `pytorch_model*.bin`, through the guard."""
+    """The weights in files such as `pytorch_model*.bin`, opened by the safe unpickler."""
     found: dict[str, Weight] = {}
     for path in sorted(folder.glob(pattern)):
         content = load_checked(path)
         if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
-            raise RequestError(f"{path}: holds something else than tensors by their names.")
+            raise RequestError(f"{path}: holds something other than a dict of named tensors.")
         found |= {str(name): of_tensor(tensor) for name, tensor in content.items()}
     return found
 
 
 def read_sharded(folder: Path) -> dict[str, Weight]:
-    """Of FSDP's sharded form (torch.distributed.checkpoint), in one process. Raises RequestError where the folder's
-    pickles ask for more than they may."""
+    """The weights in FSDP's sharded format (torch.distributed.checkpoint), read by one process. Raises RequestError if
+    the folder's pickles are unsafe."""
 
     def read(name: str, kind: TensorStorageMetadata) -> torch.Tensor:
         state = {name: torch.empty(kind.size, dtype=kind.properties.dtype)}
@@ -123,7 +123,7 @@ def read_sharded(folder: Path) -> dict[str, Weight]:
 
 @dataclass(frozen=True)
 class ZeroShards:
-    """`aliases` are names of weights that others' names have already (tied weights)."""
+    """`aliases` maps the other names of tied weights to the names under which they are stored."""
 
     stage: int
     ranks: int
@@ -132,21 +132,21 @@ class ZeroShards:
 
 
 def has_zero_shards(folder: Path) -> bool:
-    """False where NVMe offload has left them in swap files, which do not say what they hold."""
+    """False if NVMe offload left the weights in swap files, which do not record what they hold."""
     return not (folder / SWAPPED).is_dir() and any(folder.glob("*zero_pp_rank_*_optim_states.pt"))
 
 
 def read_zero_shards(folder: Path) -> ZeroShards:
-    """Of a `global_stepN` folder. Raises RequestError for shards that are missing, or of another kind."""
+    """Read a `global_stepN` folder. Raises RequestError for shards that are missing or of an unsupported kind."""
     if list(folder.glob("layer_*-model_states.pt")) or list(folder.glob("*expert*_states.pt")):
         raise RequestError(
-            f"{folder}: holds the layers of DeepSpeed's own pipeline, or experts of its mixture, each in a file. These "
-            "recipes do not write them, and they are not read."
+            f"{folder}: holds one file per layer of DeepSpeed's own pipeline, or per mixture-of-experts expert. These "
+            "recipes do not write such files, and export does not read them."
         )
     if other := next((path for path in folder.glob("*mp_rank_*_states.pt") if "mp_rank_00_" not in path.name), None):
-        raise RequestError(f"{other}: is of a tensor-parallel run, which these recipes do not write.")
+        raise RequestError(f"{other}: is from a tensor-parallel run, which these recipes do not support.")
     if not model_file(folder).is_file():
-        raise RequestError(f"{folder}: has no *_model_states.pt, which says what the shards are parts of.")
+        raise RequestError(f"{folder}: has no *_model_states.pt, which describes what the shards contain.")
     try:
         return _read_zero_shards(folder)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -159,13 +159,13 @@ def _read_zero_shards(folder: Path) -> ZeroShards:
     stage = int(load_pickle(places[0])["optimizer_state_dict"]["zero_stage"])
     model = load_pickle(model_file(folder))
     weights = {name: of_tensor(tensor) for name, tensor in portable.buffers.items()}
-    if frozen := model.get("frozen_param_shapes"):  # as under LoRA: they have no fp32 copy
+    if frozen := model.get("frozen_param_shapes"):  # for example with LoRA: they have no fp32 copy
         names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(places))]
         parts = [load_pickle(folder / name) for name in names] if stage == WEIGHTS_ARE_SHARDED else [model]
         for name, shape in frozen.items():
             pieces = [part["frozen_param_fragments"][name].flatten() for part in parts]
             if min(shape, default=0) < 0 or sum(piece.numel() for piece in pieces) < torch.Size(shape).numel():
-                raise RequestError(f"{folder}: its shards end before {name}: they are not of one checkpoint.")
+                raise RequestError(f"{folder}: its shards end before {name}: they are not from the same checkpoint.")
             weights[name] = Weight(tuple(shape), pieces[0].dtype, partial(_joined, pieces, torch.Size(shape)))
     for name, shape in portable.shapes.items():
         weights[name] = Weight(tuple(shape), torch.float32, partial(portable.read, name, WEIGHT))
@@ -174,5 +174,5 @@ def _read_zero_shards(folder: Path) -> ZeroShards:
 
 
 def _joined(pieces: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """The last piece is filled up to the others' size."""
+    """Join the pieces, dropping the padding of the last one."""
     return torch.cat(pieces)[: shape.numel()].reshape(shape)

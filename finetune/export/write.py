@@ -1,4 +1,4 @@
-"""Weights into safetensors files of at most some size, with what `from_pretrained` needs beside them."""
+"""Writes weights to safetensors files of limited size, and the other files that `from_pretrained` needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from finetune.training.checkpoints.writing import flush
 
 SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?([KMGT])(i?)B", re.IGNORECASE)
 POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
-CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")  # read, and written without paths
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")  # rewritten without local paths
 COMPANIONS = (
     "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.spm", "sentencepiece*.model", "chat_template.*", "preprocessor_config.json", "processor_config.json",
@@ -42,31 +42,31 @@ def bytes_of(size: str) -> int:
         raise RequestError(f"--max_shard_size is {size!r}, but it must be a size such as 5GB or 500MiB.")
     found = int(float(match[1]) * (1024 if match[3] else 1000) ** POWERS[match[2].upper()])
     if found < 1:
-        raise RequestError(f"--max_shard_size is {size!r}, but a file of nothing holds no weight.")
+        raise RequestError(f"--max_shard_size is {size!r}, but it must be at least one byte.")
     return found
 
 
 @contextmanager
 def whole(place: Path) -> Iterator[Path]:
-    """A folder to write into, which has its name once it is whole and on the disk. Raises RequestError where something
-    is there already."""
+    """A folder to write to, which gets its final name once it is complete and flushed to disk. Raises RequestError if
+    `place` already exists and is not empty."""
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise RequestError(f"{place}: is there already, and is not written over. Give a folder that is new or empty.")
+        raise RequestError(f"{place}: already exists, and is not overwritten. Give a new or empty folder.")
     if inside := next((above for above in place.absolute().parents if (above / MANIFEST).is_file()), None):
         raise RequestError(
-            f"{place}: lies in the checkpoint {inside.name}, whose manifest names all that may be in it. Give another "
-            "folder."
+            f"{place}: is inside the checkpoint {inside.name}, which may only contain the files in its manifest. Give "
+            "another folder."
         )
     unfinished = place.with_name(f"{UNFINISHED}{place.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
     except OSError as error:
-        raise RequestError(f"{place}: cannot be made ({error.strerror}). Give another folder.") from error
+        raise RequestError(f"{place}: cannot be created ({error.strerror}). Give another folder.") from error
     try:
         yield unfinished
         for path in unfinished.iterdir():
-            path.chmod(unfinished.stat().st_mode & READ_AND_WRITE)  # safetensors 0.8 writes for the owner alone
+            path.chmod(unfinished.stat().st_mode & READ_AND_WRITE)  # safetensors 0.8 makes files owner-only
             flush(path)
         flush(unfinished)
         os.replace(unfinished, place)
@@ -76,8 +76,8 @@ def whole(place: Path) -> Iterator[Path]:
 
 
 def write_weights(folder: Path, stem: str, weights: dict[str, Weight], dtype: torch.dtype, most_bytes: int) -> None:
-    """`stem`.safetensors, or several and their index, in order; each is read again and compared. A weight that is
-    larger than `most_bytes` has a file of its own."""
+    """Write `stem`.safetensors, or several files and their index, in order; each is read back and compared. A weight
+    larger than `most_bytes` gets a separate file."""
     split = split_state_dict_into_shards_factory(
         weights,
         get_storage_size=lambda weight: weight.bytes_in(dtype),
@@ -95,18 +95,18 @@ def write_weights(folder: Path, stem: str, weights: dict[str, Weight], dtype: to
 
 
 def _compare(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Bit by bit, for a NaN is not equal to itself."""
+    """Compare bits, because a NaN is not equal to itself."""
     with safe_open(path, framework="pt") as file:
         for name, tensor in tensors.items():
             back = file.get_tensor(name)
             same = back.shape == tensor.shape and back.dtype == tensor.dtype
             if not same or not torch.equal(back.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)):
-                raise RunError(f"{path.name}: {name} was read back other than it was written. Is the disk sound?")
+                raise RunError(f"{path.name}: {name} was not read back as it was written. Check the disk for errors.")
 
 
 def write_companions(source: Path, folder: Path, dtype: torch.dtype) -> list[str]:
-    """Configs without paths of this machine, tokenizer, and the model's own code, if its config names any. Gives what
-    the user should know."""
+    """Write configs (without local paths), the tokenizer, and the model's own code if its config names any. Returns
+    notes for the user."""
     notes = []
     for name in CONFIGS:
         if (source / name).is_file():
@@ -124,16 +124,16 @@ def write_companions(source: Path, folder: Path, dtype: torch.dtype) -> list[str
 
 
 def write_thresholds(source: Path, folder: Path) -> list[str]:
-    """Into the config of a checkpoint that gives several labels a row, those that its run chose at its end, where the
-    labels are the same ones. Gives what the user should know."""
+    """Add to a multi-label checkpoint's config the thresholds that its run chose at its end, if the labels are the
+    same. Returns notes for the user."""
     there = folder / "config.json"
     config = read_json_object(there) if there.is_file() else {}
     if config.get("problem_type") != "multi_label_classification" or "thresholds" in config:
         return []
-    run = source.absolute().parent / "config.json"  # of the final model
+    run = source.absolute().parent / "config.json"  # the final model's
     chosen = read_json_object(run) if CHECKPOINT.fullmatch(source.name) and run.is_file() else {}
     if "thresholds" not in chosen or chosen.get("id2label") != config.get("id2label"):
-        return ["config.json has no thresholds: none were chosen for these labels, and each is given from 0.5 on."]
+        return ["config.json has no thresholds: none were chosen for these labels, so each is assigned from 0.5 up."]
     _write(there, {**config, "thresholds": chosen["thresholds"]})
     return ["config.json has the thresholds that the run chose for its final model."]
 
@@ -145,9 +145,7 @@ def _without_paths(config: dict[str, Any]) -> list[str]:
         if isinstance(value, str) and (value.startswith(("/", "~", ".")) or "\\" in value or Path(value).is_dir()):
             config[key] = Path(value).name
             if key == "base_model_name_or_path":
-                notes.append(
-                    f"adapter_config.json names its base model {config[key]}, without the path on this machine."
-                )
+                notes.append(f"adapter_config.json names its base model {config[key]}, without the local path.")
     return notes
 
 

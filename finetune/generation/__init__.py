@@ -1,1 +1,1 @@
-"""What a model answers: prompts read, tokenized and batched, answers sampled and written, on any number of ranks."""
+"""Generation on any number of ranks: read, tokenize and batch prompts; sample and write answers."""

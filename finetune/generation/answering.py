@@ -24,7 +24,7 @@ from finetune.generation.sampling import Decoding, Stops, settle_decoding
 from finetune.privacy import shown
 from finetune.run.launch import Launch
 
-MOST_NEW = 256  # tokens, where --max_new_tokens does not say; less where the model reads few
+MOST_NEW = 256  # tokens, without --max_new_tokens; fewer if the model has few positions
 REPORT_SECONDS = 30.0
 
 
@@ -38,11 +38,11 @@ class Answerer:
     stop: Sequence[str]
     device: torch.device
     ends: frozenset[int]
-    synced: bool | None = None  # whether ranks that have done go on until the last has; None: transformers knows
+    synced: bool | None = None  # whether finished ranks continue until the last is done; None: transformers decides
 
     def answer(self, ids: Sequence[list[int]], batch: Batch, streamer: Any = None) -> list[dict[str, Any]]:
-        """What is said to prompts of these token ids, which have the batch's numbers. Padding is on the left, so that
-        all of them go on at one place; positions follow from the mask, in every model of transformers."""
+        """The answers to prompts with these token ids and the batch's numbers. Padding is on the left, so that all
+        answers start in the same column; every transformers model derives positions from the mask."""
         width = max(map(len, ids))
         pad = self.model.generation_config.pad_token_id
         padded = torch.tensor([[pad] * (width - len(one)) + one for one in ids], device=self.device)  # (B, width)
@@ -50,7 +50,7 @@ class Answerer:
         pads = [width - len(one) for one in ids]
         stops = Stops(self.tokenizer, self.stop, width, len(ids)) if self.stop else None
         try:
-            with torch.no_grad():  # of what inference mode makes, such as gathered weights, training could not go on
+            with torch.no_grad():  # not inference mode: training could not use its tensors, such as gathered weights
                 made = self.model.generate(
                     input_ids=padded,
                     attention_mask=mask,
@@ -63,7 +63,7 @@ class Answerer:
         except torch.OutOfMemoryError as error:
             raise RunError(
                 f"the GPU's memory does not hold {len(ids)} prompts of up to {width:,} tokens and {batch.limit:,} new "
-                "ones each. Give a smaller --batch_size or --max_new_tokens; with the former, what is answered is kept."
+                "tokens each. Lower --batch_size, which keeps the answers so far, or --max_new_tokens."
             ) from error
         after = stops.after if stops else [None] * len(ids)
         rows = zip(batch.numbers, ids, made[:, width:].tolist(), after, strict=True)
@@ -84,7 +84,7 @@ class Answerer:
 
 
 def answerer_of(asked: argparse.Namespace, writer: Writer, launch: Launch) -> Answerer:
-    """The ranks have met."""
+    """Call it after `meet`."""
     return settled_answerer(
         asked, writer.build(launch), writer.tokenizer, writer.embedded, device_of(launch, writer.has_cuda)
     )
@@ -98,15 +98,16 @@ def settled_answerer(
     device: torch.device,
     synced: bool | None = None,
 ) -> Answerer:
-    """`model`, which embeds so many tokens, with another generation config: as `asked`, and for any padding."""
+    """An answerer with `model`, which embeds `embedded` tokens and gets a new generation config: as `asked`, and with a
+    padding token."""
     config = model.generation_config = copy.copy(model.generation_config)
     stop = [*(asked.stop or ()), *([config.stop_strings] if isinstance(config.stop_strings, str) else
             config.stop_strings or ())]  # fmt: skip
     known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    # The tokenizer's as well: a chat model's folder may name the end of a text alone, and not that of a turn.
+    # The tokenizer's as well: a chat model's folder may name only the end of a text, not that of a turn.
     ends = [end for end in dict.fromkeys([*known, tokenizer.eos_token_id]) if end is not None]
     config.eos_token_id = ends or None
-    # Its rows are masked, and what comes after an end is cut off: any token does.
+    # Padding is masked before a prompt and cut off after an answer, so any token will do.
     pads = (i for i in (tokenizer.pad_token_id, *ends) if i is not None and i < embedded)
     config.pad_token_id = next(pads, 0)
     decoding = settle_decoding(asked, model)
@@ -114,13 +115,13 @@ def settled_answerer(
 
 
 def most_new_of(given: int | None, positions: int) -> int:
-    """Tokens of an answer, by a model of so many positions."""
+    """The token limit of an answer, for a model with `positions` positions."""
     return given or min(MOST_NEW, max(1, positions // 2))
 
 
 def answer_all(asked: argparse.Namespace, prompts: Sequence[Prompt], answers: Answers | None, launch: Launch) -> None:
-    """`answers` are given to the first rank alone. Raises RequestError for what only the model can tell, RunError, and
-    on every rank NothingToDoError."""
+    """`answers` is None on all ranks but the first. Raises RequestError for what only the model shows, RunError, and
+    NothingToDoError on every rank."""
     writer = open_writer(asked, launch)
     how = settle_template(writer.tokenizer, asked.chat_template)
     ids = encode(writer.tokenizer, prompts, writer.embedded)
@@ -132,7 +133,7 @@ def answer_all(asked: argparse.Namespace, prompts: Sequence[Prompt], answers: An
         distributed.broadcast_object_list(there, device=device_of(launch, writer.has_cuda))
     numbers, is_done = there[0]
     if is_done:
-        raise NothingToDoError(answers.all_there if answers else "")  # which the first says
+        raise NothingToDoError(answers.all_there if answers else "")  # only the first rank prints it
     done = set(numbers)
     answerer = answerer_of(asked, writer, launch) if len(done) < len(prompts) else None
     if answers:
@@ -154,15 +155,15 @@ def answer_all(asked: argparse.Namespace, prompts: Sequence[Prompt], answers: An
         answers.finish()
         print(shown(f"{answers.path}: {counted(len(prompts), 'answer')}; {report}"), flush=True)
     if distributed.is_initialized():
-        distributed.barrier()  # none leaves while others still talk to it
+        distributed.barrier()  # no rank leaves while others still communicate with it
 
 
 def answer_round(
     answerer: Answerer, ids: Sequence[list[int]], some: Sequence[Batch], launch: Launch, shards: bool
 ) -> list[dict[str, Any]]:
-    """A batch each: what all ranks have answered, on the first rank, and nothing on the others. All ranks call it with
-    the same `some`, of one limit, which may be fewer than the ranks: one that has none does the first once more if the
-    weights are shared (`shards`), for the others wait for its part of each layer."""
+    """Answer one batch per rank; returns all answers on the first rank, and nothing on the others. All ranks call it
+    with the same `some`, of one limit. If there are fewer batches than ranks and weights are sharded (`shards`), a rank
+    without a batch repeats the first one, since the others wait for its part of each layer."""
     mine = some[launch.rank] if launch.rank < len(some) else some[0] if shards else None
     rows = answerer.answer([ids[number] for number in mine.numbers], mine) if mine else []
     rows = rows if launch.rank < len(some) else []
@@ -182,7 +183,7 @@ def _named(row: dict[str, Any], prompt: Prompt) -> dict[str, Any]:
 
 
 class _Report:
-    """How far it is, on stderr each half a minute, and what it came to."""
+    """Progress on stderr every `REPORT_SECONDS`, and the summary at the end."""
 
     def __init__(self, prompts: int, done: int, speaks: bool) -> None:
         self.prompts, self.done, self.speaks = prompts, done, speaks

@@ -1,5 +1,5 @@
-"""The file of answers. While they come they go into FILE.unfinished, in the order in which they do; FILE is made of it
-at the end, in the order of the prompts. FILE.settings.json says what decided them. Never imports torch."""
+"""The file of answers. They are first appended to FILE.unfinished as they come; at the end FILE is made of it, in the
+order of the prompts. FILE.settings.json records the settings behind them. Never imports torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from finetune.errors import RequestError, RunError, first_line
 from finetune.safe_read import read_json_object
 
-FORMAT = 1  # raise it when what is recorded changes
+FORMAT = 1  # increase it when what is recorded changes
 MOST_SHOWN = 100  # characters
 
 
 class Answers:
-    """One process writes. Raises RequestError where the file is of another run, and is not to be overwritten."""
+    """Written by one process. Raises RequestError if the file has other answers, unless it may be overwritten."""
 
     def __init__(self, output: str, identity: Mapping[str, Any], count: int, overwrite: bool) -> None:
-        self.path, self.count = Path(output).expanduser().resolve(), count  # a link is kept
+        self.path, self.count = Path(output).expanduser().resolve(), count  # resolved, so that a link is kept
         self.unfinished = self._beside("unfinished")
         self.settings = self._beside("settings.json")
         self.identity = json.loads(json.dumps({"format": FORMAT, **identity}))
@@ -32,7 +32,7 @@ class Answers:
             what = "is a folder. Name a file in it" if self.path.is_dir() else "is not a regular file. Name another"
             raise RequestError(f"--output {output}: {what}.")
         is_there = self.path.is_file() and self.path.stat().st_size > 0
-        # With an answer, or over a file that was to be overwritten: that one stays until all answers are there.
+        # It has an answer, or it was to overwrite a file, which stays until all answers are there.
         is_begun = self.unfinished.is_file() and (is_there or self.unfinished.stat().st_size > 0)
         goes_on = (is_there or is_begun) and self._is_same(self.unfinished if is_begun else self.path, overwrite)
         self.goes_on, self.is_done = goes_on and is_begun, goes_on and not is_begun and not overwrite
@@ -41,26 +41,26 @@ class Answers:
         return self.path.with_name(f"{self.path.name}.{ending}")
 
     def _is_same(self, there: Path, overwrite: bool) -> bool:
-        """Whether the answers that are there are of this model, these prompts and these flags."""
+        """Whether the existing answers are from this model, these prompts and these flags."""
         before = read_json_object(self.settings) if self.settings.is_file() else None
         if overwrite or before == self.identity:
             return bool(before == self.identity)
         mend = "Give another --output, or --overwrite."
         if before is None:
-            raise RequestError(f"--output {self.path}: {there.name} is there, and nothing says of what. {mend}")
+            raise RequestError(f"--output {self.path}: {there.name} exists, but not its {self.settings.name}. {mend}")
         name = next(one for one in (*self.identity, *before) if before.get(one) != self.identity.get(one))
         raise RequestError(
-            f"--output {self.path}: what is there was made with another {name}, {_shown(before.get(name))}, and not "
+            f"--output {self.path}: its answers were made with another {name}, {_shown(before.get(name))}, and not "
             f"{_shown(self.identity.get(name))}. Give the same to go on. {mend}"
         )
 
     @property
     def all_there(self) -> str:
-        return (f"{self.path}: all {self.count:,} answers are there, of the same model, prompts and flags. --overwrite "
-                "makes them again.")  # fmt: skip
+        return (f"{self.path}: all {self.count:,} answers are there, from the same model, prompts and flags. "
+                "--overwrite makes them again.")  # fmt: skip
 
     def open(self) -> list[int]:
-        """The numbers of the prompts that are answered already; of all where nothing is to be done."""
+        """The numbers of the prompts that are already answered; all of them if nothing is left to do."""
         if self.is_done:
             return list(range(self.count))
         try:
@@ -79,7 +79,7 @@ class Answers:
         return sorted(self._places)
 
     def _read(self) -> dict[int, int]:
-        """Where in the file the answer to each prompt begins. A line that a kill has torn is cut off."""
+        """The offset of each prompt's answer in the file. A line that a kill left incomplete is removed."""
         places, place = {}, 0
         self._file.seek(0)
         for line in self._file:
@@ -92,7 +92,7 @@ class Answers:
         return places
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Once this returns, a kill loses none of them. Raises RunError, of a full disk say."""
+        """Once this returns, a kill loses none of `rows`. Raises RunError, on a full disk for example."""
         lines = [json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for row in rows]
         place = self._file.seek(0, os.SEEK_END)
         with self._explained():
@@ -103,7 +103,7 @@ class Answers:
             place += len(line)
 
     def finish(self) -> None:
-        """All answers, in the order of the prompts."""
+        """Write all answers to the file, in the order of the prompts."""
         assert len(self._places) == self.count, "a prompt has no answer"
         self._write_whole(self.path, map(self._line, range(self.count)))
         self.unfinished.unlink()
@@ -126,9 +126,9 @@ class Answers:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # a full disk, say
+        except OSError as error:  # a full disk, for example
             raise RunError(
-                f"{self.path}: cannot be written ({first_line(error)}). The same command goes on from what is there."
+                f"{self.path}: cannot be written ({first_line(error)}). The same command continues from what is there."
             ) from error
 
 

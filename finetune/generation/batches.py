@@ -1,4 +1,4 @@
-"""Which prompts are answered together, and by whom. Never imports torch."""
+"""Which prompts are answered together, and by which rank. Never imports torch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-WINDOW = 64  # batches among which prompts of like length are put together
+WINDOW = 64  # batches; prompts are grouped by length within a window
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts by their numbers, and how many tokens each may be answered by."""
+    """Prompts by number, and how many tokens each answer may have."""
 
     numbers: list[int]
     limit: int
 
 
 def batches_of(lengths: Sequence[int], positions: int, most_new: int, size: int) -> list[Batch]:
-    """Of all prompts, whatever is answered already and however many ranks there are: so the rounding is the same.
+    """Batches of all prompts, independent of what is already answered and of the number of ranks: so rounding is the
+    same.
 
-    Those of like length are together, the longest first, which need the most memory. `lengths` are in tokens, fewer
-    than `positions` each. Where a prompt leaves no room for `most_new`, it gets what there is, and is put together
-    with those alone that get as much: a row that has ended is padded until all of its batch have, at further positions.
+    Prompts of similar length go together, the longest first, since they need the most memory. `lengths` are in tokens,
+    each less than `positions`. A prompt that leaves no room for `most_new` gets the room there is, and only shares a
+    batch with prompts of the same limit: finished rows are padded, at further positions, until the whole batch is done.
     """
     found = []
     for start in range(0, len(lengths), WINDOW * size):
@@ -35,7 +36,7 @@ def batches_of(lengths: Sequence[int], positions: int, most_new: int, size: int)
 
 
 def rounds_of(batches: Sequence[Batch], ranks: int) -> Iterator[list[Batch]]:
-    """At most a batch for each rank; of one limit, for ranks that share their weights go on until the last has done."""
+    """At most one batch per rank, all of one limit: ranks that share weights continue until the last is done."""
     for _, group in groupby(batches, key=lambda batch: batch.limit):
         some = list(group)
         yield from (some[i : i + ranks] for i in range(0, len(some), ranks))

@@ -1,7 +1,7 @@
-"""A causal language model in training that answers held-out prompts at each evaluation, and how its answers are judged.
+"""Answers to held-out prompts at each evaluation of a causal language model in training, and how they are judged.
 
-A prompt is what stands before the last answer of a held-out document, token for token as it is learnt, and the answer
-is judged against the one that is learnt after it."""
+A prompt is what precedes the last answer of a held-out document, token for token as in training, and the model's answer
+is judged against the document's."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ PREDICTIONS = "predictions.jsonl"
 
 
 class AnsweringTrainer(FinetuneTrainer):
-    """Answers the prompts of the held-out documents once it has their loss; `written` are the answers of the last
-    evaluation, in the order of the documents, the same on all ranks."""
+    """Answers the held-out prompts after computing their loss. `written` has the last evaluation's answers, in the
+    order of the documents, the same on all ranks."""
 
     metrics: TextMetrics | None = None
     written: Sequence[str] = ()
 
     @staticmethod
     def metrics_for(session: Session, data: CorpusData) -> Callable[[Any], dict[str, float]]:
-        """Those of a language model, and what --metrics says of answers, where they are asked for. Raises RequestError
-        for a metric that cannot be had, and for data in which nothing is answered."""
+        """A language model's metrics, and those of --metrics if answers are generated. Raises RequestError for a metric
+        that cannot be loaded, and for data without answers."""
         rates, asked = data.account.rates, session[GeneratedAnswerArguments]
         of_rows = language_metrics(*rates)
         if not asked.predict_with_generate:
@@ -57,7 +57,8 @@ class AnsweringTrainer(FinetuneTrainer):
         return metrics
 
     def judge_answers(self, session: Session, source: CausalSource, data: CorpusData, metrics: Any) -> None:
-        """Call it before the trainer is used. Raises RequestError for more tokens than the model has positions."""
+        """Set up the evaluation of answers; call it before the trainer is used. Raises RequestError for more tokens
+        than the model has positions."""
         if not isinstance(metrics, TextMetrics):
             return
         config = source.config.get_text_config()
@@ -72,7 +73,7 @@ class AnsweringTrainer(FinetuneTrainer):
         if not self.exchanges.prompts:
             raise RequestError(
                 f"{session.run.said('predict_with_generate')}: no held-out document has both a question and an answer. "
-                "Give others by --validation_file, or drop it."
+                "Give others in --validation_file, or drop it."
             )
         self.targets = self._texts(self.exchanges.answers)
         self.shown_prompts = self._texts(self.exchanges.prompts)
@@ -81,12 +82,12 @@ class AnsweringTrainer(FinetuneTrainer):
         lacking = f", of {every:,} held-out documents; the others have no question or no answer" * (asked < every)
         of_cut = f"; {cut:,} exceed the model's positions and lose their beginning" if cut else ""
         session.say(
-            f"evaluation: {counted(asked, 'prompt')} answered greedily, by at most {self.most_new:,} tokens"
+            f"evaluation: {counted(asked, 'prompt')} answered greedily, with at most {self.most_new:,} tokens"
             f"{lacking}{of_cut}"
         )
 
     def more_figures(self, dataset: Any, prefix: str) -> dict[str, float]:
-        """What the answers are judged by."""
+        """Answer all prompts; returns the metrics of the answers."""
         if self.metrics is None:
             return {}
         prompts = self.exchanges.prompts
@@ -102,12 +103,12 @@ class AnsweringTrainer(FinetuneTrainer):
         return self.metrics.of_texts(self.written, self.targets)
 
     def write_answers(self, session: Session) -> list[tuple[str, Sequence[Sequence[str]]]]:
-        """Into predictions.jsonl of the run folder; and some as a table for the model card. Only rank 0."""
+        """Write predictions.jsonl to the run folder; returns a table of some for the model card. Only on rank 0."""
         if not self.written:
             return []
         columns = {"prompt": self.shown_prompts, "target": self.targets, "prediction": self.written}
         write_rows(session.folder / PREDICTIONS, {"index": self.exchanges.numbers, **columns})
-        said = "Of the held-out documents: the prompt, the right answer, and the model's last one:"
+        said = "From the held-out documents: the prompt, the reference answer, and the model's last answer:"
         return [(said, table_of({"asked": self.shown_prompts, "right": self.targets, "written": self.written}))]
 
     def _texts(self, ids: Sequence[list[int]]) -> list[str]:
@@ -116,8 +117,8 @@ class AnsweringTrainer(FinetuneTrainer):
 
 @contextmanager
 def settings_kept(model: Any) -> Iterator[None]:
-    """What a model says of how it generates, which is saved with it, is the same afterwards; also of the one inside an
-    adapter, which peft 0.21 gives that of the adapter (peft_model.py, PeftModelForCausalLM.generate)."""
+    """Restores a model's generation configs afterwards, since they are saved with it; also that of the model inside an
+    adapter, which peft 0.21 replaces with the adapter's (peft_model.py, PeftModelForCausalLM.generate)."""
     name = "generation_config"
     before = {one: vars(one).get(name) for one in model.modules()}
     try:

@@ -1,4 +1,4 @@
-"""`finetune chat`: a conversation in a terminal, with its answers as they come."""
+"""`finetune chat`: a conversation in a terminal, with streamed answers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ RESET, QUIT = "/reset", "/quit"
 
 
 def chat(asked: argparse.Namespace) -> None:
-    """Until the input ends, or says /quit. Ctrl-C ends an answer, which is then forgotten with its question, and
-    between answers the chat. Raises RequestError for a model without a chat template."""
+    """Chat until the input ends or is /quit. Ctrl-C during an answer stops it and forgets it with its question; between
+    answers it ends the chat. Raises RequestError for a model without a chat template."""
     launch = Launch()
     writer = open_writer(asked, launch)
     how = settle_template(writer.tokenizer, asked.chat_template)
     if not writer.tokenizer.chat_template:
         raise RequestError(
-            f"{asked.model}: has no chat template, and so no turns. Give one by --chat_template (chatml, llama3, "
-            "...), or have it go on with texts: finetune generate."
+            f"{asked.model}: has no chat template. Give one with --chat_template (chatml, llama3, ...), or have the "
+            "model continue texts: finetune generate."
         )
     meet(launch, writer)
     answerer, most_new = answerer_of(asked, writer, launch), most_new_of(asked.max_new_tokens, writer.positions)
-    print(shown(f"chat: {writer.source.description} {how}; {answerer.decoding}; {RESET} forgets what was said, {QUIT} "
+    print(shown(f"chat: {writer.source.description} {how}; {answerer.decoding}; {RESET} starts over, {QUIT} "
                 "ends"), flush=True)  # fmt: skip
     first = [{"role": "system", "content": asked.system}] if asked.system else []
     turns = list(first)
@@ -53,7 +53,7 @@ def chat(asked: argparse.Namespace) -> None:
             if limit < 1:
                 raise RequestError(
                     f"the conversation has {len(ids):,} tokens, but the model reads {writer.positions:,}. {RESET} "
-                    "begins anew."
+                    "starts over."
                 )
             row = answerer.answer([ids], Batch([number], limit), Screen(writer.tokenizer, answerer.stop))[0]
         except RequestError as error:
@@ -65,9 +65,9 @@ def chat(asked: argparse.Namespace) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, without blank lines."""
+    """The typed lines, without blank ones."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is said by its line, and the chat goes on
+        sys.stdin.reconfigure(errors="surrogateescape")  # undecodable input fails only its own line, not the chat
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -83,17 +83,16 @@ def _readable(line: str) -> str:
         return line.encode().decode()
     except UnicodeEncodeError as error:
         encoding = getattr(sys.stdin, "encoding", "UTF-8")
-        raise RequestError(f"this line is no text in {encoding}, and is left out: {line[:80]!a}.") from error
+        raise RequestError(f"this line is not valid {encoding}, and is ignored: {line[:80]!a}.") from error
 
 
 class Screen(BaseStreamer):  # type: ignore[misc]
-    """Writes an answer as it comes, up to where one of the texts of `stop` may begin, and without what would move a
-    terminal's cursor: a stranger's model may write it. transformers' TextStreamer writes such texts, and up to the last
-    blank alone."""
+    """Prints an answer as it comes, up to where a `stop` text may begin, and replaces control characters: an untrusted
+    model may write some. transformers' TextStreamer prints both, and only up to the last blank."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, stop
-        self.ids: list[int] | None = None  # before the prompt
+        self.ids: list[int] | None = None  # None until the prompt has come
         self.written = 0  # characters
 
     def put(self, value: Any) -> None:
@@ -102,7 +101,7 @@ class Screen(BaseStreamer):  # type: ignore[misc]
             return
         self.ids += value.tolist()
         text = self._text()
-        whole = text.rstrip("\ufffd")  # letters of which a byte is still to come
+        whole = text.rstrip("\ufffd")  # stands for letters whose bytes are incomplete
         self._write(whole[: len(whole) - max((len(one) - 1 for one in self.stop), default=0)])
 
     def end(self) -> None:

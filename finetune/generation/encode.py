@@ -1,4 +1,4 @@
-"""Prompts as token ids: by the chat template where the model has one, as they stand where it has none."""
+"""Prompts as token ids: through the chat template if the model has one, else as plain text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from finetune.errors import RequestError, first_line, plain
 from finetune.generation.prompts import Prompt
 from finetune.safe_read.bounded import each_bounded
 
-NO_TEMPLATE = "none"  # of --chat_template: prompts as they stand
-AT_A_TIME = 1024  # conversations; a process is forked for them
+NO_TEMPLATE = "none"  # a value of --chat_template: prompts as plain text
+AT_A_TIME = 1024  # conversations per forked process
 
 
 def settle_template(tokenizer: Any, asked: str | None) -> str:
-    """Give `tokenizer` the template that is `asked` for, and say which there is. Raises RequestError."""
+    """Give `tokenizer` the template that is `asked` for, and return which one it has, in words. Raises RequestError."""
     if asked == NO_TEMPLATE:
         tokenizer.chat_template = None
     elif asked:
@@ -31,7 +31,7 @@ def settle_template(tokenizer: Any, asked: str | None) -> str:
 
 
 def encode(tokenizer: Any, prompts: Sequence[Prompt], embedded: int) -> list[list[int]]:
-    """Token ids of all prompts, of those below `embedded` alone. Raises RequestError, naming the line."""
+    """Token ids of all prompts. Raises RequestError, naming the line, for an id that is not below `embedded`."""
     is_chat = bool(tokenizer.chat_template)
     texts = _rendered(tokenizer, prompts) if is_chat else [_plain(prompt) for prompt in prompts]
     letters = letters_of(tokenizer)
@@ -43,27 +43,27 @@ def encode(tokenizer: Any, prompts: Sequence[Prompt], embedded: int) -> list[lis
     begins: Any = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
     for number, ids in enumerate(found):
         if not ids and begins is None:
-            raise RequestError(f"{prompts[number].place}: is empty, and the tokenizer has no token to begin with.")
+            raise RequestError(f"{prompts[number].place}: is empty, and the tokenizer has no beginning-of-text token.")
         if not ids:
             ids.append(begins)
         if max(ids) >= embedded:
             raise RequestError(
-                f"{prompts[number].place}: has the token {tokenizer.decode([max(ids)])!r}, of id {max(ids):,}, but the "
-                f"model embeds {embedded:,}. Leave it out, or give the folder of a model with its own tokenizer."
+                f"{prompts[number].place}: has the token {tokenizer.decode([max(ids)])!r} with id {max(ids):,}, but "
+                f"the model embeds {embedded:,}. Remove it, or give the folder of a model with its own tokenizer."
             )
     return found
 
 
 def fit(ids: list[list[int]], prompts: Sequence[Prompt], positions: int, most_new: int, truncates: bool) -> int:
-    """How many prompts were too long for the model's `positions`. Their beginnings are cut off, which leaves room for
-    `most_new` tokens or half of the model's, or else RequestError is raised."""
+    """Cut off the beginnings of prompts too long for the model's `positions`, so that each leaves room for `most_new`
+    tokens or half the model's positions. Returns how many were cut. Without `truncates`, raises RequestError."""
     long = [number for number, one in enumerate(ids) if len(one) >= positions]
     if long and not truncates:
         first = long[0]
-        others = f", and {len(long) - 1:,} more are as long" if len(long) > 1 else ""
+        others = f", and {len(long) - 1:,} more are too long" if len(long) > 1 else ""
         raise RequestError(
             f"{prompts[first].place}: has {len(ids[first]):,} tokens, but the model reads {positions:,} with its answer"
-            f"{others}. Shorten it, or have the beginning cut off by --truncate_prompts."
+            f"{others}. Shorten it, or cut off the beginning with --truncate_prompts."
         )
     for number in long:
         del ids[number][: -max(positions - most_new, positions // 2)]
@@ -74,7 +74,7 @@ def _plain(prompt: Prompt) -> str:
     if isinstance(prompt.content, str):
         return prompt.content
     raise RequestError(
-        f"{prompt.place}: has `messages`, but the model has no chat template. Give one by --chat_template (chatml, "
+        f"{prompt.place}: has `messages`, but the model has no chat template. Give one with --chat_template (chatml, "
         "llama3, ...), or texts in `prompt`."
     )
 
@@ -87,8 +87,8 @@ def _rendered(tokenizer: Any, prompts: Sequence[Prompt]) -> list[str]:
             return rendered(tokenizer, turns, prompt.tools, prompt=True)
         except (TemplateError, TypeError) as error:
             raise RequestError(
-                f"{prompt.place}: the chat template takes no such conversation ({plain(first_line(error))}). Fix it, "
-                "or give another template by --chat_template."
+                f"{prompt.place}: the chat template rejects this conversation ({plain(first_line(error))}). Fix it, "
+                "or give another template with --chat_template."
             ) from error
 
     if is_ours(tokenizer.chat_template):

@@ -1,5 +1,5 @@
-"""Texts that a model writes of held-out samples while it is trained: by all ranks, what they are judged by, and the
-file and the table in which they are to be read."""
+"""Texts that a model in training generates for held-out samples: on all ranks, with their metrics, and as a file and a
+table for the reader."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from finetune.training.trainer import FinetuneTrainer
 
 USUAL_METRICS = ("exact_match", "rouge")
 SAMPLES = {"predictions": ["one text", "another one"], "references": ["one text", "another"]}
-SHOWN_ROWS, SHOWN_CHARACTERS = 8, 160  # of the model card
+SHOWN_ROWS, SHOWN_CHARACTERS = 8, 160  # in the model card
 Row = TypeVar("Row")
 
 
 class TextMetrics:
-    """A `compute_metrics` that is `of_rows`, whose figures are `own` (whether more of each is better); and `of_texts`,
-    what the metrics called `names` say of written texts. Raises RequestError for one that cannot be had."""
+    """A `compute_metrics` that calls `of_rows`, whose metrics are `own` (and whether greater is better); `of_texts`
+    applies the metrics called `names` to generated texts. Raises RequestError for a metric that cannot be loaded."""
 
     def __init__(
         self,
@@ -41,23 +41,23 @@ class TextMetrics:
         return self.of_rows(evaluated)
 
     def of_texts(self, written: Sequence[str], truth: Sequence[str]) -> dict[str, float]:
-        """The figures, the same on each rank."""
+        """The metrics of generated texts, the same on each rank."""
         inputs = {"predictions": list(written), "references": list(truth)}
         return {name: value for metric in self.metrics for name, value in metric.compute(inputs).items()}
 
     @property
     def greater_is_better(self) -> dict[str, bool]:
-        """Every figure of an evaluation, and whether the greater of two is the better one."""
+        """Every metric of an evaluation, and whether greater is better."""
         return {**self.own, **{figure: better for one in self.metrics for figure, better in one.figures.items()}}
 
 
 def over_ranks(
     trainer: FinetuneTrainer, batches: Sequence[Batch], write: Callable[[Batch], Sequence[Row]]
 ) -> list[Row]:
-    """What `write` gives for the samples of all batches, in the order of their numbers, on every rank. All ranks must
-    call it. Batches are the same whatever the number of ranks, and so is what is written. Where weights are shared, a
-    rank without a batch does another's once more, and `write` has to keep ranks that have done until the last has
-    (`synced_gpus` of transformers' `generate`)."""
+    """What `write` returns for the samples of all batches, in the order of their numbers, on every rank. All ranks must
+    call it. Batches, and so the texts, do not depend on the number of ranks. If weights are sharded, a rank without a
+    batch repeats another's, and `write` must keep finished ranks running until the last is done (`synced_gpus` of
+    transformers' `generate`)."""
     rank, ranks = trainer.args.process_index, trainer.args.world_size
     own: list[tuple[int, Row]] = []
     for some in rounds_of(batches, ranks):
@@ -74,13 +74,13 @@ def over_ranks(
 
 
 def write_rows(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
-    """A line of JSON for each row of `columns`, which are as long as each other."""
+    """Write a line of JSON for each row of `columns`, which have equal lengths."""
     rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def table_of(columns: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
-    """Rows that lie evenly in `columns`, for the model card, with the names in front."""
+    """Evenly spaced rows of `columns` after a header row, for the model card."""
     count = len(next(iter(columns.values())))
     places = np.unique(np.linspace(0, count - 1, SHOWN_ROWS).astype(int))
     return [tuple(columns), *([_short(texts[int(i)]) for texts in columns.values()] for i in places)]

@@ -1,4 +1,4 @@
-"""The model that answers: whole on each rank, or its weights spread over them and the CPU by ZeRO-3."""
+"""The model that answers: whole on each rank, or sharded over ranks and the CPU by ZeRO-3."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from finetune.run.launch import Launch, accelerate_uses_deepspeed
 from finetune.run.task import TEXT_GENERATION
 from finetune.training import runtime
 
-WAIT = timedelta(hours=2)  # for ranks whose answers are longer
+WAIT = timedelta(hours=2)  # for ranks with longer answers
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MODEL_FLAG = "--model_name_or_path "  # how errors of finetune.models begin; here the model is named without a flag
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A model before its weights are read. `ds_config` is that of ZeRO-3, None where each rank has the whole model."""
+    """A model before its weights are loaded. `ds_config` is for ZeRO-3; None if each rank has the whole model."""
 
     arguments: CausalModelArguments
     source: CausalSource
@@ -54,17 +54,17 @@ class Writer:
 
     @property
     def embedded(self) -> int:
-        """Token ids that have a row; a tokenizer may have more, for padding say."""
+        """The number of token ids with an embedding; a tokenizer may have more, for padding for example."""
         return int(self.source.config.get_text_config().vocab_size)
 
     def place(self, launch: Launch) -> str:
-        """Where it answers, in words."""
+        """Where the model runs, in words."""
         spread = "ZeRO-3 over " if self.shards else ""
         device = torch.cuda.get_device_name() if self.has_cuda else "CPU"
         return f"{spread}{launch.world_size} rank(s) on {device}, {self.dtype}"
 
     def build(self, launch: Launch) -> Any:
-        """Once the ranks have met: with its adapter, on its device, or as ZeRO-3 keeps it."""
+        """The model with its adapter, on its device or sharded by ZeRO-3. Call it after `meet`."""
         kept_alive = self._shard_while_reading()
         assert self.source.pretrained is not None
         is_local = self.source.hub_id is None
@@ -77,9 +77,9 @@ class Writer:
             return model.to(device_of(launch, self.has_cuda))
         import deepspeed
 
-        # Without an optimizer this is DeepSpeed's ZeRO-Inference: hooks that gather each layer's weights for its turn.
+        # Without an optimizer this is DeepSpeed's ZeRO-Inference: hooks gather each layer's weights as it runs.
         engine = deepspeed.initialize(model=model, config=self.ds_config)[0]
-        engine.module.kept_alive = (engine, kept_alive)  # transformers looks for its config as long as it generates
+        engine.module.kept_alive = (engine, kept_alive)  # transformers needs the config whenever it generates
         return engine.module.eval()
 
     def _shard_while_reading(self) -> Any:
@@ -91,7 +91,7 @@ class Writer:
 
 
 def open_writer(asked: argparse.Namespace, launch: Launch) -> Writer:
-    """Raises RequestError for a model that is not there or cannot be had so."""
+    """The model that is `asked` for. Raises RequestError if it does not exist or cannot run this way."""
     runtime.quiet_libraries(launch)
     has_cuda = torch.cuda.is_available()
     if not has_cuda:
@@ -109,7 +109,7 @@ def open_writer(asked: argparse.Namespace, launch: Launch) -> Writer:
 
 
 def _ds_config(asked: argparse.Namespace, launch: Launch, dtype: str, has_cuda: bool) -> dict[str, Any] | None:
-    """Of a ZeRO-3 config for training what generating takes: which weights lie where."""
+    """The part of a ZeRO-3 training config that generation needs: where the weights are."""
     by_accelerate = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") if accelerate_uses_deepspeed() else None
     name = asked.deepspeed or by_accelerate
     if name in (None, "none"):
@@ -120,7 +120,7 @@ def _ds_config(asked: argparse.Namespace, launch: Launch, dtype: str, has_cuda: 
     zero = zero.get("zero_optimization") or {}
     if zero.get("stage") != 3:
         raise RequestError(
-            f"--deepspeed {name}: stages 0 to 2 spread gradients and optimizer states, of which generating has none. "
+            f"--deepspeed {name}: stages 0 to 2 shard gradients and optimizer states, which generation does not have. "
             "Give zero3 or zero3_offload, or leave it out: each rank then has the whole model."
         )
     kept = {key: value for key, value in zero.items() if value != "auto" and key != "offload_optimizer"}
@@ -129,7 +129,7 @@ def _ds_config(asked: argparse.Namespace, launch: Launch, dtype: str, has_cuda: 
 
 
 def meet(launch: Launch, writer: Writer) -> None:
-    """The threads of this rank, its GPU, and the others. Raises RunError where they do not meet."""
+    """Set up this rank's threads and GPU, and connect it to the others. Raises RunError if they do not connect."""
     runtime.set_threads(launch, writer.has_cuda)
     if writer.has_cuda:
         torch.cuda.set_device(launch.local_rank)

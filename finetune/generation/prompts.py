@@ -21,7 +21,7 @@ TURNS, PROMPT, TOOLS = "messages", "prompt", "tools"
 
 @dataclass(frozen=True)
 class Prompt:
-    """`content` is a text, or the turns of a conversation that the model is to go on with; `place` names its line."""
+    """`content` is a text, or the turns of a conversation to continue; `place` names its line."""
 
     place: str
     content: str | list[Turn]
@@ -30,7 +30,7 @@ class Prompt:
 
 
 def read_prompts(name: str, column: str | None, reasoning: str = "keep") -> list[Prompt]:
-    """Raises RequestError, naming the line, for what is no prompt."""
+    """The prompts in the file `name`. Raises RequestError, naming the line, for a row that is not a prompt."""
     path = Path(name).expanduser()
     suffix = path.suffix.lower()
     if suffix not in (*KINDS, *LINES):
@@ -45,11 +45,11 @@ def read_prompts(name: str, column: str | None, reasoning: str = "keep") -> list
 
 
 def _rows(name: str, text: str, suffix: str) -> Iterator[tuple[str, Any]]:
-    """Each with its place."""
+    """Each row with its place."""
     if suffix == ".json":
         rows = parse_json(text, name)
         if not isinstance(rows, list):
-            raise RequestError(f"{name}: must be a list of prompts. One JSON object a line goes into a .jsonl file.")
+            raise RequestError(f"{name}: must be a list of prompts. For one JSON object per line, name it .jsonl.")
         yield from ((f"{name}, row {number}", row) for number, row in enumerate(rows, 1))
     elif suffix in SEPARATORS:
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=SEPARATORS[suffix], strict=True)
@@ -80,7 +80,7 @@ def _prompt(place: str, row: Any, column: str | None, reasoning: str) -> Prompt:
     if found is None:
         there = ", ".join(map(str, row)) or "nothing"
         meant = f"`{column}`" if column != PROMPT else f"`{PROMPT}` and no `{TURNS}`"
-        raise RequestError(f"{place}: has no {meant}; it has {there}. Say which column it is by --prompt_column.")
+        raise RequestError(f"{place}: has no {meant}; it has {there}. Name the column with --prompt_column.")
     if isinstance(found, str) and column != TURNS:
         return Prompt(place, found, id=row.get("id"))
     if column != TURNS and not isinstance(found, list):
@@ -91,7 +91,7 @@ def _prompt(place: str, row: Any, column: str | None, reasoning: str) -> Prompt:
         raise RequestError(f"{place}: {error}") from error
     if turns[-1]["role"] in (ASSISTANT, "system", "developer"):
         raise RequestError(
-            f"{place}: ends in a turn of role `{turns[-1]['role']}`, and there is nothing to answer. End it in a "
+            f"{place}: ends in a turn of role `{turns[-1]['role']}`, which leaves nothing to answer. End it with a "
             "user's turn, or a tool's."
         )
     return Prompt(place, turns, tools, row.get("id"))

@@ -1,4 +1,4 @@
-"""What `finetune generate` and `finetune chat` are asked for, looked at before anything heavy is imported."""
+"""Checks the requests of `finetune generate` and `finetune chat` before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from finetune.run.launch import Launch
 from finetune.safe_read import read_bytes, read_json_object
 from finetune.safe_read.folders import JSON_OBJECTS, MOST_TEMPLATE_BYTES
 
-# What decides what the answers are: with others, answers that are there cannot be gone on with. Batch size, ranks and
-# DeepSpeed are not among them: they change no more than the rounding.
+# Flags that determine the answers: if one changes, existing answers cannot be continued. Batch size, ranks and
+# DeepSpeed are not among them: they only change rounding.
 DECIDING = (
     *("prompt_column", "max_new_tokens", "temperature", "top_p", "seed", "stop", "dtype", "chat_template", "reasoning"),
     "truncate_prompts",
 )
-WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # how classes with a head that writes are called
+WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # endings of classes with a language-model head
 ADAPTER, CONFIG = "adapter_config.json", "config.json"
-ENDS_BYTES = 2**20  # of a file of weights that are looked at, at its beginning and at its end
+ENDS_BYTES = 2**20  # of each file are hashed at its beginning, and as many at its end
 VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")
 
 
 def answer_file(asked: argparse.Namespace, launch: Launch) -> None:
-    """Do what `finetune generate` is asked, on every rank. What is wrong with the request is mostly found before torch
-    is imported; the first rank alone looks at --output, which the others' hosts may not have. Raises NothingToDoError
-    where all answers are there."""
+    """Run `finetune generate`, on every rank. Most mistakes are found before torch is imported. Only the first rank
+    reads --output, since other hosts may not have it. Raises NothingToDoError if all answers are there."""
     check_numbers(asked)
     check_model(asked.model)
     prompts = read_prompts(asked.prompts, asked.prompt_column, asked.reasoning)
     answers = None
     if launch.speaks:
         if Path(asked.output).expanduser().resolve() == Path(asked.prompts).expanduser().resolve():
-            raise RequestError(f"--output {asked.output}: is the file of the prompts. Name another.")
+            raise RequestError(f"--output {asked.output}: is the file with the prompts. Name another.")
         answers = Answers(asked.output, identity_of(asked, prompts), len(prompts), asked.overwrite)
         if answers.is_done and launch.world_size == 1:
             raise NothingToDoError(answers.all_there)
@@ -48,16 +47,16 @@ def answer_file(asked: argparse.Namespace, launch: Launch) -> None:
 
 
 def check_model(name: str) -> None:
-    """Raises RequestError where a folder shows that it holds no model that writes. Of a hub id nothing is known yet."""
+    """Raises RequestError if a folder evidently holds no model that generates text. A hub id is not checked yet."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise RequestError(f"{name}: there is no such folder. Give a run's folder, a model's, or a hub id.")
+            raise RequestError(f"{name}: there is no such folder. Give the folder of a run or a model, or a hub id.")
         return
     if (folder / ADAPTER).is_file():
         adapter = read_json_object(folder / ADAPTER, inside=folder)
         if (task := adapter.get("task_type")) not in (None, "CAUSAL_LM"):
-            raise RequestError(f"{name}: is an adapter for {task}, which writes no text. Give one of a language model.")
+            raise RequestError(f"{name}: is an adapter for {task}, not for text. Give one of a causal language model.")
         return
     if not (folder / CONFIG).is_file():
         checkpoints = sorted(path.name for path in folder.glob("checkpoint-*"))
@@ -68,13 +67,13 @@ def check_model(name: str) -> None:
     kind = str(kinds[0]) if isinstance(kinds, list) and kinds else ""
     if (kind and not kind.endswith(WRITERS)) or config.get("is_encoder_decoder"):
         raise RequestError(
-            f"{name}: is a {kind or 'model with an encoder'}, and not a causal language model, which alone goes on "
-            "with a text. Give the folder of one."
+            f"{name}: is a {kind or 'model with an encoder'}, but only a causal language model continues a text. Give "
+            "the folder of one."
         )
 
 
 def identity_of(asked: argparse.Namespace, prompts: Any) -> dict[str, Any]:
-    """All that decides what the answers are, by names to tell a difference by; without a path of this machine."""
+    """Everything that determines the answers, by name, so that a difference can be named; without local paths."""
     settings = {name: getattr(asked, name) for name in DECIDING}
     if asked.chat_template and (template := Path(asked.chat_template).expanduser()).is_file():
         content = read_bytes(template, MOST_TEMPLATE_BYTES, name=f"--chat_template {asked.chat_template}")
@@ -84,7 +83,7 @@ def identity_of(asked: argparse.Namespace, prompts: Any) -> dict[str, Any]:
 
 
 def _parts(model: str, is_base: bool = False) -> Iterator[bytes]:
-    """Of a folder what decides how its model writes; of an adapter its base's, too, which has no base of its own."""
+    """The content of a folder that determines its model's output; for an adapter, its base's, too, but no further."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         yield model.encode()

@@ -1,4 +1,4 @@
-"""How the next token is chosen, and when an answer ends: for each row of a batch as if it were alone."""
+"""How the next token is chosen, and when an answer ends: for each row as if it were alone in its batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 WARPING = ("temperature", "top_k", "top_p", "min_p")
-PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")  # which count the tokens of a row, and would count padding
+PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")  # they count a row's tokens, and would count padding
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "bad_words_ids", "sequence_bias",
         "min_new_tokens", "cache_implementation")  # fmt: skip
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -31,7 +31,7 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Decoding:
-    """`temperature` 0 takes the likeliest token. None and 0 of the others leave all tokens in."""
+    """`temperature` 0 takes the likeliest token. For the others, None or 0 means no restriction."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -49,7 +49,7 @@ class Decoding:
         return f"sampled at temperature {self.temperature:g}{said}, seed {self.seed}"
 
     def processors(self, numbers: Sequence[int], pads: Sequence[int], device: torch.device) -> LogitsProcessorList:
-        """For a batch of the prompts with these numbers, each behind so many `pads`."""
+        """For a batch of prompts with these numbers, each after its number of `pads`."""
         found: list[Any] = []
         if self.repetition_penalty:
             found.append(Unpadded(RepetitionPenaltyLogitsProcessor(self.repetition_penalty), pads))
@@ -65,8 +65,8 @@ class Decoding:
 
 
 def settle_decoding(asked: argparse.Namespace, model: Any) -> Decoding:
-    """As the flags say, else as the model's generation_config.json does, else the likeliest token. The model itself is
-    left greedy, for `Noise` is what samples, with those of its settings that do not depend on padding."""
+    """From the flags, else the model's generation_config.json, else greedy. The model's own config becomes greedy,
+    since `Noise` does the sampling, and keeps only settings that do not depend on padding."""
     config = model.generation_config
     samples = bool(config.do_sample or asked.top_p) if asked.temperature is None else asked.temperature > 0
     own = {name: getattr(config, name) for name in WARPING} if config.do_sample else {}
@@ -81,7 +81,7 @@ def settle_decoding(asked: argparse.Namespace, model: Any) -> Decoding:
 
 
 class Unpadded(LogitsProcessor):  # type: ignore[misc]
-    """Another processor, which sees each row without its padding: a penalty on what a row has had is none on `pads`."""
+    """Applies `inner` to each row without its padding, so that a repetition penalty does not count `pads`."""
 
     def __init__(self, inner: LogitsProcessor, pads: Sequence[int]) -> None:
         self.inner, self.pads = inner, pads
@@ -92,15 +92,15 @@ class Unpadded(LogitsProcessor):  # type: ignore[misc]
 
 
 class Noise(LogitsProcessor):  # type: ignore[misc]
-    """Scores plus Gumbel's noise, so that the largest is a draw from their softmax (Maddison et al., arXiv 1611.00712,
-    section 3.1). `torch.multinomial`, which transformers draws by, takes one generator for a batch: a draw depends on
-    who else is in it. Here each row has its own, by the prompt's number."""
+    """Adds Gumbel noise to scores, so that the largest is a sample from their softmax (Maddison et al., arXiv
+    1611.00712, section 3.1). `torch.multinomial`, which transformers uses, takes one generator per batch, so a sample
+    depends on the other rows. Here each row has its own, seeded by the prompt's number."""
 
     def __init__(self, seed: int, numbers: Sequence[int], device: torch.device) -> None:
         self.generators = [torch.Generator(device).manual_seed(_seed_of(seed, number)) for number in numbers]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`scores` (B, vocabulary), in float32."""
+        """`scores` is (B, vocabulary), in float32."""
         drawn = torch.empty_like(scores)
         for row, generator in zip(drawn, self.generators, strict=True):
             row.exponential_(generator=generator)
@@ -112,12 +112,12 @@ def _seed_of(seed: int, number: int) -> int:
 
 
 class Stops(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row once one of `texts` stands in its answer, after a prompt of `width` tokens. `after` says for each row
-    by how many tokens, None where there is none."""
+    """Ends a row once its answer, which follows a prompt of `width` tokens, contains one of `texts`. `after` has each
+    row's answer length in tokens at that point, or None."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], width: int, rows: int) -> None:
         self.tokenizer, self.texts, self.width = tokenizer, texts, width
-        # A token has a byte at least; one more, for decoders take a blank off the first.
+        # A token has at least one byte; one token more, since decoders strip a blank from the first.
         self.looked_at = 1 + max(len(text.encode()) for text in texts)
         self.after: list[int | None] = [None] * rows
 

@@ -1,5 +1,5 @@
-"""An encoder with a decoder in training: the model as its flags ask, a trainer that writes the texts of whole sets at
-each evaluation, what they are judged by, and what a run leaves to read."""
+"""Training an encoder-decoder model: the model, a trainer that generates the texts of a whole split at each evaluation,
+their metrics, and the report."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ print(tokenizer.decode(made[0], skip_special_tokens=True))"""
 
 
 def pair_source(session: Session) -> Seq2SeqSource:
-    """Which model, before its weights. Raises RequestError for flags that do not go with it."""
+    """The model before its weights are loaded. Raises RequestError for flags that do not fit it."""
     if session.shards_weights and not is_deepspeed_zero3_enabled():
-        # accelerate 1.15 (utils/fsdp_utils.py, fsdp2_prepare_model) gives the embeddings to a group of their own, and
-        # the encoder's and the decoder's, which are the same weight, to the root: torch refuses that.
+        # accelerate 1.15 (utils/fsdp_utils.py, fsdp2_prepare_model) puts the embeddings into a group of their own, and
+        # the encoder's and decoder's, which are the same weight, into the root: torch refuses that.
         raise RequestError(
-            f"{session.run.said('fsdp')}: FSDP by accelerate cannot shard embeddings that an encoder and a decoder "
+            f"{session.run.said('fsdp')}: accelerate's FSDP cannot shard embeddings that an encoder and a decoder "
             "share. Use --deepspeed zero3, which shards the same."
         )
     source = find_seq2seq_source(session[Seq2SeqModelArguments], session[PairArguments])
@@ -61,13 +61,13 @@ def pair_model(session: Session, source: Seq2SeqSource, data: PairData) -> tuple
     """The model with its adapter, and the data with a collator that shifts targets as the model does."""
     kept = kept_as(session.run, source.adapter, session.training.bf16)
     base = build_seq2seq(session[Seq2SeqModelArguments], source, data.tokenizer, kept)
-    base.accepts_loss_kwargs = False  # the recipe's loss divides by itself
+    base.accepts_loss_kwargs = False  # the recipe's own loss does the division
     model = with_adapter(base, session[AdapterArguments], source.adapter, session.run.task.adapter)
     return model, Data(data.splits, PairCollator(data.tokenizer, base), data.processor, data.lengths)
 
 
 def pair_figures(evaluated: Any) -> dict[str, float]:
-    """Of the rows' figures (N, 3): loss in nats, right guesses, tokens (models.chunked_loss)."""
+    """Metrics from per-row sums (N, 3): loss in nats, correct predictions, tokens (models.chunked_loss)."""
     nats, right, count = np.asarray(evaluated.predictions, dtype=np.float64).sum(axis=0)
     loss = nats / count
     perplexity = math.exp(loss) if loss < math.log(1e300) else math.inf
@@ -75,7 +75,7 @@ def pair_figures(evaluated: Any) -> dict[str, float]:
 
 
 def metrics_of_texts(session: Session) -> TextMetrics:
-    """Those that --metrics names, or the usual; the Trainer is told of the best. Raises RequestError."""
+    """The metrics of --metrics, or the usual ones; also sets the Trainer's best metric. Raises RequestError."""
     asked = session[GeneratedTextArguments]
     names = (asked.metrics or USUAL_METRICS) if asked.predict_with_generate else ()
     metrics = TextMetrics(names, PAIRS.task, OWN_FIGURES, pair_figures)
@@ -84,15 +84,16 @@ def metrics_of_texts(session: Session) -> TextMetrics:
 
 
 class PairTrainer(FinetuneTrainer):
-    """Writes the texts of each set that it evaluates, once it has its loss. `written` has those of the last, in the
-    order of their rows, by the prefix of its figures; the same on all ranks."""
+    """Generates the texts of each split that it evaluates, after its loss. `written` has the latest, in row order, by
+    the prefix of the split's metrics; the same on all ranks."""
 
     asked: GeneratedTextArguments
     metrics: TextMetrics
     most_new: int
 
     def judge_texts(self, session: Session, source: Seq2SeqSource, metrics: TextMetrics) -> None:
-        """Call it before the trainer is used. Raises RequestError for more tokens than the model can write."""
+        """Set up the evaluation of texts; call it before the trainer is used. Raises RequestError for more tokens than
+        the model has positions."""
         self.asked, self.metrics = session[GeneratedTextArguments], metrics
         self.most_new = self.asked.generation_max_length or source.max_target_length
         if self.most_new > (positions := positions_of(source.config)):
@@ -103,14 +104,14 @@ class PairTrainer(FinetuneTrainer):
         self.written: dict[str, list[str]] = {}
 
     def more_figures(self, dataset: Any, prefix: str) -> dict[str, float]:
-        """What the written texts are judged by."""
+        """Generate the texts; returns their metrics."""
         if not self.asked.predict_with_generate:
             return {}
         texts = self.written[prefix] = self._write(dataset["input_ids"][:])
         return self.metrics.of_texts(texts, dataset[TARGET][:]) if TARGET in dataset.column_names else {}
 
     def predict_texts(self, dataset: Any) -> PredictionOutput:
-        """As `predict_in_input_order`, `written` too; without figures where the true texts are not known."""
+        """As `predict_in_input_order`, with `written` in that order, too; no metrics if there are no references."""
         output = self.predict_in_input_order(dataset)
         order = np.argsort(-np.asarray(dataset["length"]), kind="stable")
         if "predict" in self.written:
@@ -126,7 +127,7 @@ class PairTrainer(FinetuneTrainer):
         return [str(text) for text in self.processing_class.batch_decode(ids, skip_special_tokens=True)]
 
     def _generate(self, sources: list[list[int]]) -> list[list[int]]:
-        """What the model writes, in tokens, with what it puts before and behind."""
+        """The model's output as token ids, special tokens included."""
         tokenizer, device = self.processing_class, self.args.device
         ids, mask = (one.to(device) for one in read_as(sources, tokenizer.pad_token_id))
         beams = {"num_beams": self.asked.num_beams} if self.asked.num_beams else {}
@@ -140,7 +141,7 @@ class PairTrainer(FinetuneTrainer):
 def write_pair_report(
     session: Session, data: PairData, source: Seq2SeqSource, trainer: PairTrainer, done: Outcome
 ) -> list[str]:
-    """`predictions.jsonl`, the picture of the training and README.md with some of what was written."""
+    """Write `predictions.jsonl`, the training curve, and README.md with sample texts."""
     folder, account, written = session.folder, data.account, trainer.written
     if "predict" in written:
         write_texts(folder / "predictions.jsonl", data.splits["test"], written["predict"])
@@ -148,7 +149,7 @@ def write_pair_report(
     if done.evaluated is not None and "eval" in written:
         held_out = data.splits["validation"]
         columns = {SOURCE: held_out[SOURCE][:], TARGET: held_out[TARGET][:], "written": written["eval"]}
-        said = "Of the validation split, what was read, what is right and what the model wrote:"
+        said = "From the validation split: the source, the reference, and what the model wrote:"
         tables = [(said, table_of(columns))]
     best = "eval_rougeL" if "rougeL" in trainer.metrics.greater_is_better else "eval_token_accuracy"
     adapted = session.run.value("use_peft") and session.training.do_train
@@ -178,7 +179,7 @@ def write_pair_report(
 
 
 def write_texts(path: Path, test: Any, texts: Sequence[str]) -> None:
-    """A line for each pair of the `test` split, in input order: its number in the file, what was read, what was
-    written, and the true text where it is known."""
+    """Write a line for each pair of the `test` split, in input order: its number in the file, the source, the
+    prediction, and the target if known."""
     columns = {"index": test[ROW][:], SOURCE: test[SOURCE][:], "prediction": list(texts)}
     write_rows(path, columns | ({TARGET: test[TARGET][:]} if TARGET in test.column_names else {}))

@@ -1,1 +1,1 @@
-"""What the host at hand has: processors, networks, and how a look at it is told. Never imports torch."""
+"""This host's hardware, control groups and network, and the form in which checks report. Never imports torch."""

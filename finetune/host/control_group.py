@@ -1,5 +1,5 @@
-"""What the kernel's control groups grant this process, of version 1 or 2. A limit may stand on any group above its own:
-Slurm sets that of a job there."""
+"""The memory that the kernel's control groups (cgroup v1 or v2) grant this process. A limit may be on any ancestor
+group: Slurm sets a job's limit there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
-UNLIMITED = 2**62  # bytes; version 1 says so by the largest number of pages (linux/page_counter.h)
+UNLIMITED = 2**62  # bytes; v1 expresses it as the largest number of pages (linux/page_counter.h)
 
 
 @dataclass(frozen=True)
 class Granted:
-    """Bytes of memory that a group may have, and has: without pages of files that were read once, which the kernel
-    takes back first, and which the groups count, too."""
+    """A group's memory limit and usage in bytes. Usage excludes inactive file cache, which groups count but the kernel
+    reclaims first."""
 
     bytes: int
     taken: int
@@ -27,12 +27,12 @@ class Granted:
 
 
 def own_group() -> Path:
-    """Of version 2; in a container it may be the root of what it sees."""
+    """This process's v2 group; in a container it may be the visible root."""
     return next((ROOT / path for kinds, path in _lines() if not kinds), ROOT)
 
 
 def memory_granted() -> list[Granted]:
-    """By each group that has a limit: this process's, and those above it."""
+    """One entry for each group with a limit: this process's group and its ancestors."""
     found: list[Granted] = []
     for kinds, path in _lines():
         if not kinds:
@@ -44,7 +44,7 @@ def memory_granted() -> list[Granted]:
 
 
 def _lines() -> Iterator[tuple[list[str], str]]:
-    """Of each hierarchy that this process is in, what it controls, and the path of its group; version 2 names none."""
+    """For each hierarchy: its controllers (none in v2), and the path of this process's group."""
     with suppress(OSError):
         for line in OWN.read_text().splitlines():
             _, kinds, path = line.split(":", 2)
@@ -53,9 +53,9 @@ def _lines() -> Iterator[tuple[list[str], str]]:
 
 def _granted(root: Path, path: str, names: tuple[str, str], cached: str) -> Iterator[Granted]:
     group = root / path
-    # Without a namespace of its own a container sees the host's path, and at the root what is its own.
+    # Without a cgroup namespace, a container sees the host's path here, but its own group mounted at the root.
     for folder in (group, *(above for above in group.parents if above.is_relative_to(root))):
-        with suppress(OSError, ValueError):  # "max", for no limit
+        with suppress(OSError, ValueError):  # ValueError: "max", no limit
             limit, used = (int((folder / name).read_text()) for name in names)
             counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             if limit < UNLIMITED:

@@ -1,4 +1,4 @@
-"""What the machine at hand has, without torch."""
+"""This machine's hardware, found without torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def driver_version() -> str | None:
 
 
 def _nvidia_smi(*asked: str) -> str:
-    """It is there wherever an NVIDIA driver is; "" without it."""
+    """nvidia-smi's output, or "" without an NVIDIA driver, which installs it."""
     try:
         return subprocess.run(["nvidia-smi", *asked], capture_output=True, text=True, timeout=20, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -34,12 +34,12 @@ def _nvidia_smi(*asked: str) -> str:
 
 
 def cores_here() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that may be used, memory in bytes, and GPUs by name: nothing that names a host or a user."""
+    """Processor, usable cores, memory in bytes, and GPU names; nothing that identifies the host or the user."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),

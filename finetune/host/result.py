@@ -1,4 +1,4 @@
-"""What the machine is asked, and what one look at it gives."""
+"""The input and the result of a check of the machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user said of the run to come."""
+    """What the user said about the planned run."""
 
     output_dir: Path
     nvme_path: Path | None
@@ -21,8 +21,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Result:
-    """`status`: ok, warning (it works, worse), failed, or absent (there is nothing to try). `needed`: the defaults
-    need it, so that a failure decides the exit status. `mend` says what to do about a warning or a failure."""
+    """`status`: ok, warning (it works, but worse), failed, or absent (nothing to check). `needed`: the defaults need
+    it, so a failure decides the exit status. `mend` says what to do about a warning or a failure."""
 
     name: str
     status: str
@@ -33,10 +33,10 @@ class Result:
 
 
 def verdict(name: str, works: bool, found: str, mend: str, needed: bool = True) -> Result:
-    """Of what works or fails, with the mend where it fails."""
+    """A result that is ok or failed; `mend` is kept only for a failure."""
     return Result(name, OK if works else FAILED, found, "" if works else mend, needed)
 
 
 def warned(name: str, works: bool, found: str, mend: str) -> Result:
-    """Of what works, or works worse."""
+    """A result that is ok or a warning; `mend` is kept only for a warning."""
     return Result(name, OK if works else WARNING, found, "" if works else mend)

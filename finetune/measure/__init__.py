@@ -1,1 +1,1 @@
-"""A short real run of a planned layout on the machine at hand, measured: its memory, its peak, its step time."""
+"""Measure a short real run of a planned layout on this machine: memory between steps, peak memory, step time."""

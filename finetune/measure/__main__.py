@@ -1,11 +1,11 @@
-"""Train a few steps on made-up tokens, and write down what they took.
+"""Train a few steps on synthetic tokens, and record their memory and time.
 
     deepspeed --num_gpus 2 --module finetune.measure --model_config config.json --sequence_tokens 128 --result_dir o \\
         --deepspeed zero2 --per_device_train_batch_size 4
 
-Flags and defaults are those of the recipes: `start`, the Trainer, DeepSpeed's config and its check are theirs; with
---pipeline_parallel_size it is the pipeline's trainer. Each rank writes OUT/rank-N.json. The first steps run under
-`Allocations`, the rest without it, and only these are timed.
+Flags, defaults and code are the recipes': `start`, the Trainer, the DeepSpeed config and its check, and with
+--pipeline_parallel_size the pipeline trainer. Each rank writes OUT/rank-N.json. The first steps run under
+`Allocations`; the rest run without it, and only they are timed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(run: Run) -> None:
     if trial.planned_device not in ("", training.device.type):
         raise RequestError(
             f"this was planned for {trial.planned_device}, but torch {torch.__version__} runs on "
-            f"{training.device.type} here. Plan for that: --gpu cpu, or this machine's profile."
+            f"{training.device.type} here. Plan for that: give --gpu cpu, or this machine's profile."
         )
     training.max_steps = OBSERVED_STEPS + WARM_STEPS + trial.timed_steps
     config = json.loads(Path(trial.model_config).read_text())
@@ -51,7 +51,7 @@ def main(run: Run) -> None:
     data = [samples(config, trial.head, trial.sequence_tokens, is_pipeline)] * many
     memory = Allocations(training.device.type)
     watch = Watch(memory)
-    memory.__enter__()  # Watch leaves it
+    memory.__enter__()  # Watch exits it
     set_seed(training.seed)
     run_it = _pipeline if is_pipeline else _trainer
     run_it(session, config, data, watch)

@@ -1,10 +1,10 @@
-"""Measure the machine at hand into a profile that `finetune plan --gpu OUT.json` reads, in about two minutes.
+"""Measure this machine and write a profile that `finetune plan --gpu OUT.json` reads; takes about two minutes.
 
-    python -m finetune.measure.calibrate OUT.json         # two ranks at a time, which share the machine as a run's do
+    python -m finetune.measure.calibrate OUT.json         # two ranks at a time, which share the machine as in a run
     python -m finetune.measure.calibrate OUT.json --ranks 1
 
-On a CPU each rank has its share of the cores, as the recipes give it. What cannot be measured here, such as a network
-between nodes, stays as the shipped profile assumes it, and `sources` says which is which.
+On a CPU each rank gets its share of the cores, as in the recipes. What cannot be measured here, such as the network
+between nodes, keeps the shipped profile's values, and `sources` says which is which.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from finetune.plan.named import find_model_config
 from finetune.plan.search import laid_out, shipped
 from finetune.plan.seconds import plan_seconds
 
-LARGE_SHARE = 0.25  # of the shapes, the fastest: what large products reach
-ROUNDS = 2  # some time apart, for a machine is not the same at any time
+LARGE_SHARE = 0.25  # the fastest shapes, whose rate large products reach
+ROUNDS = 2  # some time apart, since a machine's speed varies
 QUICK = "--quick"
 PATIENCE_SECONDS = 1800.0
 MEASURED = "measured by finetune.measure.calibrate"
@@ -40,9 +40,9 @@ CONTEXT_SOURCE = (
     "kernel but one; other programs on the GPU count, kernels that are loaded later do not; this code was written "
     "without a GPU to try it on"
 )
-UNKNOWN_GPU = "A100-40GB"  # what is not measured of one that has no profile is taken from this
-# Of the reference runs. On a CPU operators last longer than their launches even in a small model; on a GPU they must be
-# large, or the host would be measured, whose overhead large models do not have.
+UNKNOWN_GPU = "A100-40GB"  # supplies the values that are not measured for a GPU without a profile
+# The reference runs. On a CPU operators take longer than their launches even in a small model; on a GPU they must be
+# large, else the run would measure host overhead, which large models hide.
 REFERENCE_LAYOUTS = ("none", "zero2")
 REFERENCE_STEPS = 20
 SMALL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "vocab_size": 1000}
@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument(QUICK, action="store_true", help="a few shapes alone: to see that it works")
-    parser.add_argument("--nvme_path", type=Path, help="a folder on the disk for offloading; without it none is tried")
+    parser.add_argument(QUICK, action="store_true", help="measure only a few shapes, to see that it works")
+    parser.add_argument("--nvme_path", type=Path, help="a folder on the disk for offloading, to measure that disk")
     asked = parser.parse_args(argv)
     if "RANK" in os.environ:
         _rank(asked.out, int(os.environ["RANK"]), asked.ranks, asked.quick, asked.nvme_path)
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def calibrate(out: Path, ranks: int = 2, quick: bool = False, nvme_path: Path | None = None) -> None:
-    """Starts the ranks, and writes `out`. Raises RequestError before anything is measured, RunError where one fails."""
+    """Start the ranks, and write `out`. Raises RequestError before anything is measured, RunError if a rank fails."""
     _check(out, ranks, nvme_path)
     with tempfile.TemporaryDirectory(prefix="finetune-calibrate-") as folder:
         found = Path(folder) / "machine.json"
@@ -101,9 +101,9 @@ def _check(out: Path, ranks: int, nvme_path: Path | None) -> None:
 
 
 def _step_factor(machine: Machine, ranks: int) -> float:
-    """How much longer steps take than the plan says of the operators, each of which was measured alone: caches are
-    shared in a real step, ranks wait for the slower one, and the training loop has work of its own. Raises RunError
-    where a reference does not run."""
+    """How much longer real steps take than planned from operators measured one by one: in a real step caches are
+    shared, ranks wait for the slowest, and the training loop has its own overhead. Raises RunError if a reference run
+    fails."""
     machine = replace(machine, step_factor=1.0)
     ratios = []
     for layout in REFERENCE_LAYOUTS:
@@ -116,7 +116,7 @@ def _step_factor(machine: Machine, ranks: int) -> float:
 
 
 def reference(machine: Machine, ranks: int) -> Job:
-    """What is run to see how far real steps are from the sum of their operators."""
+    """The run that shows how much longer real steps take than the sum of their operators."""
     is_cpu = machine.device == "cpu"
     half = "bf16" if "bf16" in machine.peak_flops else "fp16" if "fp16" in machine.peak_flops else "fp32"
     return Job(
@@ -131,7 +131,7 @@ def reference(machine: Machine, ranks: int) -> Job:
 
 
 def _rank(out: Path, rank: int, ranks: int, quick: bool, nvme_path: Path | None) -> None:
-    os.environ["OMP_NUM_THREADS"] = str(max(1, cores_here() // ranks))  # read when torch is loaded; torchrun says 1
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores_here() // ranks))  # read on importing torch; torchrun sets 1
     import torch
     from torch import distributed
 
@@ -151,7 +151,7 @@ def _rank(out: Path, rank: int, ranks: int, quick: bool, nvme_path: Path | None)
 
 
 def _context_bytes() -> int:
-    """Of this rank's GPU, on which nothing of ours has run yet."""
+    """The CUDA context of this rank's GPU; call it before anything else runs there."""
     import torch
 
     torch.ones(1, device="cuda")
@@ -160,7 +160,7 @@ def _context_bytes() -> int:
 
 
 def measure(ranks: int, quick: bool, nvme_path: Path | None) -> Machine:
-    """Every rank does the same at the same time."""
+    """This machine's profile. Every rank runs the same measurements at the same time."""
     import torch
     from torch import distributed
 
@@ -195,7 +195,7 @@ def measure(ranks: int, quick: bool, nvme_path: Path | None) -> Machine:
     if rate:
         found["cpu_adam_parameters_per_second"] = rate * ranks
     if nvme_path:
-        disk = links.disk(nvme_path) if distributed.get_rank() == 0 else None  # a node's, not a rank's
+        disk = links.disk(nvme_path) if distributed.get_rank() == 0 else None  # one per node, not per rank
         meet()
         found |= {"nvme": disk} if disk else {}
     sources = {key: source for key, source in base.sources.items() if key not in found} | dict.fromkeys(found, MEASURED)
@@ -203,7 +203,7 @@ def measure(ranks: int, quick: bool, nvme_path: Path | None) -> Machine:
 
 
 def _typical(rows: list[list[Any]]) -> list[list[Any]]:
-    """Rows that differ in their rate alone become one, with the geometric mean."""
+    """Merge rows that differ only in their rate, taking the geometric mean."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for *key, rate in rows:
         found.setdefault(tuple(key), []).append(rate)
@@ -211,7 +211,7 @@ def _typical(rows: list[list[Any]]) -> list[list[Any]]:
 
 
 def _base(device: str) -> Machine:
-    """The shipped profile of this device: what is not measured stays as it is there."""
+    """The shipped profile of this device, for values that are not measured."""
     import torch
 
     is_cpu = device == "cpu"
@@ -219,7 +219,7 @@ def _base(device: str) -> Machine:
 
 
 def known_gpu(name: str) -> Machine:
-    """By its driver's name. What is taken for one that has no profile says so."""
+    """The profile of the GPU that the driver calls `name`; for one without a profile, an assumed one, marked so."""
     try:
         return replace(find_machine(name), name=name)
     except RequestError:
@@ -235,8 +235,8 @@ def _precisions(device: str) -> tuple[str, ...]:
 
 
 def _matrices(rows: list[list[Any]]) -> dict[str, Any]:
-    """The best shape is the peak, for none is known; the fastest quarter of the shapes on average is what large ones
-    reach."""
+    """Peak and efficiency per precision. The fastest shape stands for the peak, which is unknown; the mean of the
+    fastest quarter is what large shapes reach."""
     peaks, shares = {}, {}
     for precision in {row[3] for row in rows}:
         found = sorted((row[4] for row in rows if row[3] == precision), reverse=True)
@@ -247,7 +247,7 @@ def _matrices(rows: list[list[Any]]) -> dict[str, Any]:
 
 
 def _streaming(rows: list[list[Any]]) -> dict[str, float]:
-    """Of an addition of the largest tensors."""
+    """Memory bandwidth, from adding the largest tensors."""
     largest = max((row for row in rows if row[0] == "add"), key=lambda row: row[2])
     return {"memory_bandwidth": float(largest[3]), "memory_efficiency": 1.0}
 

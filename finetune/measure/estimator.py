@@ -1,5 +1,5 @@
-"""DeepSpeed's own estimators beside the plan. They count weights, gradients and states by the number of parameters, in
-16-bit mixed precision; the plan plays a step."""
+"""DeepSpeed's own estimators beside the plan. They derive weights, gradients and states from the number of parameters,
+in 16-bit mixed precision; the plan simulates a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = ("zero2", "zero2_offload", "zero3", "zero3_offload")
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one GPU, and of the host of a node: by DeepSpeed, and by the plan between steps and at the peak."""
+    """Bytes on one GPU, and on a node's host: from DeepSpeed, and from the plan between steps and at the peak."""
 
     layout: str
     their_gpu: int
@@ -32,7 +32,7 @@ class Estimate:
 
 
 def largest_layer(job: Job) -> int:
-    """Elements of the module that has the most of its own (deepspeed 0.19.8, runtime/zero/stage3.py,
+    """Elements of the module that directly holds the most (deepspeed 0.19.8, runtime/zero/stage3.py,
     model_to_params)."""
     modules = Counter[str]()
     for tensor in job.model.tensors:
@@ -41,9 +41,10 @@ def largest_layer(job: Job) -> int:
 
 
 def estimates(job: Job, machine: Machine) -> list[Estimate]:
-    """Of the job's model and ranks under ZeRO-2 and -3, with and without offload. Raises RequestError."""
+    """Estimates for the job's model and ranks under ZeRO-2 and ZeRO-3, with and without offload. Raises
+    RequestError."""
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns when it finds out by itself
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns if it has to detect this
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as of_zero3
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as of_zero2
 
@@ -74,7 +75,7 @@ def show(job: Job, machine: Machine) -> int:
         sizes = (one.their_gpu, one.at_rest, one.at_peak, one.their_host, one.host)
         print(f"{one.layout:16}" + "".join(f"{size / GIB:12,.2f}" for size in sizes))
     print(
-        "DeepSpeed's estimators go by the number of parameters: they know no activations, batches or buckets, and "
+        "DeepSpeed's estimators use only the number of parameters: they ignore activations, batches and buckets, and "
         "leave room on the host for each rank to load the whole model."
     )
     return 0

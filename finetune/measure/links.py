@@ -1,4 +1,4 @@
-"""How fast what lies outside of a rank's own arithmetic is: other ranks, host memory, disks, optimizers, launches."""
+"""Measure what lies outside a rank's own arithmetic: collectives, host memory, disks, optimizers, launches."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from finetune.plan.tape import Tape
 from finetune.plan.update import DOUBLE_NORM_BYTES
 from finetune.plan.values import Numbers
 
-SIZES = (2**10, 2**16, 2**19, 2**21, 2**23, 2**25)  # bytes of what is sent
+SIZES = (2**10, 2**16, 2**19, 2**21, 2**23, 2**25)  # bytes sent
 DISK_BYTES, DISK_BLOCK = 128 * 2**20, 2**20
 LAYERS = 12
-TIMES = 9  # that a collective is timed, the first of them to warm up
+TIMES = 9  # runs of a collective, the first of them to warm up
 
 
 def collective_links(device: str, meet: Callable[[], None], most: int = SIZES[-1]) -> dict[str, Link]:
-    """By collective: the latency of each step of a ring and the bandwidth of its bus, which together come nearest to
-    what was measured. The ranks wait for one another, as they do at a collective of a step."""
+    """For each collective, the latency per ring step and the bus bandwidth that fit the measurements best. Ranks wait
+    for each other first, as at a collective in a step."""
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     shares = {"all_reduce": 2 * (ranks - 1), "all_gather": ranks - 1, "reduce_scatter": ranks - 1, "p2p": ranks}
     shares |= {f"{kind}_half": shares[kind] for kind in ("all_reduce", "reduce_scatter")}
@@ -61,7 +61,7 @@ def collective_links(device: str, meet: Callable[[], None], most: int = SIZES[-1
 
 
 def together(run: Callable[[int], None], meet: Callable[[], None]) -> float:
-    """Seconds of what all ranks must do as often as one another: the median."""
+    """Median seconds of `run`, which all ranks must call equally often."""
     found = []
     for index in range(TIMES):
         meet()
@@ -73,7 +73,7 @@ def together(run: Callable[[int], None], meet: Callable[[], None]) -> float:
 
 
 def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds at no bytes, and bytes a second, of (bytes, seconds): the line of least squared relative errors."""
+    """(seconds at 0 bytes, bytes per second) for points (bytes, seconds): a line of least squared relative errors."""
     sizes, seconds = zip(*points, strict=True)
     slope, start = np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds))
     slope = max(float(slope), 1e-15)
@@ -81,8 +81,8 @@ def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def launch_seconds(device: str, least: float = 0.2) -> float:
-    """The host's time for an operator of a tape, forward or backward, modules and autograd included: of a network so
-    small that nothing else takes time."""
+    """The host's seconds per operator of a tape, forward or backward, modules and autograd included: measured on a
+    network so small that nothing else takes time."""
     kind = {"device": device}
     layers = [nn.LayerNorm(8, **kind), nn.Linear(8, 8, **kind), nn.GELU(), nn.Linear(8, 8, **kind)] * LAYERS
     network = nn.Sequential(*layers)
@@ -104,7 +104,7 @@ def launch_seconds(device: str, least: float = 0.2) -> float:
 
 
 def update_rows(device: str, budget: Budget, meet: Callable[[], None]) -> list[list[Any]]:
-    """Rows of a kernel table, for what happens at a step's end: norms, and optimizers by what they move."""
+    """Rows of a kernel table for the end of a step: norms, and optimizers, by the bytes that they move."""
     from transformers.optimization import Adafactor
 
     rows = []
@@ -139,7 +139,7 @@ def update_rows(device: str, budget: Budget, meet: Callable[[], None]) -> list[l
 
 
 def cpu_adam_rate(elements: int, least: float) -> float | None:
-    """Parameters a second of DeepSpeed's optimizer for the host, of one rank. None where it cannot be built."""
+    """Parameters per second of DeepSpeed's CPU optimizer, on one rank. None if it cannot be built."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -147,12 +147,12 @@ def cpu_adam_rate(elements: int, least: float) -> float | None:
         weight.grad = torch.randn(elements)
         optimizer = DeepSpeedCPUAdam([weight])
         return elements / seconds_of(lambda _: optimizer.step(), least)
-    except Exception:  # a compiler or a header is missing: DeepSpeed says so in many ways
+    except Exception:  # a compiler or a header is missing, which DeepSpeed reports in many ways
         return None
 
 
 def host_link(device: str, least: float) -> Link:
-    """Copies from host memory to the device, and where there is none, within host memory."""
+    """Copies from host memory to the device; on a CPU, within host memory."""
     seconds = []
     for size in (2**12, 2**24):
         here = torch.ones(size // 4, pin_memory=device != "cpu")
@@ -166,8 +166,8 @@ def host_link(device: str, least: float) -> Link:
 
 
 def disk(folder: Path) -> Nvme | None:
-    """Past the page cache, as DeepSpeed's own op reads and writes (O_DIRECT). None where it cannot be written so; what
-    is there already under the name of our file is left as it is, a link included."""
+    """The disk's rates, bypassing the page cache as DeepSpeed's own op does (O_DIRECT). None if that is not possible;
+    an existing file or link of the same name is left alone."""
     path = folder / f".finetune_calibration_{os.getpid()}"
     with suppress(OSError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
@@ -179,8 +179,8 @@ def disk(folder: Path) -> Nvme | None:
 
 
 def _disk_rate(path: Path, way: int) -> float:
-    """Bytes a second. Raises OSError, also where this file system has no O_DIRECT."""
-    buffer = mmap.mmap(-1, DISK_BLOCK)  # aligned to a page, as O_DIRECT wants
+    """Bytes per second. Raises OSError, also if the file system has no O_DIRECT."""
+    buffer = mmap.mmap(-1, DISK_BLOCK)  # page-aligned, as O_DIRECT requires
     buffer.write(os.urandom(DISK_BLOCK))
     handle = os.open(path, way | getattr(os, "O_DIRECT", 0) | os.O_NOFOLLOW)
     with open(handle, "wb" if way == os.O_WRONLY else "rb", 0) as file:

@@ -1,12 +1,12 @@
-"""Memory by the bytes of tensors' storages: exact on any device, and repeatable, where a process's RSS is neither.
+"""Memory as the bytes of tensor storages: exact on any device, and repeatable; a process's RSS is neither.
 
     with Allocations() as memory:
         ...                      # whatever allocates
     memory.live, memory.peak     # bytes
 
-Every operator that torch dispatches passes by, those of backward passes and optimizers included, and those that torch's
-chunked cross entropy is made of. What a kernel takes for itself and gives back before it ends is not seen, and neither
-are the blocks and gaps of an allocator: RSS and a GPU's `memory_reserved` lie above it.
+It sees every operator that torch dispatches, including those of backward passes, of optimizers, and inside torch's
+chunked cross entropy. It does not see temporary memory inside a kernel, or an allocator's blocks and gaps: RSS and a
+GPU's `memory_reserved` are larger.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-# Of the custom operators of torch 2.13's nn/modules/linear_cross_entropy.py. What a custom operator runs passes a mode
-# by, unless the mode is entered again and the operator sent to its kernel, past the mode.
+# The namespace of the custom operators in torch 2.13's nn/modules/linear_cross_entropy.py. A mode does not see inside a
+# custom operator, unless the mode is entered again and the operator redispatched to its kernel.
 IN_PYTHON = "torch_nn"
 
 
@@ -33,8 +33,8 @@ class _Storage:
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[misc]
-    """Counts the storages on `device` that are made while it is on, until each is freed, be that later. `phase` is the
-    caller's word for what is being done; `peaks` holds the most bytes of each phase."""
+    """Counts the storages created on `device` while it is active, each until it is freed, even if that is later. The
+    caller sets `phase` to name what is running; `peaks` has the most bytes in each phase."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
         self.live = 0
         self.phase = "start"
         self.peaks: dict[str, int] = {}
-        self.at_peak: list[tuple[int, str]] = []  # bytes and maker of what lived when `catch` was reached
+        self.at_peak: list[tuple[int, str]] = []  # bytes and origin of live storages when `catch` was reached
         self.catch: int | None = None
         self._known: dict[int, tuple[_Storage, Any]] = {}
-        self._empty: set[int] = set()  # of these, made by `torch.empty`
+        self._empty: set[int] = set()  # those of them made by `torch.empty`
 
     @property
     def peak(self) -> int:
@@ -56,19 +56,19 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
         self.peaks = {self.phase: self.live}
 
     def count_existing(self) -> None:
-        """Tensors that are older than this mode."""
+        """Count tensors that were created before this mode became active."""
         for thing in gc.get_objects():
-            # isinstance would wake objects that pose as others, such as torch's deprecated names.
+            # isinstance would trigger proxy objects, such as torch's deprecated names.
             if issubclass(type(thing), torch.Tensor) and thing.device.type == self.device:
                 self._add(thing, "before")
 
     def largest(self) -> list[tuple[int, str]]:
-        """Bytes and maker of all that lives now, the largest first."""
+        """Bytes and origin of all live storages, largest first."""
         return sorted(((storage.bytes, storage.made_by) for storage, _ in self._known.values()), reverse=True)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor of FSDP: its operators on what it wraps come here one by one
+            return NotImplemented  # FSDP's DTensor: its operators on the wrapped tensors arrive here one by one
         made = self._run(function, args, kwargs or {})
         self._resize()
         for value in tree_iter(made):
@@ -77,22 +77,22 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
         return made
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """An operator that torch has in Python is looked into: the chunked loss makes its logits there."""
+        """Runs the operator; sees inside those that torch implements in Python, where chunked losses make logits."""
         if function.namespace != IN_PYTHON:
             return function(*args, **kwargs)
         with self:
             return function.redispatch(torch._C.DispatchKeySet(self._kernel), *args, **kwargs)
 
     def _resize(self) -> None:
-        """FSDP takes and gives the memory of gathered weights by the size of their storage, which no operator shows
-        (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, alloc_storage and free_storage)."""
+        """FSDP allocates and frees gathered weights by resizing their storage, which no operator shows (torch 2.13,
+        distributed/fsdp/_fully_shard/_fsdp_param.py, alloc_storage and free_storage)."""
         for entry, storage in [self._known[key] for key in self._empty]:
             size = storage().nbytes()
             self.live += size - entry.bytes
             entry.bytes = size
 
     def _add(self, tensor: torch.Tensor, made_by: str) -> None:
-        if is_traceable_wrapper_subclass(tensor):  # it has a storage in name alone
+        if is_traceable_wrapper_subclass(tensor):  # its storage is only nominal
             return
         try:
             storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Models by their config alone, with weights as they are drawn, and samples that fit them."""
+"""Models built from a config alone, with random weights, and samples that fit them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process that was started for its figures has ended, told from its exit status and its log."""
+"""How a measured process ended, determined from its exit status and log."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from dataclasses import dataclass
 DONE, OOM, UNSUPPORTED, CRASHED, TIMEOUT = "done", "oom", "unsupported", "crashed", "timeout"
 MOST_CHARACTERS = 200
 REFUSED = 2  # the exit status of a RequestError
-# Out of the kernel's hands: as Popen says it, a shell, and deepspeed's launcher, which exits with the negative number.
+# Killed by the kernel: as reported by Popen, by a shell, and by deepspeed's launcher, which exits with the negative
+# number.
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL)
 OUT_OF_MEMORY = re.compile(r"out of memory|DefaultCPUAllocator: can't allocate|MemoryError\b")
-# torchrun ends with 1 whatever its ranks ended with, and tells the first one's status in its report.
+# torchrun exits with 1 whatever its ranks exited with, and gives the first one's status in its report.
 REFUSED_BELOW = re.compile(rf"^\s*exitcode\s*:\s*{REFUSED}\b", re.MULTILINE)
 KILLED_BELOW = re.compile(r"^\s*traceback\s*:\s*Signal 9 \(SIGKILL\) received", re.MULTILINE)
 CANNOT = re.compile(r"NotImplementedError|not been implemented|Unable to JIT load")
-# The last line of a traceback, behind the rank that torch puts before it; not the launchers' own, which come after it.
+# The last line of a traceback, after torch's rank prefix; not the launchers' own tracebacks, which follow it.
 REASON = re.compile(
     r"^(?P<rank>\[[^\]]*\]:? ?)?"
     r"(?:error: .*|(?![\w.]*(?:ChildFailed|CalledProcess)Error)[\w.]*(?:Error|Exception)(?:: .*)?)$",
     re.MULTILINE,
 )
-# What Python says of exceptions that ended nothing, most of them as it ends itself.
+# Python's messages on exceptions that ended nothing, most of them at its shutdown.
 IGNORED = re.compile(r"^Exception ignored in.*\n(?:Traceback.*\n(?:[ \t].*\n)*.*\n?)?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`kind` is one of those above; `reason` is None where it is done."""
+    """`kind` is one of the constants above; `reason` is None for `DONE`."""
 
     kind: str
     reason: str | None = None
 
 
 def outcome_of(status: int | None, log: str, patience: float) -> Outcome:
-    """`status` is None of a process that was ended after `patience` seconds."""
+    """`status` is None for a process that was stopped after `patience` seconds."""
     if status == 0:
         return Outcome(DONE)
     if status is None:
@@ -49,8 +50,8 @@ def outcome_of(status: int | None, log: str, patience: float) -> Outcome:
 
 
 def final_exceptions(log: str) -> list[str]:
-    """The line by which each rank has ended, in their order: the others follow the first. Exceptions that came before
-    in a rank were handled, and what warnings and notes speak of is none."""
+    """The last exception line of each rank, in the order of the log: later ones follow from the first. A rank's earlier
+    exceptions were handled; exceptions mentioned in warnings and notes do not count."""
     last: dict[str | None, re.Match[str]] = {}
     for found in REASON.finditer(IGNORED.sub("", log)):
         last[found["rank"]] = found

@@ -1,5 +1,5 @@
-"""Processes that end with all that came of them: torchrun starts each rank in a session of its own, which no signal to
-a group reaches. What is started here carries a mark in its environment, and hands it on to whatever it starts."""
+"""Start processes so that all their descendants can be ended: torchrun puts each rank into its own session, which a
+signal to the process group does not reach. So each carries a mark in its environment, which its children inherit."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
 
 
 def words(flags: Mapping[str, object]) -> list[str]:
-    """A command line's part."""
+    """`flags` as command-line words."""
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 def started(launcher: str, ranks: int) -> list[str]:
-    """The launcher's part of a command, on a port of its own. Launchers are modules: their console scripts may lie
+    """The launcher's part of a command, with a free port. Launchers run as modules, since their console scripts may be
     anywhere."""
     if launcher == PYTHON:
         return [sys.executable]
@@ -41,7 +41,7 @@ def started(launcher: str, ranks: int) -> list[str]:
 
 
 def run(command: Sequence[str], log: Path, patience: float) -> Outcome:
-    """How it has ended, be that after `patience` seconds; what it says goes into `log`."""
+    """Run `command` for at most `patience` seconds, with its output in `log`; returns how it ended."""
     with log.open("w", encoding="utf-8") as stream, all_ended() as mark:
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=environment_of_child() | mark
@@ -55,7 +55,7 @@ def run(command: Sequence[str], log: Path, patience: float) -> Outcome:
 
 @contextmanager
 def all_ended() -> Iterator[dict[str, str]]:
-    """Gives the mark. However what stands inside ends, SIGTERM included, no process with it is left."""
+    """Yields a mark for the environment. However the block ends, SIGTERM included, no process with the mark is left."""
     mark = uuid.uuid4().hex
     with _sigterm_raises():
         try:
@@ -70,10 +70,10 @@ def all_ended() -> Iterator[dict[str, str]]:
 
 
 def marked(mark: str) -> list[Any]:
-    """Processes by their environment: one whose parent has died is no child of anybody's here."""
+    """Processes with the mark in their environment; orphans are not among this process's children."""
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is somebody else's
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
             if process.environ().get(MARK) == mark:
                 found.append(process)
     return found
@@ -81,7 +81,8 @@ def marked(mark: str) -> list[Any]:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM would end this process, and nothing that it has started. Handlers are the main thread's alone."""
+    """Turns SIGTERM into SystemExit: otherwise it would end this process but not those it started. Only the main thread
+    can set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

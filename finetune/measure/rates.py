@@ -1,8 +1,8 @@
-"""How fast this machine runs what a tape is made of: products of matrices by shape, other operators by kind and size.
+"""How fast this machine runs a tape's operators: matrix products by shape, other operators by kind and size.
 
-Each is timed through torch's eager mode, forward and through autograd, on operands that the caches do not hold, while
-the other ranks of the node do the same: they share its memory. What the tape says that an operator moves is the
-measure of its size, so that the plan and the measurement speak of the same thing.
+Each is timed in torch's eager mode, forward and backward, on operands outside the caches, while the node's other ranks
+do the same, since they share its memory. An operator's size is the number of bytes that the tape says it moves, so that
+the plan and the measurement agree.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from finetune.plan.values import Gemm, Numbers, Op, Value
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH, HEADS, KEYS, VOCABULARY = 256, 4, 128, 2048
-COLD_BYTES = 32 * 2**20  # operands in turn, more than a core's cache holds
+COLD_BYTES = 32 * 2**20  # operands used in turn, larger than a core's cache
 GEMM_SIZES = (64, 256, 1024, 4096)
-WIDE = ((1024, 16384, 256), (1024, 256, 16384), (16384, 256, 1024))  # heads and embeddings of large vocabularies
+WIDE = ((1024, 16384, 256), (1024, 256, 16384), (16384, 256, 1024))  # heads and embeddings with large vocabularies
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long each measurement takes, and how large operands get."""
+    """How long each measurement takes, and how large its operands are."""
 
     seconds: float = 0.01
     elements: tuple[int, ...] = (2**14, 2**18, 2**21)
@@ -42,7 +42,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Probe:
-    """An operator, as torch runs it and as the tape writes it. `two`: it takes a second tensor like the first."""
+    """An operator, as torch runs it and as the tape records it. `two`: it takes a second tensor like the first."""
 
     name: str
     run: Callable[..., Any]
@@ -81,8 +81,8 @@ PROBES = (
 
 
 def seconds_of(run: Callable[[int], object], least: float) -> float:
-    """Seconds of `run(i)`, called with 0, 1, ... for at least `least` seconds and five times: the lower quartile, for
-    what else the machine does only adds."""
+    """Seconds of `run(i)`, called with 0, 1, ... at least five times and for `least` seconds: the lower quartile, since
+    other load on the machine only adds time."""
     run(0)
     synchronize()
     found: list[float] = []
@@ -101,8 +101,8 @@ def synchronize() -> None:
 
 
 def gemm_rows(device: str, precision: str, budget: Budget, meet: Callable[[], None]) -> list[list[Any]]:
-    """[m, n, k, precision, FLOP/s] over a grid of shapes: the mean of a forward pass, which reads weights as they lie
-    (n, k), of the gradient of what came in, which reads them turned, and of the gradient of weights."""
+    """[m, n, k, precision, FLOP/s] over a grid of shapes: the mean over the forward pass, which reads weights as stored
+    (n, k), the gradient of the inputs, which reads them transposed, and the gradient of the weights."""
     rows = []
     shapes = [*product(budget.gemm_sizes, repeat=3), *(WIDE if max(budget.gemm_sizes) >= 1024 else ())]
     for m, n, k in shapes:
@@ -115,7 +115,7 @@ def gemm_rows(device: str, precision: str, budget: Budget, meet: Callable[[], No
 
 
 def gemm_seconds(shape: Gemm, device: str, precision: str, least: float) -> float:
-    """Of one product out of a batch, where it is so small that a call would count."""
+    """Seconds of one product; small ones are timed several at a time, to hide the overhead of timing."""
     kind = {"dtype": DTYPES[precision], "device": device}
     m, n, k = shape.m, shape.n, shape.k
     size = (m * k + n * k + m * n) * torch.empty((), dtype=DTYPES[precision]).element_size()
@@ -140,7 +140,7 @@ def gemm_seconds(shape: Gemm, device: str, precision: str, least: float) -> floa
 
 
 def kernel_rows(device: str, precision: str, budget: Budget, meet: Callable[[], None]) -> Iterator[list[Any]]:
-    """[kind, precision, bytes moved, bytes a second], and for attention [.., tokens, FLOP/s]; launches taken out."""
+    """[kind, precision, bytes moved, bytes per second], with launch overhead subtracted."""
     numbers = Numbers(torch.empty((), dtype=DTYPES[precision]).element_size(), "cpu" if device == "cpu" else "cuda")
     for probe in PROBES:
         tiny = _timed(probe, 4 * VOCABULARY, device, precision, budget.seconds / 4)
@@ -166,8 +166,8 @@ def _noted(probe: Probe, elements: int, numbers: Numbers) -> Op:
 
 
 def _timed(probe: Probe, elements: int, device: str, precision: str, least: float) -> list[float]:
-    """Seconds forward, and of the backward pass, 0 where there is none. Outputs are kept for a while, as those of a
-    forward pass are, so that each lies elsewhere."""
+    """Seconds of the forward and of the backward pass, 0 without one. Outputs are kept for a while, as in a real
+    forward pass, so that each has its own memory."""
     kind = {"dtype": DTYPES[precision], "device": device}
     many = max(2, min(32, COLD_BYTES // (elements * 4)))
     rows = elements // WIDTH
@@ -200,7 +200,7 @@ def _timed(probe: Probe, elements: int, device: str, precision: str, least: floa
 
 
 def attention_rows(device: str, precision: str, budget: Budget, meet: Callable[[], None]) -> Iterator[list[Any]]:
-    """Causal fused attention: tokens of a sequence and FLOP/s, forward and backward."""
+    """[kind, precision, tokens, FLOP/s] of causal fused attention, forward and backward."""
     for tokens in (64, 128, 256, 512, 1024):
         meet()
         batch = max(1, min(8, max(budget.elements) // (tokens * WIDTH)))

@@ -1,4 +1,4 @@
-"""`python -m finetune.measure`: a few steps of any model on made-up tokens, whose memory and time are written down."""
+"""`python -m finetune.measure`: a few steps of any model on synthetic tokens, to record their memory and time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 from finetune.run.recipe import PIPELINE, TRAINER, Recipe
 
-# Of every short real run. Nothing is kept of what is trained.
+# Defaults of every short real run; the trained model is not kept.
 SHORT_RUN: dict[str, Any] = {
     "do_train": True,
     "report_to": ["none"],
@@ -24,7 +24,7 @@ SHORT_RUN: dict[str, Any] = {
 
 @dataclass
 class TrialArguments:
-    """What is tried."""
+    """The model, its samples, and where to record the result."""
 
     model_config: str = field(default="", metadata={"help": "the config.json of a Hugging Face model"})
     head: str = field(default="causal_lm", metadata={"help": "causal_lm, masked_lm, sequence_classification, ..."})
@@ -35,7 +35,7 @@ class TrialArguments:
     )
     planned_device: str = field(default="", metadata={"help": "cpu or cuda: another is refused; empty: any"})
     timed_steps: int = field(default=5, metadata={"help": "steps whose time counts", "range": AT_LEAST_ONE})
-    result_dir: str = field(default="", metadata={"help": "where each rank writes its figures"})
+    result_dir: str = field(default="", metadata={"help": "where each rank writes its measurements"})
 
 
 TRIAL = Recipe(

@@ -1,4 +1,4 @@
-"""Starts trials by the real launcher, each a process of its own that may fail, and reads what they found. No torch."""
+"""Start trials with the real launcher, each in a process that may fail, and read their results. No torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Of each rank the bytes between steps and at the peak, and of the run a step's median seconds."""
+    """Each rank's bytes between steps and at the peak, and the run's median seconds per step."""
 
     resident_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
@@ -36,7 +36,7 @@ class Measured:
 
 
 def attempt(job: Job, config: dict[str, Any] | None, steps: int = 5) -> Measured | str:
-    """`measure`, in a folder that goes when it is done. Where it fails it stays, and the reason names its log."""
+    """`measure` in a temporary folder. If the run fails, the folder is kept, and the returned reason names its log."""
     folder = Path(tempfile.mkdtemp(prefix="finetune-trial-"))
     keeps = False
     try:
@@ -51,8 +51,8 @@ def attempt(job: Job, config: dict[str, Any] | None, steps: int = 5) -> Measured
 
 
 def measure(job: Job, config: dict[str, Any] | None, folder: Path, steps: int = 5, **more: object) -> Measured | str:
-    """A short real run of `job`, with `more` flags; where it fails, the reason. What it wrote stays in `folder`,
-    log.txt among it."""
+    """Measure a short real run of `job`, with `more` flags; returns the reason if it fails. Its files, including
+    log.txt, stay in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     launcher = TORCHRUN if job.world_size > 1 else PYTHON
     command = [*started(launcher, job.world_size), "-m", "finetune.measure"]
@@ -63,7 +63,7 @@ def measure(job: Job, config: dict[str, Any] | None, folder: Path, steps: int = 
 
 
 def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int, **more: object) -> list[str]:
-    """The command line of `finetune.measure`; the files that it names are written into `folder`."""
+    """The command line of `finetune.measure`; writes the files that it names into `folder`."""
     (folder / "model.json").write_text(json.dumps(job.model.sizes.config))
     flags: dict[str, Any] = {
         "model_config": folder / "model.json",
@@ -97,15 +97,15 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int,
 
 
 def _optim(job: Job, config: dict[str, Any] | None) -> str | None:
-    """None where DeepSpeed makes the optimizer: by a section of the config, or for states that are offloaded."""
+    """None if DeepSpeed creates the optimizer: from a section of the config, or because its states are offloaded."""
     section = (config or {}).get("optimizer")
     has_section = isinstance(section, dict) and not is_left_to_the_trainer(section)
     return None if has_section or job.zero.offload_optimizer != "none" else optim_of(job.optimizer.kind)
 
 
 def _with_folder_for_states(config: dict[str, Any]) -> dict[str, Any]:
-    """A folder that is there is the user's, on the disk that is meant. Where it is not it would be a run folder's, and
-    this run has another."""
+    """Keep an existing `nvme_path`, which is the user's choice of disk. One that does not exist was derived from
+    another run's folder, so derive it anew."""
     config = copy.deepcopy(config)
     for section in on_disk(config):
         if not Path(section.get("nvme_path") or "auto").is_dir():
@@ -123,13 +123,13 @@ def _read(folder: Path, ranks: int) -> Measured:
 
 
 def verify(found: Plan, config: dict[str, Any] | None) -> int:
-    """Run what was planned, and print both. Raises RunError where it fails."""
+    """Run what was planned, and print plan and measurement. Raises RunError if the run fails."""
     check_room(found.job, found.machine)
     peak = max(rank.step_peak.bytes for rank in found.ranks)
-    print("measuring: a real run of a few steps on made-up tokens", flush=True)
+    print("measuring: a real run of a few steps on synthetic tokens", flush=True)
     got = attempt(found.job, config)
     if isinstance(got, str):
-        raise RunError(f"the run that was planned ended: {got}. The plan's peak is {peak:,} bytes.")
+        raise RunError(f"the planned run ended: {got}. The plan's peak is {peak:,} bytes.")
     rows = [
         ("between steps, rank 0, MiB", found.ranks[0].resident_bytes / 2**20, got.resident_bytes[0] / 2**20),
         ("peak, fullest rank, MiB", peak / 2**20, max(got.peak_bytes) / 2**20),
@@ -140,14 +140,14 @@ def verify(found: Plan, config: dict[str, Any] | None) -> int:
         print(f"{name:32}{planned:12.2f}{measured:12.2f}{planned / measured - 1:+9.1%}")
     if not found.machine.kernel_table:
         print(
-            f"The step's time was planned for the shipped profile {found.machine.name}, which is not of this machine: "
-            "the two are not comparable. `finetune plan --calibrate here.json` measures it; then give --gpu here.json."
+            f"The step time was planned for the shipped profile {found.machine.name}, not for this machine, so the two "
+            "are not comparable. Run `finetune plan --calibrate here.json` to measure it; then give --gpu here.json."
         )
     return 0
 
 
 def autotune(found: Found, many: int) -> Found:
-    """The best `many` by plan, run for real; the fastest that runs comes first."""
+    """Run the `many` best-planned layouts for real; returns those that ran, fastest first."""
     ran: list[tuple[float, Candidate]] = []
     for one in found.fitting[:many]:
         check_room(one.plan.job, one.plan.machine)
@@ -159,13 +159,13 @@ def autotune(found: Found, many: int) -> Found:
         print(f"{one.words}: planned {one.samples_per_second:.2f}, measured {speed:.2f} samples/s", flush=True)
         ran.append((speed, one))
     if not ran:
-        raise RunError("none of them ran. The plan's own order stands; see the reasons above.")
+        raise RunError("none of them ran, so only the plan's order is known. The reasons are above.")
     ran.sort(key=lambda pair: -pair[0])
     return Found(tuple(replace(one, measured=speed) for speed, one in ran), found.failing, found.seen)
 
 
 def check_room(job: Job, machine: Machine) -> None:
-    """Raises RequestError for what is not tried, or not here."""
+    """Raises RequestError for a job that these trials do not support, or that this machine cannot run."""
     what = (
         "preferences" if job.texts > 1
         else "beside a teacher" if job.teacher is not None
@@ -174,9 +174,7 @@ def check_room(job: Job, machine: Machine) -> None:
         else None
     )  # fmt: skip
     if what:
-        raise RequestError(
-            f"--verify and --autotune do not train {what}. Drop them, and the plan is made all the same."
-        )
+        raise RequestError(f"--verify and --autotune do not train {what}. Drop them to get the plan alone.")
     ranks = job.world_size
     if ranks > job.ranks_per_node:
         raise RequestError(
@@ -186,10 +184,10 @@ def check_room(job: Job, machine: Machine) -> None:
         mend = f"Give --nodes 1 --gpus_per_node {gpus}" if gpus else "Give --gpu cpu, or a profile of this CPU"
         raise RequestError(
             f"--verify and --autotune run on this machine, which has {gpus} GPUs by nvidia-smi, but {ranks} rank(s) of "
-            f"{machine.name} are planned. {mend}; or drop them, and the plan is made all the same."
+            f"{machine.name} are planned. {mend}; or drop them to get the plan alone."
         )
     if machine.device == "cpu" and ranks > (cores := cores_here()):
         raise RequestError(
             f"--verify and --autotune run on this machine, where {cores} core(s) may be used, but {ranks} ranks are "
-            f"planned. Give --nodes 1 --gpus_per_node {cores}; or drop them, and the plan is made all the same."
+            f"planned. Give --nodes 1 --gpus_per_node {cores}; or drop them to get the plan alone."
         )

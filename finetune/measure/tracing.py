@@ -1,10 +1,11 @@
-"""The forward pass of any architecture that transformers has, operator by operator, without its weights:
+"""Record the forward pass of any transformers architecture, operator by operator, without its weights:
 
     python -m finetune.measure.tracing CONFIG.json causal_lm OUT.json
 
-A model is built on the meta device, where tensors have shapes and no memory, and its loss is computed at five small
-batches. What each operator makes, multiplies and keeps is a number that hangs on samples and tokens, as
-c + d t + b (e + f t + g t^2): five batches give all five. `finetune.plan.forward.traced` makes a plan's tape of it.
+The model is built on the meta device, where tensors have shapes but no memory, and its loss is computed for five small
+batches. What each operator creates, multiplies and saves depends on samples b and tokens t as
+c + d t + b (e + f t + g t^2), so five batches determine all five coefficients. `finetune.plan.forward.traced` turns the
+recording into a plan's tape.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.plan.model import HEADS
 
 TOKENS = 64
-ROWS = 2  # of one alone some operators copy nothing
+ROWS = 2  # with only one, some operators copy nothing
 POINTS = ((ROWS, TOKENS), (ROWS, 2 * TOKENS), (ROWS, 4 * TOKENS), (ROWS + 1, TOKENS), (ROWS + 1, 2 * TOKENS))
-# Of operators that make nothing of their own: their result is the input under another shape.
+# Operators that create nothing: their result is the input under another shape.
 VIEWS = {"view", "_unsafe_view", "transpose", "permute", "t", "unsqueeze", "squeeze", "alias", "detach", "expand",
          "reshape", "lift_fresh"}  # fmt: skip
 PARTS = {"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "narrow"}
@@ -35,14 +36,14 @@ PASSES_ON = {"add", "clone", "add_", "copy_"}
 
 
 class Recording(TorchDispatchMode):  # type: ignore[misc]
-    """Values are known by their Python objects, which all live until the end; storages by their addresses."""
+    """Identifies values by their Python objects, which all stay alive to the end, and storages by their addresses."""
 
     def __init__(self, weights: dict[int, str]) -> None:
         super().__init__()
         self.weights = weights
         self.alive: list[torch.Tensor] = []
-        self.values: dict[int, int] = {}  # of a tensor, its number
-        self.facts: list[list[int]] = []  # of each value: elements, bytes of one, storage, whether a gradient flows
+        self.values: dict[int, int] = {}  # a tensor's number, by id
+        self.facts: list[list[int]] = []  # of each value: elements, bytes per element, storage, whether gradients flow
         self.storages: dict[int, int] = {}
         self.ops: list[dict[str, Any]] = []
         self.pending: list[int] = []
@@ -63,7 +64,7 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
         self.values[id(out)] = self.number(given)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd saves inputs before an operator runs, and outputs behind it."""
+        """Autograd saves inputs before an operator runs, and outputs after it."""
         if _place(tensor) in self.weights or self.is_paused:
             return tensor
         number = self.number(tensor)
@@ -101,7 +102,7 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
 
 
 class Fused(TorchFunctionMode):  # type: ignore[misc]
-    """Attention as one operator, as flash attention has it: it keeps what it got and made, and a sum a row."""
+    """Attention as one operator, like flash attention: it saves its inputs and output, and one sum per row."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -143,7 +144,7 @@ def _tensors(found: Any) -> Any:
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The longest list of modules."""
+    """The model's longest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return list(max(lists, key=len, default=[]))
 
@@ -167,10 +168,10 @@ def record(model: torch.nn.Module, layers: list[torch.nn.Module], rows: int, tok
 
 
 def fitted(found: list[int]) -> list[float]:
-    """c, d, e, f, g of the numbers at `POINTS`."""
+    """The coefficients c, d, e, f, g from the values at `POINTS`."""
     one, two, four, other, last = map(Fraction, found)
     size = Fraction(TOKENS)
-    square = (four - 3 * two + 2 * one) / (6 * size**2)  # of t^2, t and 1 at so many rows
+    square = (four - 3 * two + 2 * one) / (6 * size**2)  # coefficients of t^2, t and 1 with ROWS rows
     slope = (two - one) / size - 3 * square * size
     start = one - slope * size - square * size**2
     each_square = square / ROWS
@@ -181,7 +182,7 @@ def fitted(found: list[int]) -> list[float]:
 
 
 def traced(config: dict[str, Any], head: str) -> dict[str, Any]:
-    """Without a cache of keys and values if it can be: without one, some masks ask for what is in a tensor."""
+    """Without a key-value cache if possible: without one, some models' masks need tensor contents, which meta lacks."""
     failed: Exception | None = None
     for attention, caches in (("sdpa", False), ("sdpa", True), ("eager", True)):
         try:
@@ -193,7 +194,7 @@ def traced(config: dict[str, Any], head: str) -> dict[str, Any]:
 
 
 def _auto(head: str) -> Any:
-    """The class of transformers that builds models of this head."""
+    """The transformers class that builds models with this head."""
     return getattr(transformers, "AutoModel" + next(end for end, known in HEADS.items() if known == head))
 
 
@@ -204,7 +205,7 @@ def _traced(config: dict[str, Any], head: str, attention: str) -> dict[str, Any]
     layers = layers_of(model.train())
     runs = [record(model, layers, rows, tokens, head) for rows, tokens in POINTS]
     if len({(len(run.facts), tuple(one["name"] for one in run.ops)) for run in runs}) > 1:
-        raise ValueError("its operators are others for other lengths")
+        raise ValueError("its operators differ between input lengths")
     first, table = runs[0], model.get_input_embeddings().weight
     return {
         "tensors": [[name, list(one.shape), _layer(name)] for name, one in model.named_parameters()],
@@ -230,7 +231,7 @@ def main(write: Callable[[str], object] = print) -> int:
     config, head, out = sys.argv[1:]
     try:
         found = traced(json.loads(Path(config).read_text()), head)
-    except Exception as error:  # of any architecture, by whatever its modules do without data
+    except Exception as error:  # without data, an architecture's modules can raise anything
         write(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         return 1
     Path(out).write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""The real training code around a model and samples that were made up: the Trainer, or the pipeline's."""
+"""Run the real training code, the Trainer or the pipeline trainer, on a given model and synthetic samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.training.trainer import FinetuneTrainer
 
 
 def train(session: Session, model: Any, data: Any, watch: Watch, *others: TrainerCallback) -> None:
-    """By the Trainer, under whatever engine the session has; `others` follow it beside the watch."""
+    """Train with the Trainer, under the session's engine; `others` are callbacks besides the watch."""
     trainer = FinetuneTrainer(
         model=model,
         args=session.training,
@@ -38,7 +38,7 @@ def train_pipeline(
     watch: Watch,
     *others: TrainerCallback,
 ) -> None:
-    """By DeepSpeed's pipeline engine; where the stages are cut is left in `watch.bounds`."""
+    """Train with DeepSpeed's pipeline engine; `watch.bounds` gets the stage boundaries."""
     with torch.no_grad():
         parts = partition(model, arguments, session.training, session.launch, data, default_data_collator, interval)
     trainer = PipelineTrainer(

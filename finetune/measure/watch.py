@@ -1,4 +1,4 @@
-"""Follows the steps of a run: bytes in the first ones, seconds in the rest."""
+"""Measures a run's steps: bytes in the first ones, seconds in the rest."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from transformers import TrainerCallback
 
 from finetune.measure.memory import Allocations
 
-OBSERVED_STEPS = 3  # under Allocations: optimizers make their states in the first
+OBSERVED_STEPS = 3  # under Allocations: optimizers create their states in the first
 WARM_STEPS = 1
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
-    """`memory` is entered by the caller, before anything is built, and left here. `warm_steps` come behind, and are not
-    timed."""
+    """The caller enters `memory` before anything is built; this exits it. The `warm_steps` after that are not timed."""
 
     def __init__(self, memory: Allocations, warm_steps: int = WARM_STEPS) -> None:
         self.memory, self.warm_steps = memory, warm_steps
@@ -35,17 +34,17 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.begin()
 
     def prepare(self, state: Any) -> None:
-        """Before a step whose bytes are counted."""
+        """Call it before a step whose bytes are counted."""
         if state.global_step < OBSERVED_STEPS:
             if state.global_step == 1:
-                self.memory.count_existing()  # what C++ has made unseen, such as the pinned buffers of NVMe offload
+                self.memory.count_existing()  # allocations that C++ made unseen, such as NVMe offload's pinned buffers
             self.memory.phase = "forward"
             self.memory.forget_peaks()
             if state.global_step == OBSERVED_STEPS - 1:
                 self.memory.catch = max(self.step_peaks[-1].values())
 
     def begin(self) -> None:
-        """A step's time runs from here, where all ranks are."""
+        """Start timing a step, once all ranks are here."""
         if distributed.is_initialized():
             distributed.barrier()
         self._synchronize()
@@ -63,7 +62,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self.seconds.append(time.perf_counter() - self.begun)
 
     def follow(self, model: Any) -> None:
-        """Names the phases of a step."""
+        """Set `memory.phase` to the phases of a step of `model`."""
 
         def to(phase: str) -> Any:
             def enter(*_: Any, **__: Any) -> None:
@@ -79,7 +78,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     @property
     def on_gpu(self) -> bool:
-        """Of the run: a machine may have GPUs that it does not use."""
+        """Whether the run uses a GPU; the machine may have unused ones."""
         return self.memory.device == "cuda"
 
     def _synchronize(self) -> None:

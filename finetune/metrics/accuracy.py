@@ -1,4 +1,4 @@
-"""The share of right answers. Under the configuration "multilabel" a row is right where all of its labels are."""
+"""The share of correct rows. Under the configuration "multilabel", a row is correct if all of its labels are."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sklearn.metrics import accuracy_score
 
 
 class Accuracy(evaluate.Metric):
-    """`accuracy`, or `subset_accuracy` of rows with several labels."""
+    """`accuracy`, or `subset_accuracy` for rows with several labels."""
 
     def _info(self) -> Any:
         one = datasets.Value("int64")
         value = datasets.Sequence(one) if self.config_name == "multilabel" else one
         return evaluate.MetricInfo(
-            description="The share of rows whose predicted label, or labels, are the true ones.",
+            description="The share of rows whose predicted label, or all of whose labels, are correct.",
             citation="",
-            inputs_description="predictions, references: ids, or rows of 0 and 1. sample_weight: how often each.",
+            inputs_description="predictions, references: ids, or rows of 0 and 1. sample_weight: the weight of each.",
             features=datasets.Features({"predictions": value, "references": value}),
         )
 

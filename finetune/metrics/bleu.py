@@ -1,4 +1,4 @@
-"""BLEU of a whole set, as sacrebleu counts it."""
+"""BLEU over a whole data set, as sacrebleu computes it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sacrebleu.metrics import BLEU
 
 
 class Bleu(evaluate.Metric):
-    """`bleu`, between 0 and 100, with sacrebleu's defaults: 13a's words, up to four of them, exponential smoothing."""
+    """`bleu`, from 0 to 100, with sacrebleu's defaults: 13a tokenization, n-grams up to 4, exponential smoothing."""
 
     def _info(self) -> Any:
         text = datasets.Value("string")
         return evaluate.MetricInfo(
-            description="Runs of up to four words in common, over all texts together.",
+            description="Shared n-grams of up to four words, over all texts together.",
             citation="M. Post, A call for clarity in reporting BLEU scores, 2018",
             inputs_description="predictions, references: texts.",
             features=datasets.Features({"predictions": text, "references": text}),

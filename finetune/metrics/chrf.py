@@ -1,4 +1,4 @@
-"""chrF of a whole set, as sacrebleu counts it: for languages whose words have many forms, or no blanks between them."""
+"""chrF over a whole data set, as sacrebleu computes it: for languages with rich morphology or without word spaces."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sacrebleu.metrics import CHRF
 
 
 class Chrf(evaluate.Metric):
-    """`chrf`, between 0 and 100, with sacrebleu's defaults: chrF2, up to six characters."""
+    """`chrf`, from 0 to 100, with sacrebleu's defaults: chrF2, n-grams of up to six characters."""
 
     def _info(self) -> Any:
         text = datasets.Value("string")
         return evaluate.MetricInfo(
-            description="Runs of up to six characters in common, over all texts together.",
+            description="Shared n-grams of up to six characters, over all texts together.",
             citation="M. Popovic, chrF: character n-gram F-score for automatic MT evaluation, 2015",
             inputs_description="predictions, references: texts.",
             features=datasets.Features({"predictions": text, "references": text}),

@@ -1,4 +1,4 @@
-"""Precision, recall and F1 of entities, found as a whole, and the accuracy of tags: what CoNLL's script counts."""
+"""Precision, recall and F1 of whole entities, and the accuracy of tags, as CoNLL's script computes them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class EntityF1(evaluate.Metric):
     def _info(self) -> Any:
         tags = datasets.Sequence(datasets.Value("string"))
         return evaluate.MetricInfo(
-            description="An entity is right where its first word, its last and its type are.",
+            description="An entity is correct if its first word, its last word and its type are.",
             citation="H. Nakayama, seqeval: a Python framework for sequence labeling evaluation, 2018",
-            inputs_description="predictions, references: for each sentence the list of its tags, such as B-person.",
+            inputs_description="predictions, references: a list of tags, such as B-person, for each sentence.",
             features=datasets.Features({"predictions": tags, "references": tags}),
         )
 

@@ -1,4 +1,4 @@
-"""The share of texts that are written exactly as they should be, but for blanks at their ends."""
+"""The share of texts that match the reference exactly, apart from leading and trailing whitespace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ExactMatch(evaluate.Metric):
     def _info(self) -> Any:
         text = datasets.Value("string")
         return evaluate.MetricInfo(
-            description="The share of predicted texts that are the true ones.",
+            description="The share of predicted texts that equal the references.",
             citation="",
             inputs_description="predictions, references: texts.",
             features=datasets.Features({"predictions": text, "references": text}),

@@ -1,4 +1,4 @@
-"""F1 as the mean over classes, and under the configuration "multilabel" over all labels of all rows as well."""
+"""Macro F1, the mean over classes; under the configuration "multilabel" also micro F1, over all labels of all rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sklearn.metrics import f1_score
 
 
 class F1(evaluate.Metric):
-    """`f1_macro`; of rows with several labels also `f1_micro`, which for single labels is the accuracy."""
+    """`f1_macro`; for rows with several labels also `f1_micro`, which for single labels equals the accuracy."""
 
     def _info(self) -> Any:
         one = datasets.Value("int64")
@@ -19,7 +19,7 @@ class F1(evaluate.Metric):
         return evaluate.MetricInfo(
             description="The harmonic mean of precision and recall.",
             citation="",
-            inputs_description="predictions, references: ids, or rows of 0 and 1. sample_weight: how often each.",
+            inputs_description="predictions, references: ids, or rows of 0 and 1. sample_weight: the weight of each.",
             features=datasets.Features({"predictions": value, "references": value}),
         )
 

@@ -1,4 +1,4 @@
-"""Matthews' correlation coefficient, which guessing the largest class does not raise above 0."""
+"""Matthews correlation coefficient; it is 0 for always guessing the largest class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Matthews(evaluate.Metric):
         return evaluate.MetricInfo(
             description="The correlation of predicted with true classes.",
             citation="B. W. Matthews, Comparison of the predicted and observed secondary structure, 1975",
-            inputs_description="predictions, references: ids. sample_weight: how often a row counts.",
+            inputs_description="predictions, references: ids. sample_weight: the weight of each.",
             features=datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}),
         )
 

@@ -12,7 +12,7 @@ from sklearn.metrics import mean_squared_error
 
 
 class MSE(evaluate.Metric):
-    """`mse`, of which less is better."""
+    """`mse`; lower is better."""
 
     greater_is_better = False
 
@@ -27,6 +27,6 @@ class MSE(evaluate.Metric):
         )
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        # What has diverged is said at the end of the run; scikit-learn would raise here.
+        # scikit-learn would raise here; the end of the run reports that it diverged.
         finite = np.isfinite(np.asarray(predictions)).all()
         return {"mse": float(mean_squared_error(references, predictions)) if finite else math.nan}

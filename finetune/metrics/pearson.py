@@ -1,4 +1,4 @@
-"""Pearson's correlation of predicted with true numbers."""
+"""Pearson correlation of predicted with true numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Pearson(evaluate.Metric):
-    """`pearson`, between -1 and 1; 0 where either side is constant, or no number any more."""
+    """`pearson`, between -1 and 1; 0 if either side is constant or a prediction is not finite."""
 
     def _info(self) -> Any:
         return evaluate.MetricInfo(

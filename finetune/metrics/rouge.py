@@ -1,4 +1,4 @@
-"""ROUGE: which share of words, pairs of words and longest common runs a text has in common with the true one."""
+"""ROUGE: the overlap of words, word pairs and longest common subsequences with the reference text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FIGURES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
 class Rouge(evaluate.Metric):
-    """`rouge1`, `rouge2`, `rougeL` and `rougeLsum`, between 0 and 1: means of F1, of stemmed words of Latin letters and
-    digits. For `rougeLsum` each line counts as a sentence."""
+    """`rouge1`, `rouge2`, `rougeL` and `rougeLsum`, between 0 and 1: mean F1 over stemmed words of Latin letters and
+    digits. For `rougeLsum`, each line counts as a sentence."""
 
     def _info(self) -> Any:
         text = datasets.Value("string")
         return evaluate.MetricInfo(
-            description="Words and runs of words in common.",
+            description="Shared words and word sequences.",
             citation="C.-Y. Lin, ROUGE: a package for automatic evaluation of summaries, 2004",
             inputs_description="predictions, references: texts.",
             features=datasets.Features({"predictions": text, "references": text}),

@@ -1,4 +1,4 @@
-"""Exact match and F1 of answers, as SQuAD's scripts count them."""
+"""Exact match and F1 of answers, as SQuAD's scripts compute them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Squad(evaluate.Metric):
-    """`exact_match` and `f1`, between 0 and 1: the best over a question's true answers, without case, punctuation,
-    articles and more than one blank. A question without a true answer is right where no text is given."""
+    """`exact_match` and `f1`, between 0 and 1: the best over a question's true answers, ignoring case, punctuation,
+    articles and repeated spaces. For a question without a true answer, only an empty answer is correct."""
 
     def _info(self) -> Any:
         text = datasets.Value("string")
         return evaluate.MetricInfo(
-            description="Which share of answers is exact, and which share of their words is right.",
+            description="The share of answers that match exactly, and the F1 of their words.",
             citation="Rajpurkar et al., Know what you don't know: unanswerable questions for SQuAD, arXiv 1806.03822",
             inputs_description="predictions: texts, empty for no answer; references: lists of texts, empty for none.",
             features=datasets.Features({"predictions": text, "references": datasets.Sequence(text)}),
@@ -40,7 +40,7 @@ def _best(guess: str, truth: list[str]) -> tuple[float, float]:
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation, without articles, with single blanks; in this order."""
+    """Lowercase, then remove punctuation, then articles, then extra spaces."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 

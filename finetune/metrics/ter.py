@@ -1,4 +1,4 @@
-"""TER of a whole set, as sacrebleu counts it: the edits from a text to the true one, by its words."""
+"""TER over a whole data set, as sacrebleu computes it: edits from a text to its reference, per reference word."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sacrebleu.metrics import TER
 
 
 class Ter(evaluate.Metric):
-    """`ter`, from 0, of which less is better; 100 is an edit for each true word."""
+    """`ter`, from 0; lower is better. 100 means one edit per reference word."""
 
     greater_is_better = False
 
     def _info(self) -> Any:
         text = datasets.Value("string")
         return evaluate.MetricInfo(
-            description="Insertions, deletions, substitutions and moves, by the number of true words.",
+            description="Insertions, deletions, substitutions and shifts, per reference word.",
             citation="M. Snover et al., A study of translation edit rate with targeted human annotation, 2006",
             inputs_description="predictions, references: texts.",
             features=datasets.Features({"predictions": text, "references": text}),

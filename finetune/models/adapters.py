@@ -1,4 +1,4 @@
-"""LoRA: a few trained weights beside frozen ones (Hu et al., arXiv 2106.09685), by peft; for every recipe of text."""
+"""LoRA through peft, for every text recipe: a few trained weights beside frozen ones (Hu et al., arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from finetune.run.run import Run
 
 MERGED_FOLDER = "merged"  # in the run folder
 MAX_SHOWN = 20
-WITHOUT_NEW_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")  # it was there before, or there is none
+WITHOUT_NEW_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")  # a pretrained head, or none at all
 ALL_LINEAR = "all-linear"  # peft's word
-POOLER = "pooler"  # of BERT's kind, which a masked language model is trained without
+POOLER = "pooler"  # as in BERT; masked language models are pretrained without it
 
 
 def check_adapter(run: Run, adapter: Path | None, shards: bool) -> None:
-    """Raises RequestError for what cannot be with the model at hand, of which `adapter` is the folder of an adapter
-    that is named as a model, None for another. What flags alone show, finetune.run.conflicts has said."""
+    """Raises RequestError if the adapter flags do not fit the model. `adapter` is the adapter's folder if
+    --model_name_or_path names one, else None. finetune.run.conflicts covers what the flags alone show."""
     if shards:
         check_sharded(run)
     if adapter is None:
         return
     if importlib.util.find_spec("peft") is None:
-        raise RequestError(f"{run.said('model_name_or_path')}, an adapter: needs peft. pip install peft.")
+        raise RequestError(f"{run.said('model_name_or_path')}, an adapter, which needs peft. pip install peft.")
     if run.value("do_train") and not run.value("use_peft"):
         raise RequestError(
             f"{run.said('model_name_or_path')}, which is an adapter. Add --use_peft True to train it further; to train "
             f"all weights, merge them first: finetune export {adapter} OUT --merge_adapter."
         )
     if shape := next((name for name in OF_NEW_ADAPTERS if name in run.given), None):
-        raise RequestError(f"{run.said(shape)}, but the adapter of --model_name_or_path has its own. Drop it.")
+        raise RequestError(f"{run.said(shape)}, but the adapter in --model_name_or_path sets its own. Drop it.")
 
 
 def kept_as(run: Run, adapter: Path | None, bf16: bool) -> Kept:
-    """How the weights of the model that is named are kept, in a run that computes in bf16 or not."""
+    """How the named model's weights are stored, in a run that computes in bf16 or not."""
     return Kept(base_dtype(run, bf16, adapter is not None), bool(run.value("use_peft") and run.value("load_in_4bit")))
 
 
 def with_adapter(model: Any, arguments: AdapterArguments, adapter: Path | None, task: str) -> Any:
-    """`model` with the adapter of a folder, or with a new one where it is to be trained; else as it is. `task` is
-    peft's TaskType. Raises RequestError."""
+    """`model` with the adapter from a folder, or with a new one under --use_peft; else unchanged. `task` is peft's
+    TaskType. Raises RequestError."""
     if adapter is not None:
         model = _opened(model, adapter, arguments.use_peft)
     elif arguments.use_peft:
         model = _new(model, arguments, task)
     else:
         return model
-    for weight in model.parameters():  # peft leaves a copied module as its base is
+    for weight in model.parameters():  # peft leaves a copied module in its base's dtype
         if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16) and not hasattr(weight, "ds_id"):
             weight.data = weight.data.float()
     return model
@@ -76,8 +76,8 @@ def _opened(model: Any, adapter: Path, is_trainable: bool) -> Any:
 
 
 def _new(model: Any, arguments: AdapterArguments, task: str) -> Any:
-    """LoRA on linear layers, which alone are trained, with the head of a classifier. Raises RequestError where no layer
-    matches."""
+    """`model` with LoRA on linear layers; only the LoRA weights and a classifier's head are trained. Raises
+    RequestError if no layer matches."""
     from peft import LoraConfig, get_peft_model
 
     linear = Counter(name.rsplit(".", 1)[-1] for name, module in model.named_modules() if _is_linear(module))
@@ -105,14 +105,14 @@ def _new(model: Any, arguments: AdapterArguments, task: str) -> Any:
 
 
 def _unread(model: Any, task: str) -> list[str]:
-    """Linear layers that no loss reads: an adapter there would get no gradient, at which DDP stops."""
+    """Linear layers that no loss depends on: an adapter there would get no gradient, and DDP would fail."""
     if task != "FEATURE_EXTRACTION":
         return []
     return [name for name, module in model.named_modules() if _is_linear(module) and name.partition(".")[0] == POOLER]
 
 
 def saved_modules(model: Any, arguments: AdapterArguments, task: str) -> list[str]:
-    """Those that are trained whole. Raises RequestError for a name that no module has, and for tied weights."""
+    """The modules to train in full. Raises RequestError for an unknown name and for tied weights."""
     asked = arguments.lora_modules_to_save or []
     both = (model.get_input_embeddings(), model.get_output_embeddings()) if asked else ()
     ends = [part for part in both if part is not None]
@@ -125,14 +125,14 @@ def saved_modules(model: Any, arguments: AdapterArguments, task: str) -> list[st
             raise RequestError(f"--lora_modules_to_save {name}: no module has this name. The model has: {there}.")
         if is_tied and any(module is end for module in found for end in ends):
             raise RequestError(
-                f"--lora_modules_to_save {name}: embeddings and head of this model are one tensor, of which a copy "
-                "would be trained for one of them alone. Leave it out."
+                f"--lora_modules_to_save {name}: this model's embeddings and head are one tensor, and only one of them "
+                "would get the trained copy. Leave it out."
             )
     return [*asked, *(() if task in WITHOUT_NEW_HEAD else heads_of(model))]
 
 
 def heads_of(model: Any) -> list[str]:
-    """The modules of a classifier that the model which it was made of may not have had."""
+    """The modules of a classifier that its pretrained base may lack."""
     own = [name for name, part in model.named_children() if next(part.parameters(), None) is not None]
     base = getattr(model, model.base_model_prefix, model)
     poolers = [] if getattr(base, POOLER, None) is None else [POOLER]
@@ -140,8 +140,8 @@ def heads_of(model: Any) -> list[str]:
 
 
 def labels_of(model: Any) -> dict[str, Any] | None:
-    """What a classifier's adapter has beside it, None of another model: the config of its base does not know it, and
-    transformers takes an adapter with a config.json for a whole model (models/auto/auto_factory.py)."""
+    """The label settings to store beside a classifier's adapter; None for other models. They are absent from the base's
+    config, and transformers treats an adapter with a config.json as a whole model (models/auto/auto_factory.py)."""
     if not hasattr(model, "peft_config") or model.active_peft_config.task_type in WITHOUT_NEW_HEAD:
         return None
     known = {name: value for name, value in model.config.to_dict().items() if name in OF_LABELS}
@@ -149,10 +149,10 @@ def labels_of(model: Any) -> dict[str, Any] | None:
 
 
 def write_merged(folder: Path, build: Callable[[], Any], tokenizer: Any) -> Path:
-    """The full model with the adapter of `folder` in its weights, from disk, so that no ZeRO stage matters. `build`
-    gives its base, in fp32.
+    """Write the full model, with the adapter of `folder` merged into its weights; read from disk, so it works under any
+    ZeRO stage. `build` returns the base in fp32.
 
-    One rank alone calls it, at the end: from here on models are no longer sharded as they are built.
+    Call it on one rank, at the end: afterwards, models are no longer sharded as they are built.
     """
     from peft import PeftModel
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config

@@ -2,10 +2,10 @@
 
     config = AlexNetConfig(num_labels=10)
     model = AlexNetForImageClassification(config)
-    layers = alexnet_pipeline(config, seed=42)     # the same layers, of which a stage builds its own alone
+    layers = alexnet_pipeline(config, seed=42)     # the same layers; each stage builds only its own
 
-It has no batch norm and nothing else that looks at a batch: its loss is the same however samples are spread. Importing
-this module makes it known to AutoConfig and AutoModelForImageClassification.
+It has no batch norm, and nothing else depends on the rest of the batch: the loss is the same however samples are spread
+over ranks. Importing this module registers it with AutoConfig and AutoModelForImageClassification.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 from finetune.models.classifier_pipeline import classifier_pipeline, summed_loss
 from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer, layer_spec
 
-CONVOLUTIONS, POOLED = 5, (0, 1, 4)  # how many, and those with a max-pool behind them
+CONVOLUTIONS, POOLED = 5, (0, 1, 4)  # how many, and which are followed by a max-pool
 LAYERS = CONVOLUTIONS + 3
-HEAD_STD = 0.01  # that of all weights in Krizhevsky et al. 2012, section 5
+HEAD_STD = 0.01  # used for all weights in Krizhevsky et al. 2012, section 5
 
 
 class AlexNetConfig(PreTrainedConfig):
     """The shape of an AlexNet. `dropout` acts before the first two linear layers."""
 
     model_type = "alexnet"
-    attribute_map: ClassVar = {"hidden_size": "classifier_size"}  # by which "auto" buckets are filled
+    attribute_map: ClassVar = {"hidden_size": "classifier_size"}  # sizes the "auto" buckets
 
     num_channels: int = 3
     image_size: int = 32
@@ -45,7 +45,7 @@ class AlexNetConfig(PreTrainedConfig):
 
 
 class AlexNetConvolution(GradientCheckpointingLayer):
-    """The convolution at `place` with its ReLU and, behind three of the five, a max-pool."""
+    """The convolution at `place` with its ReLU and, for three of the five, a max-pool."""
 
     def __init__(self, config: AlexNetConfig, place: int, seed: int | None = None) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class AlexNetConvolution(GradientCheckpointingLayer):
             draw_layer(self, AlexNetPreTrainedModel(config)._init_weights, seed, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(self.convolution.weight.dtype)  # pictures come in fp32, also to a pipeline's weights in bf16
+        x = x.to(self.convolution.weight.dtype)  # pictures are fp32 even if a pipeline's weights are bf16
         return self.pool(nn.functional.relu(self.convolution(x)))  # (B, C, H, W)
 
 
@@ -68,7 +68,7 @@ class AlexNetHead(nn.Linear):
 
 
 class AlexNetLinear(GradientCheckpointingLayer):
-    """The linear layer at `place`: the first flattens what it gets, the last gives logits."""
+    """The linear layer at `place`: the first flattens its input, the last returns logits."""
 
     def __init__(self, config: AlexNetConfig, place: int, seed: int | None = None) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ class AlexNetPreTrainedModel(PreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     supports_gradient_checkpointing = True
-    _supports_sdpa = True  # it has no attention, and the default is asked for all the same
+    _supports_sdpa = True  # it has no attention, but transformers requests the default all the same
     _no_split_modules: ClassVar = ["AlexNetConvolution", "AlexNetLinear"]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _init_weights(self, module: nn.Module) -> None:
-        """He's, which keeps the scale through ReLUs (arXiv 1502.01852, eq. 10), and a small head, by which the first
-        loss is that of a guess; biases start at zero."""
+        """He initialization, which keeps the scale through ReLUs (arXiv 1502.01852, eq. 10), and a small head, so that
+        the initial loss is that of a uniform guess; biases start at zero."""
         if isinstance(module, nn.Conv2d | nn.Linear):
             init.kaiming_normal_(module.weight, nonlinearity="relu")
             init.zeros_(module.bias)
@@ -112,8 +112,8 @@ class AlexNetPreTrainedModel(PreTrainedModel):
 
 
 class AlexNetForImageClassification(AlexNetPreTrainedModel):
-    """The loss is the mean over pictures; with `num_items_in_batch` their sum divided by it, so that micro-batches add
-    up right."""
+    """The loss is the mean over pictures, or with `num_items_in_batch` their sum divided by it, so that micro-batches
+    add up correctly."""
 
     def __init__(self, config: AlexNetConfig) -> None:
         super().__init__(config)
@@ -128,7 +128,7 @@ class AlexNetForImageClassification(AlexNetPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         **_: Any,
     ) -> ImageClassifierOutputWithNoAttention:
-        """`pixel_values` (B, channels, H, W) and `labels` (B) to `logits` (B, classes)."""
+        """`pixel_values` (B, channels, H, W) and `labels` (B) -> `logits` (B, classes)."""
         x = pixel_values
         for layer in self.layers:
             x = layer(x)
@@ -139,13 +139,13 @@ class AlexNetForImageClassification(AlexNetPreTrainedModel):
 
 
 def draw_weights(model: AlexNetForImageClassification, seed: int) -> None:
-    """Draw all of a model's weights, as the stages of a pipeline draw theirs."""
+    """Initialize all of a model's weights exactly as the stages of a pipeline do."""
     for place, layer in enumerate(model.layers):
         draw_layer(layer, model._init_weights, seed, place)
 
 
 def alexnet_pipeline(config: AlexNetConfig, seed: int | None) -> PipelineModel:
-    """An AlexNet for `finetune.training.pipeline`. With `seed` None weights are not drawn, for they are to be
+    """An AlexNet for `finetune.training.pipeline`. With `seed` None, weights are not initialized: they will be
     loaded."""
     layers = [
         PipelineLayer(layer_spec(layer_kind(place), config, place, seed), f"layers.{place}") for place in range(LAYERS)

@@ -1,8 +1,7 @@
-"""Batch norm where a batch is spread over ranks: taken over all of them, or left as a trained model has it.
+"""Batch norm with a batch spread over ranks: synchronized across them, or frozen at a trained model's statistics.
 
-Batch norm normalises by the mean and variance of the pictures that one rank has in one micro-batch. So with other
-ranks or other accumulation steps the model computes something else, which no averaging of gradients mends
-(docs/images.md).
+Batch norm normalizes by the mean and variance of one rank's pictures in one micro-batch. So the model's output depends
+on the number of ranks and accumulation steps, and averaging gradients does not correct that (docs/images.md).
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """The modules whose statistics depend on the batch, torch's SyncBatchNorm among them."""
+    """The modules whose statistics depend on the batch, including torch's SyncBatchNorm."""
     return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 class FullPrecisionStatistics(nn.modules.batchnorm._BatchNorm):
-    """Batch norm of a model in bf16 or fp16, with statistics in fp32, to which a step adds a tenth of what is new.
-    DeepSpeed casts weights and leaves statistics (0.19.8, runtime/engine.py, _cast_module_mixed_precision), and torch
-    takes both in one precision alone: it may be another than the input's."""
+    """Batch norm of a bf16 or fp16 model with statistics in fp32, since a step adds only a tenth of the new values.
+    DeepSpeed casts weights but not statistics (0.19.8, runtime/engine.py, _cast_module_mixed_precision), and torch
+    requires both in one precision, which may differ from the input's."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` (B, C, ...), in whose precision the result is."""
+        """`input` is (B, C, ...); the result has its precision."""
         if self.training:
             self.num_batches_tracked.add_(1)
         weight, bias = self.weight.float(), self.bias.float()
@@ -36,27 +35,28 @@ class FullPrecisionStatistics(nn.modules.batchnorm._BatchNorm):
 
 
 def keep_statistics_in_fp32(model: nn.Module) -> None:
-    """In a model that may be cast. Under ZeRO-3 it is built in bf16 or fp16 (deepspeed 0.19.8, runtime/zero/
-    partition_parameters.py, zero.Init), its statistics with it."""
+    """For a model that may be cast. ZeRO-3 builds it in bf16 or fp16, statistics included (deepspeed 0.19.8,
+    runtime/zero/partition_parameters.py, zero.Init)."""
     for module in batch_norms(model):
         if not (module.affine and module.track_running_stats and module.momentum is not None):
-            continue  # torch's ways for these are left to torch
+            continue  # torch handles these in its own way
         module.running_mean, module.running_var = module.running_mean.float(), module.running_var.float()
         if type(module) in PLAIN:
             module.__class__ = FullPrecisionStatistics
 
 
 class AllRanksBatchNorm(FullPrecisionStatistics):
-    """Over the pictures of all ranks, by two all-reduces on any device. torch's SyncBatchNorm refuses a CPU, and DDP
-    there any module of that class (torch 2.13, nn/parallel/distributed.py, _passing_sync_batchnorm_handle)."""
+    """Normalizes over the pictures of all ranks, with two all-reduces, on any device. torch's SyncBatchNorm does not
+    run on CPU, and DDP on CPU refuses that class (torch 2.13, nn/parallel/distributed.py,
+    _passing_sync_batchnorm_handle)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` (B, C, ...). Every rank must call it; gradients go through the sums of all ranks."""
+        """`input` is (B, C, ...). Every rank must call it; gradients flow through the sums over all ranks."""
         if not self.training:
             return super().forward(input)
         x = input.float()
         others = [dim for dim in range(x.dim()) if dim != 1]
-        shape = [-1] + [1] * (x.dim() - 2)  # of what each channel has, beside x
+        shape = [-1] + [1] * (x.dim() - 2)  # broadcasts per-channel values over x
         count = torch.full((1,), x.numel() / x.shape[1], device=x.device)
         sums = all_reduce(torch.cat([x.sum(dim=others), count]))  # (C + 1)
         total = sums[-1]
@@ -75,8 +75,8 @@ class AllRanksBatchNorm(FullPrecisionStatistics):
 
 
 def synchronise_batch_norm(model: Any) -> Any:
-    """The model with statistics over all ranks, wherever its pictures are: a machine with a GPU may train on its CPU.
-    Parameters stay the same objects. Without other ranks the model stays as it is."""
+    """The model with batch norm over all ranks, on any device: a machine with a GPU may train on its CPU. Parameters
+    stay the same objects. With a single rank, the model is unchanged."""
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return model
     for module in model.modules():
@@ -86,9 +86,9 @@ def synchronise_batch_norm(model: Any) -> Any:
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
-    """Normalise by a trained model's running statistics in training, too, and leave them as they are. Scale and shift
-    are still learnt. The Trainer puts the model into training mode before each step; a hook takes its batch norms
-    out."""
+    """Normalize by a trained model's running statistics during training, too, and do not update them. Scale and shift
+    are still learned. The Trainer puts the model into training mode before each step, so a hook resets its batch
+    norms."""
 
     def as_in_evaluation(module: nn.Module, _: Any) -> None:
         module.training = False

@@ -30,7 +30,7 @@ from finetune.run.sizes import gptlite_shape
 
 @dataclass(frozen=True)
 class CausalSource:
-    """A model before its weights. `tokenizer` is None where one is to be made from the text."""
+    """A model before its weights are loaded. `tokenizer` is None if one will be trained on the text."""
 
     config: Any
     tokenizer: Any | None
@@ -38,11 +38,11 @@ class CausalSource:
     pretrained: str | None
     description: str
     hub_id: str | None  # for the model card; None for a folder or a model from scratch
-    adapter: Path | None = None  # a folder that `pretrained` is the base of
+    adapter: Path | None = None  # an adapter's folder, whose base is `pretrained`
 
 
 def find_causal_source(arguments: CausalModelArguments, block_size: int | None) -> CausalSource:
-    """Look at the model's config and tokenizer, not its weights. Raises RequestError where one cannot be had."""
+    """Load the model's config and tokenizer, not its weights. Raises RequestError if either cannot be loaded."""
     name = arguments.model_name_or_path
     model = named(name, arguments.trust_remote_code) if name else None
     tokenizer = None
@@ -57,7 +57,7 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
     elif model:
         tokenizer = from_pretrained(AutoTokenizer, "model_name_or_path", model.tokenizer, arguments)
     most = positions_of(config)
-    otherwise = "." if name else f", or more by --config_overrides max_position_embeddings={block_size}."
+    otherwise = "." if name else f", or more with --config_overrides max_position_embeddings={block_size}."
     length = tokens_of("block_size", block_size, most, otherwise=otherwise)
     if model is None:
         what = f"GPT-lite from scratch, size {arguments.model_size}"
@@ -67,7 +67,7 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
 
 
 def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig:
-    """The config of a size, with what --config_overrides says. Raises RequestError for what a GPT-lite has not."""
+    """The config for --model_size with --config_overrides. Raises RequestError for what a GPT-lite does not support."""
     config = GPTLiteConfig(**gptlite_shape(arguments.model_size, arguments.config_overrides))
     if config.hidden_act not in ACT2FN:
         raise RequestError(
@@ -83,9 +83,9 @@ def build_causal_lm(
     seed: int,
     kept: Kept = IN_FP32,
 ) -> Any:
-    """The model, a pretrained one's weights `kept` so; from scratch, its weights are drawn by `seed`. Build it after
-    `TrainingArguments`: ZeRO-3 shards then. Raises RequestError where the tokenizer has more tokens than a pretrained
-    model embeds, unless --resize_embeddings."""
+    """The model: pretrained weights stored as `kept` says, or new ones initialized from `seed`. Call it after
+    `TrainingArguments`, so that ZeRO-3 shards it. Raises RequestError if the tokenizer has more tokens than a
+    pretrained model embeds, unless --resize_embeddings."""
     config = settled_config(arguments, source, tokenizer)
     if source.pretrained is None:
         model = GPTLiteForCausalLM(config)
@@ -103,8 +103,8 @@ def build_causal_lm(
 
 
 def settled_config(arguments: CausalModelArguments, source: CausalSource, tokenizer: Any) -> Any:
-    """The model's config, once the tokenizer is known. Raises RequestError where it has more tokens than a pretrained
-    model embeds, unless --resize_embeddings."""
+    """The model's config, once the tokenizer is known. Raises RequestError if the tokenizer has more tokens than a
+    pretrained model embeds, unless --resize_embeddings."""
     config = source.config
     if arguments.attn_implementation:
         config._attn_implementation = arguments.attn_implementation
@@ -113,7 +113,7 @@ def settled_config(arguments: CausalModelArguments, source: CausalSource, tokeni
         if (rows := rows_of(tokenizer)) > embedded and not arguments.resize_embeddings:
             raise RequestError(
                 f"the tokenizer has {rows:,} tokens, but the model embeds {embedded:,}. Use the model's own "
-                "tokenizer, or add rows for the new tokens by --resize_embeddings True."
+                "tokenizer, or add rows for the new tokens with --resize_embeddings True."
             )
         return config
     config.vocab_size = rows_of(tokenizer)

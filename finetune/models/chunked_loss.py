@@ -1,8 +1,8 @@
-"""Cross entropy without the full logits: the head of a causal LM gives the loss, some rows of logits at a time.
+"""Cross entropy without the full logits: the head of a causal LM returns the loss, computed a chunk of rows at a time.
 
-For a vocabulary of 50,000 the logits of a batch take more memory than the model. torch 2.13 has the chunked computation
-(`torch.nn.functional.linear_cross_entropy`); here it is put where any Hugging Face model calls its head, so that
-ZeRO-3, FSDP and DDP see the weight used by the module that owns it.
+With a vocabulary of 50,000, the logits of a batch take more memory than the model. torch 2.13 has the chunked
+computation (`torch.nn.functional.linear_cross_entropy`); this module puts it where any Hugging Face model calls its
+head, so that ZeRO-3, FSDP and DDP see the weight used by the module that owns it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PROBE_VOCABULARY = 16
 
 
 def choose_chunk_tokens(asked: int | None, model: Any, device: str) -> int:
-    """Rows of logits at a time; 0 for all at once. Raises RequestError where this torch or the model cannot do what is
-    asked; what nobody asked for is left out then."""
+    """Rows of logits per chunk; 0 for all at once. If this torch or the model does not support chunks, raises
+    RequestError when they were `asked` for, and else returns 0."""
     can = hasattr(nn.functional, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
     if asked and not can:
         raise RequestError(
@@ -39,13 +39,13 @@ def choose_chunk_tokens(asked: int | None, model: Any, device: str) -> int:
 
 
 class LossHead(nn.Linear):
-    """A head that gives logits as before, or, while it has `targets`, the loss over them and no logits."""
+    """A head that returns logits as before or, while `targets` is set, the loss over them and no logits."""
 
     chunk_tokens: int
     targets: torch.Tensor | None = None  # (B, T): the token that follows each position
-    items: Any = None  # what the sum is divided by; None for the targets' number
-    by_token = False  # always give the figures of each token, of which gradients flow back
-    lesson: Any = None  # a teacher's: gives the loss of rows, weight, bias, targets, items and chunk_tokens
+    items: Any = None  # divides the summed loss; None for the number of targets
+    by_token = False  # always return the figures of each token; gradients flow through them
+    lesson: Any = None  # a distillation loss: a function of rows, weight, bias, targets, items and chunk_tokens
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.targets is None:
@@ -65,11 +65,11 @@ class LossHead(nn.Linear):
         options = nn.LinearCrossEntropyOptions(
             batch_chunk_size=self.chunk_tokens,
             chunking_method=None,
-            acc_policy="compact",  # the quickest and smallest in bf16, its gradients as near to fp32 as the others'
+            acc_policy="compact",  # fastest and smallest in bf16, with gradients as close to fp32 as the others'
             allow_retain_graph=torch.compiler.is_compiling(),  # without it a warning breaks the compiled graph
         )
-        # In bf16 the sum itself is kept in bf16 and is off by up to 2% (torch 2.13, linear_cross_entropy.py, where
-        # output_dtype is chosen), so the losses are asked for one by one. In fp32 that would only cost time.
+        # In bf16 the sum itself is bf16 and off by up to 2% (torch 2.13, linear_cross_entropy.py, where output_dtype
+        # is chosen), so request unreduced losses and sum them in fp32. For fp32 inputs that would only cost time.
         half = rows.dtype in (torch.bfloat16, torch.float16)
         losses = nn.functional.linear_cross_entropy(
             rows,
@@ -85,7 +85,7 @@ class LossHead(nn.Linear):
         return total / (items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1))
 
     def _row_sums(self, rows: Any, weight: Any, bias: Any, targets: Any) -> torch.Tensor:
-        """For evaluation: of each row of the batch the loss, the right guesses and the targets, (B, 3)."""
+        """For evaluation: the loss, correct predictions and targets of each row of the batch, (B, 3)."""
         assert self.targets is not None
         parts = []
         for some, wanted in zip(rows.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True):
@@ -93,11 +93,11 @@ class LossHead(nn.Linear):
         return torch.cat(parts).reshape(*self.targets.shape, 3).sum(dim=1)
 
     def _figures_of_tokens(self, rows: Any, weight: Any, bias: Any, targets: Any) -> torch.Tensor:
-        """Of each token the same, (B, T, 3), with logits of what is learnt alone: a chunk at a time, and once more on
-        the way back."""
+        """The same for each token, (B, T, 3). Logits are computed only where there is a target, a chunk at a time, and
+        recomputed in the backward pass."""
         assert self.targets is not None
         learnt = (targets != IGNORED).nonzero()[:, 0]
-        parts = [rows.new_zeros(0, 3, dtype=torch.float32) + 0 * rows.float().sum()]  # a graph, where none is learnt
+        parts = [rows.new_zeros(0, 3, dtype=torch.float32) + 0 * rows.float().sum()]  # a graph even without targets
         for some in learnt.split(self.chunk_tokens):
             parts.append(checkpoint(_figures, rows[some], weight, bias, targets[some], use_reentrant=False))
         figures = rows.new_zeros(len(targets), 3, dtype=torch.float32)
@@ -109,15 +109,15 @@ def _figures(rows: torch.Tensor, weight: Any, bias: Any, targets: torch.Tensor) 
 
 
 def token_figures(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(N, V) and (N,) to (N, 3): the loss in nats, whether the likeliest token is right, and whether it counts."""
+    """(N, V) and (N,) to (N, 3): the loss in nats, whether the top token is correct, and whether the target counts."""
     loss = nn.functional.cross_entropy(logits.float(), targets, reduction="none", ignore_index=IGNORED)
     counts = targets != IGNORED
     return torch.stack([loss, (logits.argmax(-1) == targets) & counts, counts], dim=-1)
 
 
 def row_figures(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The Trainer's `preprocess_logits_for_metrics`: (B, T, V) logits and (B, T) targets, or what a `LossHead` gave,
-    to the (B, 3) that a `LossHead` gives."""
+    """The Trainer's `preprocess_logits_for_metrics`: (B, T, V) logits and (B, T) targets to the (B, 3) that a
+    `LossHead` returns; what already comes from a `LossHead` is passed through."""
     logits = logits[0] if isinstance(logits, tuple) else logits
     if logits.dim() == 2:
         return logits
@@ -126,11 +126,11 @@ def row_figures(logits: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def refusal(model: Any) -> str | None:
-    """Why the loss of `model` cannot be computed in chunks; None where it can.
+    """Why the loss of `model` cannot be computed in chunks; None if it can.
 
     Some models scale or cap their logits after the head (Granite, Cohere, Gemma 2), or add to the loss (the routers of
-    mixtures of experts), which a head that gives the loss would leave out without a word. So a small copy is asked: its
-    loss in chunks must be that over all logits.
+    mixtures of experts), which a head that returns the loss would silently skip. So a small copy is tried: its chunked
+    loss must equal the loss over all logits.
     """
     name = type(model).__name__
     if type(model.get_output_embeddings()) is not nn.Linear:
@@ -149,17 +149,17 @@ def refusal(model: Any) -> str | None:
             plain = twin(**batch).loss.item()
             use_chunked_loss(twin, PROBE_VOCABULARY)
             chunked = twin(**batch).loss.item()
-    except Exception as error:  # whatever a config or a model says to being shortened
-        return f"{name} could not be asked ({first_line(error)})"
+    except Exception as error:  # a shortened config or model can raise anything
+        return f"{name} could not be checked ({first_line(error)})"
     if not math.isclose(plain, chunked, rel_tol=1e-4):
         return f"{name} does more for its loss than a linear head does ({plain:.4g} against {chunked:.4g} in chunks)"
     return None
 
 
 def use_chunked_loss(model: Any, chunk_tokens: int, by_token: bool = False) -> None:
-    """Give `model` a `LossHead` in place of its head, with the same weight, and have it return that one's loss, or
-    `by_token` as `logits` the (B, T, 3) of `token_figures`. Ask `refusal` first. `model` is what the Trainer gets, an
-    adapter's wrapper included."""
+    """Replace the head of `model` with a `LossHead` of the same weight, and make `model` return its loss or, with
+    `by_token`, the (B, T, 3) of `token_figures` as `logits`. Call `refusal` first. `model` is what the Trainer gets,
+    including any adapter wrapper."""
     old = model.get_output_embeddings()
     head = LossHead(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
     head.weight, head.bias = old.weight, old.bias

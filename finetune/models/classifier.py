@@ -37,7 +37,7 @@ from finetune.run.sizes import DISTILBERT_POSITIONS, DISTILBERT_SIZES, distilber
 
 @dataclass(frozen=True)
 class Source:
-    """A model before its weights: `config` and `tokenizer` are None when it is to be trained from scratch."""
+    """A model before its weights are loaded: `config` and `tokenizer` are None if it will be trained from scratch."""
 
     config: Any | None
     tokenizer: Any | None
@@ -45,17 +45,17 @@ class Source:
     vocab_size: int
     description: str
     hub_id: str | None  # for the model card; None for a folder or a model from scratch
-    pretrained: str | None = None  # whose weights are loaded
-    adapter: Path | None = None  # a folder that `pretrained` is the base of
+    pretrained: str | None = None  # the model whose weights are loaded
+    adapter: Path | None = None  # an adapter's folder, whose base is `pretrained`
 
     @property
     def labels(self) -> Labels | None:
-        """What a trained model tells apart, in the order of its ids; None where it was never told."""
+        """A trained model's classes, in the order of their ids; None if its config has none."""
         return trained_labels(self.config)
 
 
 def trained_labels(config: Any | None) -> Labels | None:
-    """What the model of a config tells apart; None without a config, or where it was never told."""
+    """The classes of a model's config; None without a config, or if it names none."""
     problem = getattr(config, "problem_type", None)
     if problem == "regression":
         return Labels("regression", ())
@@ -68,7 +68,7 @@ def trained_labels(config: Any | None) -> Labels | None:
 
 
 def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source:
-    """Look at the model's config and tokenizer, not its weights. Raises RequestError where one cannot be had."""
+    """Load the model's config and tokenizer, not its weights. Raises RequestError if either cannot be loaded."""
     size = DISTILBERT_SIZES.get(arguments.model_size)
     if size is None:
         raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(DISTILBERT_SIZES)}.")
@@ -85,7 +85,7 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
         if not getattr(tokenizer, "is_fast", False):
             raise RequestError(f"--{flag} {place}: has no tokenizer.json. Convert it to a fast one.")
         if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token  # GPT-2's and Llama's have none; the attention mask hides it
+            tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; the attention mask hides it
     positions = max(DISTILBERT_POSITIONS, max_seq_length or 0) if config is None else positions_of(config)
     most = getattr(tokenizer, "model_max_length", NO_LIMIT)
     length = tokens_of("max_seq_length", max_seq_length, positions, most)
@@ -104,9 +104,9 @@ def build_classifier(
     will_train: bool = True,
     kept: Kept = IN_FP32,
 ) -> Any:
-    """The model, with the names of the labels in its config. Build it after `TrainingArguments`: ZeRO-3 shards then.
+    """The model, with the label names in its config. Call it after `TrainingArguments`, so that ZeRO-3 shards it.
 
-    Raises RequestError where it is to be evaluated only, and was never trained on these labels.
+    Raises RequestError if it is only evaluated and was not trained on these labels.
     """
     if not will_train:
         _check_knows(source, labels)
@@ -119,12 +119,12 @@ def build_classifier(
         label_config["id2label"] = dict(enumerate(labels.names))
         label_config["label2id"] = {name: i for i, name in enumerate(labels.names)}
     if source.config is None:
-        # Not by `from_config`: under ZeRO-3 it draws the weights in another order, and the run would start elsewhere.
+        # Not `from_config`: under ZeRO-3 it initializes weights in another order, so the run would start elsewhere.
         kind = DistilBertForTokenClassification if of_tokens else DistilBertForSequenceClassification
         return kind(scratch_config(arguments, source, tokenizer, label_config))
     config = source.config
     if will_train and hasattr(config, "thresholds"):
-        del config.thresholds  # of the weights that were
+        del config.thresholds  # tuned for the old weights
     for key, value in label_config.items():
         setattr(config, key, value)
     fit_to(tokenizer, config)
@@ -133,20 +133,19 @@ def build_classifier(
     if kept.in_4bit:
         with torch.device("meta"):
             kept = replace(kept, whole=tuple(heads_of(kind.from_config(config))))
-    # A head with another number of labels is made anew; an adapter has its own.
+    # A head with another number of labels is replaced by a new one; an adapter brings its own.
     makes_head = will_train or source.adapter is not None
     return load_weights(kind, name, config, is_local, arguments, kept, has_new_head=makes_head)
 
 
 def _check_knows(source: Source, labels: Labels) -> None:
-    """Of a model that is evaluated only."""
+    """For a model that is only evaluated."""
     if source.config is None or source.config.num_labels != (len(labels.names) or 1):
         has = "is not given" if source.config is None else f"has {source.config.num_labels} outputs"
         raise RequestError(
             f"--do_train False evaluates a trained model, but --model_name_or_path {has}, and the data has "
-            f"{len(labels.names) or 'no'} classes. Give a model that was trained on such data, or by "
-            "--validation_file or --test_file the data that it was trained for (without any, the built-in docstrings "
-            "are used)."
+            f"{len(labels.names) or 'no'} classes. Give a model that was trained on such data, or give the data that "
+            "it was trained for in --validation_file or --test_file (the default data is the built-in docstrings)."
         )
     known = source.labels.names if source.labels else ()
     if known and labels.names and labels.names != known:
@@ -157,7 +156,7 @@ def _check_knows(source: Source, labels: Labels) -> None:
 
 
 def fit_to(tokenizer: Any, config: Any) -> None:
-    """The token that pads. Raises RequestError where the model embeds fewer tokens than the tokenizer has."""
+    """Set the padding token. Raises RequestError if the model embeds fewer tokens than the tokenizer has."""
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
     if len(tokenizer) > config.vocab_size:
@@ -170,7 +169,7 @@ def fit_to(tokenizer: Any, config: Any) -> None:
 def scratch_config(
     arguments: ModelArguments, source: Source, tokenizer: Any, label_config: dict[str, Any]
 ) -> DistilBertConfig:
-    """Of the DistilBERT of --model_size."""
+    """The config of the DistilBERT of --model_size."""
     return DistilBertConfig(
         **distilbert_shape(arguments.model_size, arguments.dropout, source.max_seq_length),
         vocab_size=len(tokenizer),

@@ -1,4 +1,4 @@
-"""What the pipelines of classifiers have in common: one id for each row, and cross entropy."""
+"""What classifier pipelines share: one class id per row, and cross entropy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def classifier_pipeline(
     layers: Sequence[PipelineLayer],
     figures: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> PipelineModel:
-    """The layers of a model of `kind` for `finetune.training.pipeline`."""
+    """The `layers` of a model of class `kind` for `finetune.training.pipeline`."""
     with torch.device("meta"):
         total = kind(config).num_parameters()
     return PipelineModel(
@@ -36,7 +36,7 @@ def classifier_pipeline(
 
 
 def split_batch(first: str, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the first stage reads, and what the last compares with."""
+    """The first stage's input and the last stage's targets."""
     return batch[first], batch["labels"]
 
 
@@ -46,11 +46,11 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def count_labels(labels: torch.Tensor) -> torch.Tensor:
-    """How many rows, as a tensor of no dimension."""
+    """The number of rows, as a 0-d tensor."""
     return torch.tensor(labels.numel())
 
 
 def save_config(kind: type[PreTrainedModel], config: Any, folder: Path) -> None:
-    """What `save_pretrained` writes beside the weights."""
+    """Write what `save_pretrained` writes beside the weights."""
     config.architectures, config.dtype = [kind.__name__], torch.float32
     config.save_pretrained(folder)

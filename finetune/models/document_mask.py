@@ -1,4 +1,4 @@
-"""Do the documents of a block see one another? The model is asked, for a mask that is not honoured is not missed."""
+"""Do packed documents attend to each other? The model is tested, since one that ignores the mask does not fail."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ DOCUMENT_TOKENS = 3
 
 
 def check_document_mask(model: Any, rows: int) -> None:
-    """Raises RequestError where positions that start again do not part documents in this model; `rows` are those of a
+    """Raises RequestError if restarted positions do not separate documents in this model; `rows` is the size of a
     micro-batch.
 
-    transformers builds the mask from `position_ids` (masking_utils.py, find_packed_sequence_indices), for models that
-    let it build their masks; others, and layers that are no attention, mix the documents without a word.
+    transformers builds the mask from `position_ids` (masking_utils.py, find_packed_sequence_indices) for models that
+    let it build their masks; other models, and layers other than attention, mix the documents silently.
     """
     attention = str(model.config._attn_implementation)
     if "flash" in attention and rows > 1:
-        # modeling_flash_attention_utils.py, _is_packed_sequence: positions are looked at in batches of one row alone.
+        # modeling_flash_attention_utils.py, _is_packed_sequence: positions are only read in batches of one row.
         raise RequestError(
-            f"--document_mask: {attention} parts documents only with one row a micro-batch, and there are {rows}. Set "
+            f"--document_mask: {attention} separates documents only with one row per micro-batch, not {rows}. Set "
             "--per_device_train_batch_size and --per_device_eval_batch_size to 1, or leave --attn_implementation out."
         )
     if attention not in ("eager", "sdpa"):
-        return  # it runs on no CPU
+        return  # not available on CPU, where the small copy runs
     try:
         apart = documents_are_apart(model)
-    except Exception as error:  # whatever a config says to being shortened
+    except Exception as error:  # a shortened config can raise anything
         raise RequestError(
-            f"--document_mask: whether {type(model).__name__} keeps the documents of a block apart could not be found "
-            f"out ({first_line(error)}). Drop it, or use --packing none."
+            f"--document_mask: could not check whether {type(model).__name__} keeps the documents of a block apart "
+            f"({first_line(error)}). Drop it, or use --packing none."
         ) from error
     if not apart:
         raise RequestError(
-            f"--document_mask: {type(model).__name__} lets the documents of a block see one another all the same. Drop "
+            f"--document_mask: {type(model).__name__} still lets the documents of a block attend to each other. Drop "
             "it, or use --packing none."
         )
 
 
 def documents_are_apart(model: Any) -> bool:
-    """True if a document's logits in a block are those that it has alone, in a small copy of `model`."""
+    """True if a document has the same logits in a block as alone, in a small copy of `model`."""
     twin = small_copy(model, 2 * DOCUMENT_TOKENS)
     ids = torch.arange(2 * DOCUMENT_TOKENS)[None]
     positions = torch.arange(DOCUMENT_TOKENS).repeat(2)[None]

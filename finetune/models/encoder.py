@@ -1,4 +1,4 @@
-"""Models whose last hidden states make vectors of texts: any pretrained one, or a DistilBERT from scratch."""
+"""Text embedding models, from last hidden states: any pretrained encoder or decoder, or a DistilBERT from scratch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from finetune.models.sentence_folder import SentenceModel, read_sentence_model
 from finetune.models.source import IN_FP32, Kept, load_weights
 from finetune.run.flags.text import ModelArguments
 
-TWO_PARTS = "--model_name_or_path {}: is of an encoder with a decoder. Give an encoder such as a BERT, or a decoder."
+TWO_PARTS = "--model_name_or_path {}: is an encoder-decoder model. Give an encoder such as a BERT, or a decoder."
 PROMPTS = ("query", "document")  # sentence-transformers' words
 
 
 @dataclass(frozen=True)
 class EncoderSource:
-    """A model before its weights, and how it makes vectors: `prompts` are those of a "query" and of a "document"."""
+    """A model before its weights are loaded, and how it embeds: `prompts` has one each for "query" and "document"."""
 
     model: Source
     pooling: str
@@ -41,7 +41,7 @@ class EncoderSource:
 def find_encoder_source(
     arguments: ModelArguments, pooling: str | None, max_seq_length: int | None, prompts: Mapping[str, str | None]
 ) -> EncoderSource:
-    """Look at the model's config, tokenizer and pooling, not its weights; what is None is as the model has it. Raises
+    """Load the model's config, tokenizer and pooling, not its weights; None means the model's own setting. Raises
     RequestError."""
     name = arguments.model_name_or_path
     source = find_source(arguments, max_seq_length)
@@ -52,7 +52,7 @@ def find_encoder_source(
     if getattr(config, "is_encoder_decoder", False):
         raise RequestError(TWO_PARTS.format(name))
     found = {kind: told.prompts.get(kind, "") if (said := prompts[kind]) is None else said for kind in PROMPTS}
-    found = {**told.prompts, **found}  # it may have some for other tasks, which stay
+    found = {**told.prompts, **found}  # keeps the model's prompts for other tasks
     return EncoderSource(source, told.pooling or ("last" if _is_causal(config) else "mean"), found, told.default_prompt)
 
 
@@ -62,26 +62,25 @@ def _is_causal(config: Any | None) -> bool:
 
 
 def build_encoder(arguments: ModelArguments, source: Source, tokenizer: Any, kept: Kept = IN_FP32) -> Any:
-    """The model without a head. Build it after `TrainingArguments`: ZeRO-3 shards then. Raises RequestError."""
+    """The model without a head. Call it after `TrainingArguments`, so that ZeRO-3 shards it. Raises RequestError."""
     if source.config is None:
-        # Not by `from_config`: under ZeRO-3 it draws the weights in another order, and the run would start elsewhere.
+        # Not `from_config`: under ZeRO-3 it initializes weights in another order, so the run would start elsewhere.
         return DistilBertModel(scratch_config(arguments, source, tokenizer, {}))
     config = source.config
     fit_to(tokenizer, config)
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # nothing is written, and a decoder would keep the keys and values of all layers
+        config.use_cache = False  # nothing is generated, and a decoder would keep the keys and values of all layers
     model = load_weights(AutoModel, str(source.pretrained), config, source.hub_id is None, arguments, kept)
     has_part = (getattr(model, part, None) is not None for part in ("encoder", "decoder"))
-    if all(has_part):  # as of a T5's encoder, which AutoModel opens as a whole T5; an OPT has a decoder alone
+    if all(has_part):  # a T5 encoder, say, which AutoModel opens as a whole T5; an OPT has only a decoder
         raise RequestError(TWO_PARTS.format(source.pretrained))
     if isinstance(pooler := getattr(model, "pooler", None), nn.Module):
-        pooler.requires_grad_(False)  # of BERT's kind, which nothing here reads
+        pooler.requires_grad_(False)  # a BERT-style pooler; nothing here reads its output
     return model
 
 
 def pooled(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
-    """Of the hidden states (B, T, H) of texts that are padded on the right by `mask` (B, T) a vector each (B, H), in
-    fp32."""
+    """Hidden states (B, T, H) of right-padded texts with `mask` (B, T) to one fp32 vector per text (B, H)."""
     if how == "cls":
         return hidden[:, 0].float()
     if how == "last":

@@ -3,9 +3,9 @@
     config = GPTLiteConfig(num_hidden_layers=6, hidden_size=384, vocab_size=65)
     model = GPTLiteForCausalLM(config)
 
-It saves, loads, generates with a key-value cache, checkpoints activations and takes any `attn_implementation` as other
-models of the library do, and is registered for transformers' Auto classes when this module is imported.
-No causal mask is kept as a buffer: scaled-dot-product and flash attention need none.
+It saves, loads, generates with a key-value cache, checkpoints activations and takes any `attn_implementation`, like
+other transformers models. Importing this module registers it with the Auto classes.
+It keeps no causal mask as a buffer: scaled-dot-product and flash attention need none.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def eager_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with its weights in the open: query, key and value (B, heads, T, head size), mask (B, 1, T, T) or None.
+    """Attention with explicit weights: query, key and value (B, heads, T, head size), mask (B, 1, T, T) or None.
 
-    Returns the mix (B, T, heads, head size) and the weights (B, heads, T, T).
+    Returns the output (B, T, heads, head size) and the weights (B, heads, T, T).
     """
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
@@ -80,9 +80,9 @@ def eager_attention(
 
 
 class ResidualProjection(nn.Linear):
-    """A Linear whose output is added to the residual stream: it starts smaller. Its own class, because transformers
-    5.23 asks `_init_weights` of modules that hold weights alone where a model comes from outside (modeling_utils.py,
-    _initialize_weights)."""
+    """A Linear whose output is added to the residual stream; its initial weights are smaller. It is a class because
+    transformers 5.23 calls `_init_weights` only on modules that hold weights themselves, for models from outside the
+    library (modeling_utils.py, _initialize_weights)."""
 
 
 class GPTLiteAttention(nn.Module):
@@ -160,8 +160,8 @@ class GPTLitePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal with `initializer_range`; projections onto the residual stream divided by sqrt(2 x layers), for each
-        layer adds to it twice (GPT-2: Radford et al. 2019, section 2.3)."""
+        """Normal with `initializer_range`; projections onto the residual stream are scaled by 1 / sqrt(2 x layers),
+        since each layer adds to it twice (GPT-2: Radford et al. 2019, section 2.3)."""
         super()._init_weights(module)
         if isinstance(module, ResidualProjection):
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
@@ -197,22 +197,22 @@ class GPTLiteModel(GPTLitePreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """`input_ids` (B, T) or `inputs_embeds` (B, T, C) to `last_hidden_state` (B, T, C).
 
-        Without `attention_mask`, `position_ids` (B, T) that start again at 0 inside a row mark documents that do not
-        see one another (transformers, masking_utils.py, find_packed_sequence_indices).
+        Without `attention_mask`, `position_ids` (B, T) that restart at 0 within a row mark documents that do not
+        attend to each other (transformers, masking_utils.py, find_packed_sequence_indices).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, and not both")
         x = self.embeddings.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        is_plain = attention_mask is None or attention_mask.dim() < 4  # else texts share a row, with positions of each
+        is_plain = attention_mask is None or attention_mask.dim() < 4  # else texts share a row, each with own positions
         if is_plain and past + x.shape[1] > self.config.max_position_embeddings:
             raise ValueError(
                 f"{past + x.shape[1]} tokens, but this GPT-lite has {self.config.max_position_embeddings} positions "
                 "(max_position_embeddings): give it fewer."
             )
-        # The mask is asked for with the positions that were given: with none it is known to be plain, and attention
-        # runs its causal kernel without a mask, also in a compiled graph and without waiting for the device.
+        # Pass on only positions that the caller gave: without any the mask is known to be plain causal, so attention
+        # runs its causal kernel without a mask, even in a compiled graph, and without a device synchronization.
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=x,
@@ -221,7 +221,7 @@ class GPTLiteModel(GPTLitePreTrainedModel):
             position_ids=position_ids,
         )
         if use_cache and past_key_values is None:
-            # After the mask, which takes no packed rows with a cache.
+            # After the mask: with a cache, it does not support packed rows.
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
             position_ids = torch.arange(past, past + x.shape[1], device=x.device).unsqueeze(0)
@@ -232,8 +232,8 @@ class GPTLiteModel(GPTLitePreTrainedModel):
 
 
 class GPTLiteForCausalLM(GPTLitePreTrainedModel, GenerationMixin):
-    """GPT-lite with its head. The loss is the mean over the tokens to be predicted; with `num_items_in_batch` their sum
-    divided by it, so that micro-batches of uneven size add up right."""
+    """GPT-lite with its head. The loss is the mean over target tokens, or with `num_items_in_batch` their sum divided
+    by it, so that micro-batches of uneven size add up correctly."""
 
     _tied_weights_keys: ClassVar = {"lm_head.weight": "transformer.embeddings.tokens.weight"}
 
@@ -256,8 +256,8 @@ class GPTLiteForCausalLM(GPTLitePreTrainedModel, GenerationMixin):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """`labels` (B, T) are the input ids, with -100 where nothing is to be learnt; they are shifted here. Gives
-        `logits` (B, T, vocabulary), or of the last `logits_to_keep` positions alone."""
+        """`labels` (B, T) are the input ids, with -100 at positions to ignore; they are shifted here. Returns `logits`
+        (B, T, vocabulary), or only those of the last `logits_to_keep` positions."""
         output = self.transformer(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -277,12 +277,12 @@ class GPTLiteForCausalLM(GPTLitePreTrainedModel, GenerationMixin):
 
 
 class GPTLiteForSequenceClassification(GenericForSequenceClassification, GPTLitePreTrainedModel):
-    """GPT-lite with a score for each label, read off the last token that is no padding."""
+    """GPT-lite with a score for each label, computed from the last token that is not padding."""
 
     base_model_prefix = "transformer"
 
     def __init__(self, config: GPTLiteConfig) -> None:
-        # The generic one makes its base by `from_config`, which ZeRO-3 shards before its weights are drawn.
+        # The generic class builds its base with `from_config`, which ZeRO-3 shards before weights are initialized.
         super(GenericForSequenceClassification, self).__init__(config)
         self.num_labels = config.num_labels
         self.transformer = GPTLiteModel(config)
@@ -294,7 +294,7 @@ AutoConfig.register(GPTLiteConfig.model_type, GPTLiteConfig, exist_ok=True)
 AutoModel.register(GPTLiteConfig, GPTLiteModel, exist_ok=True)
 AutoModelForCausalLM.register(GPTLiteConfig, GPTLiteForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(GPTLiteConfig, GPTLiteForSequenceClassification, exist_ok=True)
-# A saved folder carries this file, so that it opens with `trust_remote_code=True` where the toolkit is not installed.
+# A saved folder includes this file, so it opens with `trust_remote_code=True` where the toolkit is not installed.
 GPTLiteConfig.register_for_auto_class()
 GPTLiteForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 GPTLiteForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

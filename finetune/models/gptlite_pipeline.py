@@ -1,9 +1,9 @@
-"""GPT-lite as a flat list of layers, for DeepSpeed's PipelineModule: the very modules of `GPTLiteForCausalLM`.
+"""GPT-lite as a flat list of layers for DeepSpeed's PipelineModule, made of the same modules as `GPTLiteForCausalLM`.
 
-    layers = pipeline_layers(config, seed=42)     # specs: a stage builds its own layers alone
+    layers = pipeline_layers(config, seed=42)     # specs: each stage builds only its own layers
 
-The list is token embedding, position embedding, one entry a block, final norm, head. From layer to layer goes `x`
-(B, T, C), and with documents that do not see one another their positions too: `(x, position_ids (B, T))`.
+The list is token embedding, position embedding, one entry per block, final norm, head. Layers pass on `x` (B, T, C) or,
+if documents do not attend to each other, `(x, position_ids (B, T))`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from finetune.models.gptlite import GPTLiteBlock, GPTLiteConfig, GPTLiteForCausa
 from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer
 from finetune.run.flags.language import CausalModelArguments
 
-Packet: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # what layers hand on: x, or x and position_ids
-TIED = "tokens"  # DeepSpeed's key for the embedding that is the head's weight, too
-# The head's logits are kept for the loss anyway.
+Packet: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # passed between layers: x, or x and position_ids
+TIED = "tokens"  # DeepSpeed's key for the embedding that is also the head's weight
+# Not the head: its logits are kept for the loss anyway.
 CHECKPOINTED = ("GPTLiteTokens", "GPTLitePositions", "GPTLiteBlockLayer")
 
 
@@ -54,7 +54,7 @@ class GPTLiteTokens(nn.Module):
 
 
 class GPTLitePositions(nn.Module):
-    """Adds what tells the positions, then drops."""
+    """Adds position embeddings, then applies dropout."""
 
     def __init__(self, config: GPTLiteConfig, seed: int | None = None) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class GPTLitePositions(nn.Module):
 
 
 class GPTLiteBlockLayer(nn.Module):
-    """A block; it makes its own mask, for a mask is larger than what it is made from."""
+    """A block. It builds its own mask: passing one on would transfer more than the positions."""
 
     def __init__(self, config: GPTLiteConfig, index: int, seed: int | None = None) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class GPTLiteBlockLayer(nn.Module):
 
 
 class GPTLiteNorm(nn.Module):
-    """The final norm. Positions end here."""
+    """The final norm. It drops the positions."""
 
     def __init__(self, config: GPTLiteConfig) -> None:
         super().__init__()
@@ -117,13 +117,13 @@ class GPTLiteHead(nn.Module):
 
 
 def tied_head(module: GPTLiteTokens, x: torch.Tensor) -> torch.Tensor:
-    """The head where it is the embedding, on whichever stage it stands."""
+    """The head of a model with tied embeddings, on whichever stage it runs."""
     return nn.functional.linear(x, module.tokens.weight)
 
 
 def pipeline_layers(config: GPTLiteConfig, seed: int | None) -> list[PipelineLayer]:
-    """The layers with the names that their weights have in the whole model. With `seed` None weights are not drawn,
-    for they are to be loaded."""
+    """The layers with their weights' names in the whole model. With `seed` None, weights are not initialized: they will
+    be loaded."""
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     tied = config.tie_word_embeddings
@@ -168,19 +168,19 @@ def gptlite_pipeline(config: GPTLiteConfig, seed: int | None) -> PipelineModel:
 
 
 def check_gptlite(source: CausalSource, arguments: CausalModelArguments) -> None:
-    """Raises RequestError for a pretrained model that is no GPT-lite in a folder, and for flags that a pipeline of it
-    does not honour."""
+    """Raises RequestError for a pretrained model other than a GPT-lite in a folder, and for flags that its pipeline
+    does not support."""
     if arguments.loss_chunk_tokens:
         raise RequestError(
             f"--loss_chunk_tokens {arguments.loss_chunk_tokens}: the last stage of a pipeline computes all logits of a "
             "micro-batch. Drop it, or lower --per_device_train_batch_size."
         )
     if arguments.resize_embeddings:
-        raise RequestError("--resize_embeddings: a pipeline takes weights as they are. Resize by recipes/causal_lm.py.")
+        raise RequestError("--resize_embeddings: a pipeline cannot resize them. Resize with recipes/causal_lm.py.")
     kind = getattr(source.config, "model_type", None)
     if kind != GPTLiteConfig.model_type:
         raise RequestError(
-            f"--model_name_or_path {source.pretrained}: is a {kind}, and only a GPT-lite is a list of layers here. "
+            f"--model_name_or_path {source.pretrained}: is a {kind}, and only a GPT-lite runs as a pipeline here. "
             "Use recipes/causal_lm.py, or write its layers as docs/pipeline.md shows."
         )
     if source.hub_id:
@@ -188,7 +188,7 @@ def check_gptlite(source: CausalSource, arguments: CausalModelArguments) -> None
 
 
 def save_config(config: GPTLiteConfig, folder: Path) -> None:
-    """What a GPT-lite's `save_pretrained` writes beside its weights."""
+    """Write what a GPT-lite's `save_pretrained` writes beside its weights."""
     with torch.device("meta"):
         model = GPTLiteForCausalLM(config)
     config.architectures, config.dtype = [type(model).__name__], torch.float32
@@ -198,9 +198,9 @@ def save_config(config: GPTLiteConfig, folder: Path) -> None:
 
 
 def split_batch(batch: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor]:
-    """A collated batch to what the first stage reads and what the last compares with.
+    """A collated batch as the first stage's input and the last stage's targets.
 
-    A mask of padding stays behind: padding is on the right, where no token of the text looks."""
+    The padding mask is left out: padding is on the right, and causal attention never reaches it."""
     ids, positions = batch["input_ids"], batch.get("position_ids")
     return ids if positions is None else (ids, positions), batch["shift_labels"]
 
@@ -212,5 +212,5 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def count_targets(targets: torch.Tensor) -> torch.Tensor:
-    """How many targets count, as a tensor of no dimension."""
+    """The number of targets that count, as a 0-d tensor."""
     return (targets != IGNORED).sum()

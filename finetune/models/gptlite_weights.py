@@ -1,5 +1,5 @@
-"""The first weights of a GPT-lite, layer by layer: each layer's are drawn from a seed of its own, so that a pipeline's
-stage draws those of its layers alone, and they are the same at any number of stages, and without a pipeline."""
+"""The initial weights of a GPT-lite: each layer has its own seed, so a pipeline stage initializes only its own layers,
+and the weights are the same with any number of stages and without a pipeline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from finetune.models.pipeline import draw_layer
 
 
 def draw_weights(model: GPTLiteForCausalLM | GPTLiteForSequenceClassification, seed: int) -> None:
-    """Draw all of a model's weights."""
+    """Initialize all of a model's weights."""
     core = model.transformer
     layers = [core.embeddings.tokens, core.embeddings.positions, *core.blocks, core.norm]
     if isinstance(model, GPTLiteForSequenceClassification):

@@ -40,7 +40,7 @@ from finetune.run.sizes import ALEXNET_SIZES, resnet_shape
 
 @dataclass(frozen=True)
 class ImageSource:
-    """A model before its weights: `config` and `processor` are None when it is to be trained from scratch."""
+    """A model before its weights are loaded: `config` and `processor` are None if it will be trained from scratch."""
 
     config: Any | None
     processor: Any | None
@@ -49,12 +49,12 @@ class ImageSource:
 
     @property
     def labels(self) -> Labels | None:
-        """What a trained model tells apart, in the order of its ids; None where it was never told."""
+        """A trained model's classes, in the order of their ids; None if its config has none."""
         return trained_labels(self.config)
 
 
 def find_image_source(arguments: ImageModelArguments, image_size: int | None) -> ImageSource:
-    """Look at the model's config and image processor, not its weights. Raises RequestError for what cannot be."""
+    """Load the model's config and image processor, not its weights. Raises RequestError if either cannot be used."""
     name = arguments.model_name_or_path
     if name is None:
         norm = f", {arguments.norm} norm" if arguments.model_type == "resnet" else ""
@@ -65,8 +65,8 @@ def find_image_source(arguments: ImageModelArguments, image_size: int | None) ->
     place = Path(name).expanduser()
     if place.is_dir() and not (place / "preprocessor_config.json").is_file():
         raise RequestError(
-            f"--model_name_or_path {name}: the folder has no preprocessor_config.json, which says how large pictures "
-            "are and how they are normalised. Copy it from where the model comes from."
+            f"--model_name_or_path {name}: the folder has no preprocessor_config.json, which says how to resize and "
+            "normalize pictures. Copy it from the model's source."
         )
     processor = from_pretrained(AutoImageProcessor, "model_name_or_path", name, arguments)
     own = getattr(config, "image_size", None)
@@ -79,8 +79,8 @@ def find_image_source(arguments: ImageModelArguments, image_size: int | None) ->
 
 
 def settled_image_config(arguments: ImageModelArguments, source: ImageSource, data: Any, will_train: bool) -> Any:
-    """The model's config, with the names of the classes in `data`. Raises RequestError where a model that is not
-    trained here does not know them."""
+    """The model's config, with the class names in `data`. Raises RequestError if the model is not trained here and does
+    not have these classes."""
     labels, side = data.labels, data.account.side
     if not will_train:
         _check_knows(source, labels)
@@ -100,19 +100,19 @@ def settled_image_config(arguments: ImageModelArguments, source: ImageSource, da
 def build_image_classifier(
     arguments: ImageModelArguments, source: ImageSource, config: Any, side: int, seed: int, recomputes: bool = False
 ) -> Any:
-    """The model. Build it after `TrainingArguments`: ZeRO-3 shards then. Raises RequestError where pictures of `side`
-    are too small for it, and where it `recomputes` activations and cannot."""
+    """The model. Call it after `TrainingArguments`, so that ZeRO-3 shards it. Raises RequestError if pictures of `side`
+    pixels are too small for it, or if `recomputes` is set and it cannot recompute activations."""
     if source.config is None:
         model = _from_scratch(config, seed)
         _check_side(config, type(model), side)
     else:
         name, is_local = str(arguments.model_name_or_path), source.hub_id is None
-        # A head with another number of classes is made anew.
+        # A head with another number of classes is replaced by a new one.
         auto = AutoModelForImageClassification
         model = load_weights(auto, name, config, is_local, arguments, has_new_head=True)
     if recomputes and not model.supports_gradient_checkpointing:
         raise RequestError(
-            f"--activation_checkpoint_interval: transformers' {type(model).__name__} cannot compute activations again. "
+            f"--activation_checkpoint_interval: transformers' {type(model).__name__} cannot recompute activations. "
             "Drop it; smaller micro-batches save memory, too."
         )
     if not batch_norms(model):
@@ -126,13 +126,13 @@ def build_image_classifier(
 
 
 def image_pipeline(arguments: ImageModelArguments, source: ImageSource, config: Any, seed: int) -> PipelineModel:
-    """An AlexNet as a list of layers, from scratch or to be filled from a folder. Raises RequestError for any other."""
+    """An AlexNet as a list of layers, from scratch or loaded from a folder. Raises RequestError for other models."""
     if not isinstance(config, AlexNetConfig):
         kind = getattr(config, "model_type", "model")
         mend = "Use it without --pipeline_parallel_size" + (
             ", or --model_type alexnet." if source.config is None else "."
         )
-        raise RequestError(f"--pipeline_parallel_size: a {kind} is no list of layers here, an alexnet is. {mend}")
+        raise RequestError(f"--pipeline_parallel_size: only an alexnet runs as a pipeline here, not a {kind}. {mend}")
     _refuse_batch_norm_flags(arguments)
     if source.hub_id:
         raise RequestError(f"--model_name_or_path {source.hub_id}: a pipeline reads a folder. Download it first.")
@@ -152,13 +152,13 @@ def _check_knows(source: ImageSource, labels: Labels) -> None:
     if labels.names != known:
         raise RequestError(
             f"--do_train False evaluates a trained model, but --model_name_or_path knows the classes "
-            f"{', '.join(known[:10]) or 'of nothing'}, and the data has {', '.join(labels.names[:10])}. Give the data "
+            f"{', '.join(known[:10]) or 'of nothing'}, but the data has {', '.join(labels.names[:10])}. Give the data "
             "that it was trained for."
         )
 
 
 def _from_scratch(config: Any, seed: int) -> Any:
-    # Not by `from_config`: under ZeRO-3 it draws the weights in another order, and the run would start elsewhere.
+    # Not `from_config`: under ZeRO-3 it initializes weights in another order, so the run would start elsewhere.
     if isinstance(config, AlexNetConfig):
         model = AlexNetForImageClassification(config)
         draw_weights(model, seed)
@@ -168,7 +168,7 @@ def _from_scratch(config: Any, seed: int) -> Any:
 
 
 def _check_side(config: Any, kind: Any, side: int) -> None:
-    """Run on the meta device, where tensors have shapes alone."""
+    """Runs the model on the meta device, where tensors have only shapes."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
             kind(config).eval()(torch.ones(2, CHANNELS, side, side))

@@ -3,7 +3,7 @@ pipeline.
 
     model = MLPForClassification(MLPConfig(width=256, layers=2048))
     model(inputs=torch.randn(4, 256), labels=torch.zeros(4, dtype=torch.long)).loss
-    layers = mlp_pipeline(config, seed=42)     # the same layers, of which a stage builds its own alone
+    layers = mlp_pipeline(config, seed=42)     # the same layers; each stage builds only its own
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer, l
 
 
 class MLPConfig(PreTrainedConfig):
-    """`layers` of `width` to `width`, a ReLU behind each, and a head of `num_labels` classes."""
+    """`layers` linear layers from `width` to `width`, each followed by a ReLU, and a head of `num_labels` classes."""
 
     model_type = "mlp"
-    attribute_map: ClassVar = {"hidden_size": "width"}  # by which "auto" buckets are filled
+    attribute_map: ClassVar = {"hidden_size": "width"}  # sizes the "auto" buckets
 
     width: int = 256
     layers: int = 4
@@ -32,7 +32,7 @@ class MLPConfig(PreTrainedConfig):
 
 
 class MLPLayer(GradientCheckpointingLayer):
-    """With `seed` its weights are drawn as those of the layer at `place`."""
+    """With `seed`, its weights are initialized as those of the layer at `place`."""
 
     def __init__(self, config: MLPConfig, place: int = 0, seed: int | None = None) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class MLPLayer(GradientCheckpointingLayer):
 
 
 class MLPHead(nn.Linear):
-    """The vector (B, width) to logits (B, classes)."""
+    """Features (B, width) to logits (B, classes)."""
 
     def __init__(self, config: MLPConfig, seed: int | None = None) -> None:
         super().__init__(config.width, config.num_labels)
@@ -58,7 +58,7 @@ class MLPForClassification(PreTrainedModel):
     base_model_prefix = "mlp"
     main_input_name = "inputs"
     supports_gradient_checkpointing = True
-    _supports_sdpa = True  # it has no attention, and the default is asked for all the same
+    _supports_sdpa = True  # it has no attention, but transformers requests the default all the same
 
     def __init__(self, config: MLPConfig) -> None:
         super().__init__(config)
@@ -83,7 +83,8 @@ class MLPForClassification(PreTrainedModel):
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _draw(module: nn.Module) -> None:
-    """He's, which keeps the scale through any number of ReLUs (arXiv 1502.01852, eq. 10); biases start at zero."""
+    """He initialization, which keeps the scale through any number of ReLUs (arXiv 1502.01852, eq. 10); biases start at
+    zero."""
     if isinstance(module, nn.Linear):
         nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
         if module.bias is not None:
@@ -91,20 +92,20 @@ def _draw(module: nn.Module) -> None:
 
 
 def draw_weights(model: MLPForClassification, seed: int) -> None:
-    """Draw all of a model's weights, as the stages of a pipeline draw theirs."""
+    """Initialize all of a model's weights exactly as the stages of a pipeline do."""
     for place, layer in enumerate([*model.layers, model.head]):
         draw_layer(layer, _draw, seed, place)
 
 
 def mlp_pipeline(config: MLPConfig, seed: int | None) -> PipelineModel:
-    """An MLP for `finetune.training.pipeline`. With `seed` None weights are not drawn, for they are to be loaded."""
+    """An MLP for `finetune.training.pipeline`. With `seed` None, weights are not initialized: they will be loaded."""
     layers = [PipelineLayer(layer_spec(MLPLayer, config, i, seed), f"layers.{i}") for i in range(config.layers)]
     head = PipelineLayer(layer_spec(MLPHead, config, seed), "head")
     return classifier_pipeline(MLPForClassification, config, [*layers, head], row_figures)
 
 
 def row_figures(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of each sample its loss, and 1 where the class is right: (B, 2)."""
+    """Each sample's loss, and 1 if the predicted class is correct: (B, 2)."""
     losses = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
     return torch.stack([losses, (logits.argmax(-1) == labels).float()], dim=-1)
 

@@ -1,8 +1,8 @@
-"""transformers' ResNet with group norm in place of batch norm (Wu and He, arXiv 1803.08494): each picture is normalised
+"""transformers' ResNet with group norm in place of batch norm (Wu and He, arXiv 1803.08494): each picture is normalized
 by itself, so the loss is the same however a batch is spread over ranks and micro-batches.
 
-A class of its own, so that a saved model opens as what it is: `from_pretrained` of a plain ResNet would put the weights
-into batch norms, with statistics that nobody has gathered.
+It is a class of its own so that a saved model opens correctly: `from_pretrained` of a plain ResNet would load the
+weights into batch norms without running statistics.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
 
-CHANNELS_PER_GROUP = 16  # the paper's second best; its best, 32 groups, wants more channels than small models have
+CHANNELS_PER_GROUP = 16  # the paper's second best; its best, 32 groups, needs more channels than small models have
 
 
 class GroupNormResNetConfig(ResNetConfig):
-    """As ResNetConfig."""
+    """Has the fields of ResNetConfig."""
 
     model_type = "resnet_group_norm"
 
@@ -33,6 +33,6 @@ class GroupNormResNetForImageClassification(ResNetForImageClassification):
 
 AutoConfig.register(GroupNormResNetConfig.model_type, GroupNormResNetConfig, exist_ok=True)
 AutoModelForImageClassification.register(GroupNormResNetConfig, GroupNormResNetForImageClassification, exist_ok=True)
-# A saved folder carries this file, so that it opens with `trust_remote_code=True` where the toolkit is not installed.
+# A saved folder includes this file, so it opens with `trust_remote_code=True` where the toolkit is not installed.
 GroupNormResNetConfig.register_for_auto_class()
 GroupNormResNetForImageClassification.register_for_auto_class("AutoModelForImageClassification")

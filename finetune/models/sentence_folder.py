@@ -1,6 +1,6 @@
-"""The files by which a model's folder opens in sentence-transformers, too: what makes one vector of a text's tokens.
+"""The files that let sentence-transformers open a model's folder, too: how a text's tokens become one vector.
 
-They have the form that its releases since 2.0 write and its 6.2 reads (sentence_transformers/base/model.py and
+They have the format that its releases since 2.0 write and its 6.2 reads (sentence_transformers/base/model.py and
 sentence_transformer/modules/pooling.py).
 """
 
@@ -21,7 +21,7 @@ from finetune.errors import RequestError, first_line, plain
 from finetune.run.files import SENTENCE_FILES, SENTENCE_MODULES, SENTENCE_POOLING, SENTENCE_SETTINGS, SENTENCE_SIZES
 from finetune.safe_read import parse_json, read_bounded
 
-# What its configs call a way to pool, to what --pooling calls it. Until 6.0 each was a truth value of its own.
+# From pooling modes in its configs to values of --pooling. Until 6.0 each mode was a boolean of its own.
 OURS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 FLAGS = {
     "pooling_mode_mean_tokens": "mean",
@@ -31,23 +31,23 @@ FLAGS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-READ = ("Transformer", "Pooling", "Normalize")  # which we know how to go on from
+READ = ("Transformer", "Pooling", "Normalize")  # the modules that can be trained here
 MODULE = "sentence_transformers.models."
 
 
 @dataclass(frozen=True)
 class SentenceModel:
-    """What a folder says of itself; None and nothing of one that says nothing."""
+    """A folder's sentence-transformers settings; None, or empty, where it has none."""
 
     pooling: str | None = None
     max_seq_length: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None  # which of these a text gets where nobody says
+    default_prompt: str | None = None  # the name of the one to use by default
 
 
 def read_sentence_model(name: str, revision: str, asked: str | None) -> SentenceModel:
-    """Of a folder or a hub id; with the pooling that is `asked` for, if one is. Raises RequestError for a pooling, or a
-    module behind it, that is not trained here."""
+    """The settings of a folder or hub id, with the pooling that is `asked` for, if any. Raises RequestError for a
+    pooling, or a module, that cannot be trained here."""
     modules = _read(name, SENTENCE_MODULES, revision)
     if modules is None:
         return SentenceModel(asked)
@@ -84,29 +84,29 @@ def _mode(pooling: Mapping[str, Any], name: str) -> str | None:
         return None
     if len(modes) > 1 or modes[0] not in OURS:
         raise RequestError(
-            f"--model_name_or_path {name}: pools its tokens by {plain(' and '.join(modes))}. One of "
-            f"{', '.join(OURS.values())} can be trained: say which by --pooling."
+            f"--model_name_or_path {name}: pools its tokens by {plain(' and '.join(modes))}. Only "
+            f"{', '.join(OURS.values())} can be trained: choose one with --pooling."
         )
     return OURS[modes[0]]
 
 
 def _read(name: str, file: str, revision: str) -> Any:
-    """None where the folder, or the hub, has no such file. Raises RequestError for what is no JSON, and where nobody
-    can say whether the hub has it: a model that pools otherwise would be trained by its mean without a word."""
+    """None if the folder, or the hub, has no such file. Raises RequestError for invalid JSON, and if it is unknown
+    whether the hub has the file: otherwise a model could silently be trained with the wrong pooling."""
     folder, said = Path(name).expanduser(), f"--model_name_or_path {name}: {file}"
     if folder.is_dir():
         place = folder / file
         return parse_json(read_bounded(place, inside=folder, name=said), said) if place.exists() else None
     try:
         found = hf_hub_download(name, file, revision=revision, local_files_only=not hub_is_reachable())
-    except Exception as error:  # by the client's transport, too
-        is_known = not isinstance(error, LocalEntryNotFoundError)  # which says that the hub was not asked
-        known = try_to_load_from_cache(name, file, revision=revision)  # a mark, no path, of what the hub has not
+    except Exception as error:  # the client's transport can raise others, too
+        is_known = not isinstance(error, LocalEntryNotFoundError)  # that one means that the hub was not reached
+        known = try_to_load_from_cache(name, file, revision=revision)  # a marker, not a path, if the hub lacks it
         if (is_known and isinstance(error, EntryNotFoundError)) or not isinstance(known, str | None):
             return None
         raise RequestError(
-            f"{said} says how its texts become vectors, and could not be looked for on the hub ({first_line(error)}). "
-            "Try again, or give a folder with all of its files."
+            f"{said} says how texts become vectors, but the hub could not be searched for it ({first_line(error)}). "
+            "Try again, or give a folder with all of the model's files."
         ) from error
     return parse_json(read_bounded(Path(found), name=said), said)
 
@@ -119,7 +119,7 @@ def write_sentence_model(
     prompts: Mapping[str, str],
     default_prompt: str | None = None,
 ) -> None:
-    """Beside the weights. `size` is that of a vector."""
+    """Write the settings beside the weights. `size` is the length of a vector."""
     parts = zip(("", "1_Pooling", "2_Normalize"), READ, strict=True)
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"{MODULE}{kind}"} for i, (path, kind) in enumerate(parts)
@@ -138,7 +138,7 @@ def write_sentence_model(
 
 
 def copy_sentence_model(source: Path, folder: Path) -> None:
-    """What `write_sentence_model` has written, beside other weights."""
+    """Copy the files that `write_sentence_model` wrote."""
     for name in SENTENCE_FILES:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, folder / name)

@@ -1,4 +1,4 @@
-"""Encoders with a decoder: a T5 from scratch at a size that suits the machine, or any pretrained one."""
+"""Encoder-decoder models: a T5 from scratch at a size that suits the machine, or any pretrained one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from finetune.run.recipes.seq2seq import PairArguments, Seq2SeqModelArguments, t
 
 @dataclass(frozen=True)
 class Seq2SeqSource:
-    """A model before its weights. `tokenizer` is None where one is to be trained on the texts."""
+    """A model before its weights are loaded. `tokenizer` is None if one will be trained on the texts."""
 
     config: Any
     tokenizer: Any | None
@@ -36,12 +36,12 @@ class Seq2SeqSource:
     max_target_length: int
     description: str
     hub_id: str | None  # for the model card; None for a folder or a model from scratch
-    pretrained: str | None = None  # whose weights are loaded
-    adapter: Path | None = None  # a folder that `pretrained` is the base of
+    pretrained: str | None = None  # the model whose weights are loaded
+    adapter: Path | None = None  # an adapter's folder, whose base is `pretrained`
 
 
 def find_seq2seq_source(arguments: Seq2SeqModelArguments, pairs: PairArguments) -> Seq2SeqSource:
-    """Look at the model's config and tokenizer, not its weights. Raises RequestError where one cannot be had."""
+    """Load the model's config and tokenizer, not its weights. Raises RequestError if either cannot be loaded."""
     name = arguments.model_name_or_path
     model = named(name, arguments.trust_remote_code) if name else None
     if model:
@@ -69,16 +69,16 @@ def find_seq2seq_source(arguments: Seq2SeqModelArguments, pairs: PairArguments) 
 
 
 def _set_languages(tokenizer: Any, pairs: PairArguments) -> None:
-    """Raises RequestError for a language that the tokenizer does not know, and where one is not said: it would take
-    another in silence."""
+    """Raises RequestError for a language that the tokenizer does not know, and for a missing one: the tokenizer would
+    silently use its default."""
     if not has_languages(tokenizer):
         return
     for flag, attribute, side in (("source_lang", "src_lang", "text"), ("target_lang", "tgt_lang", "text_target")):
         lang = getattr(pairs, flag)
         if lang is None:
             raise RequestError(
-                "the model's tokenizer is of many languages. Say which is read and which is written by --source_lang "
-                "and --target_lang, as the model writes them, such as en_XX."
+                "the model's tokenizer is multilingual. Give the language to read with --source_lang and the one to "
+                "write with --target_lang, in the model's notation, such as en_XX."
             )
         try:
             setattr(tokenizer, attribute, lang)
@@ -87,20 +87,19 @@ def _set_languages(tokenizer: Any, pairs: PairArguments) -> None:
             is_known = False
         if not is_known:
             raise RequestError(
-                f"--{flag} {lang}: the model's tokenizer has no such language. Write it as the model does, such as "
-                "en_XX."
+                f"--{flag} {lang}: the model's tokenizer has no such language. Use the model's notation, such as en_XX."
             )
 
 
 def build_seq2seq(arguments: Seq2SeqModelArguments, source: Seq2SeqSource, tokenizer: Any, kept: Kept = IN_FP32) -> Any:
-    """The model. Build it after `TrainingArguments`: ZeRO-3 shards a pretrained one then. Raises RequestError where the
-    tokenizer has more tokens than it embeds, and where the config does not say what a text begins with."""
+    """The model. Call it after `TrainingArguments`, so that ZeRO-3 shards a pretrained one. Raises RequestError if the
+    tokenizer has more tokens than the model embeds, or if the config has no decoder start token."""
     config = source.config
     if source.pretrained is None:
         config.vocab_size = rows_of(tokenizer)
         config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
         config.decoder_start_token_id = tokenizer.pad_token_id
-        # Not by `from_config`: under ZeRO-3 it draws the weights in another order, and the run would start elsewhere.
+        # Not `from_config`: under ZeRO-3 it initializes weights in another order, so the run would start elsewhere.
         return T5ForConditionalGeneration(config)
     if (rows := rows_of(tokenizer)) > config.vocab_size:
         raise RequestError(
@@ -112,18 +111,18 @@ def build_seq2seq(arguments: Seq2SeqModelArguments, source: Seq2SeqSource, token
     if has_languages(tokenizer):
         _write_language(model, tokenizer)
     try:
-        shifted(model, torch.full((1, 2), (config.pad_token_id or 0) + 1))  # of tokens, and no padding
+        shifted(model, torch.full((1, 2), (config.pad_token_id or 0) + 1))  # two tokens other than padding
     except (ValueError, TypeError, RuntimeError) as error:
         raise RequestError(
-            f"{source.description}: its config.json does not say what a written text begins with "
+            f"{source.description}: its config.json does not say which token starts a generated text "
             f"({first_line(error)}). Add decoder_start_token_id and pad_token_id there."
         ) from error
     return model
 
 
 def _write_language(model: Any, tokenizer: Any) -> None:
-    """Tell generation the language as targets do: it is the first token of a text, or, for the first mBART, the last,
-    which goes before the first when targets are shifted."""
+    """Set the language to generate as targets have it: the first token of a text or, for the original mBART, the last,
+    which moves to the front when targets are shifted."""
     ids = tokenizer(text_target="")["input_ids"]
     if ids[0] == tokenizer.eos_token_id:
         model.generation_config.decoder_start_token_id = model.config.decoder_start_token_id = ids[-1]
@@ -133,14 +132,14 @@ def _write_language(model: Any, tokenizer: Any) -> None:
 
 @dataclass(frozen=True)
 class PairCollator:
-    """Pads sources and targets each to the longest of a batch; the decoder reads the targets as `model` shifts them."""
+    """Pads sources and targets to the longest of each in a batch; `model` shifts targets for the decoder's input."""
 
     tokenizer: Any
-    model: Any  # not an adapter: its base
+    model: Any  # the base model, not an adapter's wrapper
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Tensors (B, S) and (B, T). A loss of ours takes `labels` from what the model is given, which then could not
-        make `decoder_input_ids` by itself."""
+        """Tensors (B, S) and (B, T). Our losses remove `labels` from the model's inputs, so the model could not derive
+        `decoder_input_ids` itself."""
         ids, mask = read_as([row["input_ids"] for row in rows], self.tokenizer.pad_token_id)
         labels = padded([row["labels"] for row in rows], IGNORED)
         read = shifted(self.model, labels)
@@ -148,8 +147,8 @@ class PairCollator:
 
 
 def shifted(model: Any, labels: torch.Tensor) -> torch.Tensor:
-    """(B, T): what the decoder reads to predict `labels`, as `model` makes it. Some have no function for that (M2M100,
-    NLLB, Blenderbot in transformers 5.23), and shift by their start token within their forward."""
+    """(B, T): the decoder's input for predicting `labels`, as `model` derives it. Some models have no function for that
+    (M2M100, NLLB, Blenderbot in transformers 5.23) and shift by their start token in their forward."""
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         own: torch.Tensor = model.prepare_decoder_input_ids_from_labels(labels=labels)
         return own
@@ -159,11 +158,11 @@ def shifted(model: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def read_as(sources: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask, (B, S) each, of what the encoder reads."""
+    """The encoder's input: ids and mask, (B, S) each."""
     return padded(sources, pad), padded([[1] * len(one) for one in sources], 0)
 
 
 def padded(rows: list[list[int]], value: int) -> torch.Tensor:
-    """(B, longest), filled up on the right."""
+    """(B, longest), padded on the right."""
     longest = max(map(len, rows))
     return torch.tensor([row + [value] * (longest - len(row)) for row in rows])

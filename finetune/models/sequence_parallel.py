@@ -1,4 +1,4 @@
-"""Can ranks share a text in this model? The model is asked, for one that mixes tokens elsewhere is not missed."""
+"""Can ranks split a text in this model? The model is tested, since one that mixes tokens elsewhere does not fail."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from finetune.models.small_copy import small_copy
 from finetune.run.flags.sequence_parallel import ATTENTIONS, check_heads
 
 PROBE_TOKENS = 6
-BY_HEAD = ("s_aux", "position_bias")  # what models hand to attention for all their heads (gpt-oss, T5)
+BY_HEAD = ("s_aux", "position_bias")  # arguments to attention that cover all heads (gpt-oss, T5)
 
 
 def check_sequence_parallel(model: Any, size: int, block_size: int) -> None:
-    """Raises RequestError where `size` ranks, each with a part of a text of `block_size` tokens, would not compute what
-    one computes with all of it."""
+    """Raises RequestError if `size` ranks, each with a part of a text of `block_size` tokens, would not compute what
+    one rank computes with all of it."""
     said, name, config = f"--sequence_parallel_size {size}", type(model).__name__, model.config
     check_heads(config.to_dict().get, size, block_size)
     if block_size % size:
@@ -29,15 +29,15 @@ def check_sequence_parallel(model: Any, size: int, block_size: int) -> None:
         )
     try:
         reason = refusal(model)
-    except Exception as error:  # whatever a config says to being shortened
+    except Exception as error:  # a shortened config can raise anything
         reason = f"could not check whether {name} mixes tokens outside attention ({first_line(error)})"
     if reason:
         raise RequestError(f"{said}: {reason}. Drop it.")
 
 
 def refusal(model: Any) -> str | None:
-    """Why not; None where it can. A small copy of the model is asked three things: whether all its attention is of the
-    kind that is exchanged, whether that is causal and no more, and whether tokens see others by it alone."""
+    """Why `model` does not support sequence parallelism; None if it does. Tests three things on a small copy: that all
+    attention goes through the replaced function, that it is plain causal, and that nothing else mixes tokens."""
     name, twin = type(model).__name__, small_copy(model, PROBE_TOKENS)
     twin.config._attn_implementation = "sdpa"
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]

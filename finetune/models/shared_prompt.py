@@ -1,5 +1,5 @@
-"""A prompt that two answers share, computed once for both. The model is asked whether it can, for a mask that is not
-honoured is not missed."""
+"""A prompt that two answers share, computed once for both. The model is tested for support, since one that ignores the
+mask does not fail."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from finetune.errors import RequestError, first_line
 from finetune.models.small_copy import small_copy
 
 PROMPT_TOKENS, ANSWER_TOKENS = 5, 3
-# Of configs, how far a token sees. A mask that is given takes the place of the window's (transformers 5.23,
-# masking_utils.py, _preprocess_mask_arguments: one with four dimensions is returned as it is).
+# Config keys for how far back a token attends. An explicit mask replaces the window's (transformers 5.23,
+# masking_utils.py, _preprocess_mask_arguments: a 4-d mask is returned unchanged).
 WINDOWS = ("sliding_window", "attention_chunk_size")
-TOLERANCE = 1e-5  # of logits of a small copy, which are below 1
+TOLERANCE = 1e-5  # for a small copy's logits, which are below 1
 
 
 def shared_mask(segments: Tensor) -> Tensor:
-    """Of rows of a prompt and its two answers, by `segments` (B, T), who sees whom (B, 1, T, T): each token itself and
-    those before it of the prompt and of its own segment. Padding sees as much, for scores of nothing would be NaN."""
+    """The mask (B, 1, T, T) for rows of a prompt and its two answers, marked by `segments` (B, T): each token attends
+    to itself and to earlier tokens of the prompt and its own segment. So does padding: an empty row would yield NaN."""
     own = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == PROMPT)
     return torch.tril(own)[:, None]
 
 
 def check_shared_prompt(model: Any, block_size: int) -> None:
-    """Raises RequestError where `model` gives other logits for texts of up to `block_size` tokens if they share a
-    prompt."""
+    """Raises RequestError if sharing a prompt changes the logits of `model` for texts of up to `block_size` tokens."""
     name, attention = type(model).__name__, str(model.config._attn_implementation)
     if attention != "sdpa":
         raise RequestError(
-            f"--share_prompt: {attention} attention takes no mask that hides one answer from the other. Give "
+            f"--share_prompt: {attention} attention cannot take a mask that hides one answer from the other. Give "
             "--attn_implementation sdpa, or drop it."
         )
     config = model.config.get_text_config()
@@ -40,17 +39,17 @@ def check_shared_prompt(model: Any, block_size: int) -> None:
     short = {key: ANSWER_TOKENS for key, value in sees.items() if value < block_size}
     try:
         alike = answers_are_apart(model, short)
-    except Exception as error:  # whatever a config or a model says to it
+    except Exception as error:  # a shortened config or model can raise anything
         raise RequestError(
             f"--share_prompt: could not check whether {name} can share a prompt ({first_line(error)}). Drop it."
         ) from error
     if not alike:
         more = f", or give --block_size {min(sees.values())} at most" if short else ""
-        raise RequestError(f"--share_prompt: {name} gives other logits when two answers share a prompt. Drop it{more}.")
+        raise RequestError(f"--share_prompt: the logits of {name} change if two answers share a prompt. Drop it{more}.")
 
 
 def answers_are_apart(model: Any, windows: dict[str, int]) -> bool:
-    """True if two answers' logits behind one prompt are those that each has in a row of its own, in a small copy of
+    """True if two answers after one shared prompt have the same logits as each in its own row, in a small copy of
     `model` with these `windows`."""
     twin = small_copy(model, PROMPT_TOKENS + 2 * ANSWER_TOKENS, windows)
     ids = torch.arange(PROMPT_TOKENS + 2 * ANSWER_TOKENS)

@@ -1,4 +1,4 @@
-"""A model in small, to be asked what it does: whether it keeps documents apart, whether its head is all of its loss."""
+"""A small copy of a model to test its behavior: does it keep documents apart, does its head alone compute its loss?"""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 def small_copy(model: Any, vocab_size: int, changes: Mapping[str, Any] | None = None) -> Any:
-    """A copy of `model` with a layer of each type that its config names, `vocab_size` tokens, `changes` of its config
-    and weights drawn anew, on the CPU and in evaluation mode. The run's random numbers stay as they are. Raises
-    whatever a config or a model says to being shortened."""
+    """A copy of `model` with one layer of each type in its config, `vocab_size` tokens, `changes` to its config and
+    new random weights, on the CPU, in evaluation mode. The run's random state is preserved. Raises whatever the
+    shortened config or model raises."""
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
@@ -26,6 +26,6 @@ def small_copy(model: Any, vocab_size: int, changes: Mapping[str, Any] | None = 
     for name, value in (changes or {}).items():
         setattr(config, name, value)
     if config._attn_implementation not in ("eager", "sdpa"):
-        config._attn_implementation = "eager"  # the others run on no CPU
+        config._attn_implementation = "eager"  # the others do not run on CPU
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         return type(model)(config).eval()

@@ -1,4 +1,4 @@
-"""Open what a model folder or hub id holds, with errors that say where and how to fix."""
+"""Open a model folder or hub id, with errors that say what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def positions_of(config: Any) -> int:
-    """How many tokens the model can read."""
+    """How many tokens the model can take."""
     return facts.positions_of(lambda name: getattr(config, name, None))
 
 
 @dataclass(frozen=True)
 class Named:
-    """What --model_name_or_path names: `base` is the model that has weights, `adapter` the folder of an adapter for it,
-    None where there is none; `flag` is how an error begins that is about the base."""
+    """What --model_name_or_path names: `base` is the model with the weights, `adapter` the folder of an adapter for
+    it, or None; `flag` is how errors about the base begin."""
 
     base: str
     adapter: Path | None = None
@@ -39,7 +39,7 @@ class Named:
 
     @property
     def hub_id(self) -> str | None:
-        """Of the base; None for a folder."""
+        """The base's; None for a folder."""
         return None if Path(self.base).expanduser().exists() else self.base
 
     @property
@@ -53,7 +53,7 @@ class Named:
 
 
 def with_labels(config: Any, adapter: Path | None) -> Any:
-    """`config` of the base, with what the adapter's folder says that it tells apart."""
+    """The base's `config`, with the labels that the adapter's folder records."""
     if adapter is None or not (adapter / LABELS).is_file():
         return config
     known = read_json_object(adapter / LABELS, inside=adapter)
@@ -70,7 +70,7 @@ def with_labels(config: Any, adapter: Path | None) -> Any:
 
 
 def named(name: str, trusts_code: bool) -> Named:
-    """Raises RequestError for an adapter's folder that cannot be opened."""
+    """What `name` refers to. Raises RequestError for an adapter's folder that cannot be opened."""
     folder = Path(name).expanduser()
     if not (folder / ADAPTER_CONFIG).is_file() or has_weights(folder):
         return Named(name)
@@ -84,8 +84,8 @@ def named(name: str, trusts_code: bool) -> Named:
 
 
 def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
-    """What `auto` (AutoConfig, AutoTokenizer) makes of a folder or hub id; `arguments` tell revision and trust. Raises
-    RequestError, naming `flag`."""
+    """Load a folder or hub id with `auto` (AutoConfig, AutoTokenizer); `arguments` has the revision and whether to
+    trust its code. Raises RequestError, naming `flag`."""
     place = Path(name).expanduser()
     looks_local = place.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not place.is_dir():
@@ -110,10 +110,10 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
     except ImportError as error:
         reason = plain(first_line(error, 300)).split(". ")[0]
         raise RequestError(
-            f"--{flag} {name}: {reason}. Install it; the extra `sentencepiece` has what Marian's tokenizer, and others "
-            "without a tokenizer.json, need."
+            f"--{flag} {name}: {reason}. Install it; the extra `sentencepiece` has what Marian's tokenizer and others "
+            "without a tokenizer.json need."
         ) from error
-    except Exception as error:  # whatever a folder made to break it can raise
+    except Exception as error:  # a malicious folder can raise anything
         reason = plain(first_line(error, 300))
         tried = "the folder" if looks_local else "the local cache and the hub"
         raise RequestError(
@@ -125,15 +125,14 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kept:
-    """How weights are kept: as `dtype`, and those of linear layers, but not of the modules `whole`, in 4 bits if
-    `in_4bit`."""
+    """How weights are stored: in `dtype`; with `in_4bit`, linear layers outside the modules `whole` in 4 bits."""
 
-    dtype: str = "float32"  # where transformers 5 takes the file's own
+    dtype: str = "float32"  # transformers 5 would use the file's
     in_4bit: bool = False
     whole: tuple[str, ...] | None = None  # None: the head of a language model
 
     def chosen(self) -> dict[str, Any]:
-        """For `from_pretrained`."""
+        """Keyword arguments for `from_pretrained`."""
         packed = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -157,9 +156,9 @@ def load_weights(
     has_new_head: bool = False,
     **chosen: Any,
 ) -> Any:
-    """The model that `auto` (AutoModelForCausalLM) makes of a folder or hub id, from safetensors alone; with
-    `has_new_head` its head is drawn where they have none that fits. Raises RequestError, naming `flag`, where they are
-    not whole or do not fit."""
+    """Load a folder or hub id with `auto` (AutoModelForCausalLM), from safetensors only; with `has_new_head`, a head
+    that is missing or does not fit is initialized. Raises RequestError, naming `flag`, if weights are missing or do not
+    fit."""
     architectures = getattr(config, "architectures", None)
     try:
         model, found = auto.from_pretrained(
@@ -189,24 +188,23 @@ def load_weights(
 
 
 def forget_unused_renamings(model: Any) -> None:
-    """Under ZeRO-3 transformers undoes all renamings that it knows when it saves, not only those that the files needed
+    """Under ZeRO-3, transformers reverts every renaming that it knows on saving, not only those that the files needed
     (5.23, integrations/deepspeed.py, _load_state_dict_into_zero3_model): a BERT's LayerNorm.weight would be saved as
-    LayerNorm.gamma. Elsewhere it keeps only what was used (core_model_loading.py)."""
+    LayerNorm.gamma. Elsewhere it keeps only those it used (core_model_loading.py)."""
     if known := getattr(model, "_weight_conversions", None):
         model._weight_conversions = [renaming for renaming in known if renaming.was_used()]
 
 
 def _keep_trainable_after_evaluation(model: Any) -> None:
-    """On a CPU an evaluation packs 4-bit weights for a kernel without a backward, and they stay so: the next step fails
-    at a bias, or gets no gradient past the layer (bitsandbytes 0.50, autograd/_functions.py, matmul_4bit)."""
+    """On a CPU, an evaluation packs 4-bit weights for a kernel without a backward pass and leaves them packed: the next
+    step fails at a bias or gets no gradient past the layer (bitsandbytes 0.50, autograd/_functions.py, matmul_4bit)."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def refuse_without_weights(name: str, flag: str = "model_name_or_path") -> None:
-    """Raises RequestError for a folder that holds no safetensors: pickles are not opened, whatever else is beside
-    them."""
+    """Raises RequestError for a folder without safetensors: pickles are never opened."""
     place = Path(name).expanduser()
     if place.is_dir() and not has_weights(place):
         there = ", ".join(plain(p.name) for p in sorted(place.iterdir())[:8])

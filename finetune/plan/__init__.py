@@ -1,7 +1,7 @@
-"""What a run will take, worked out beforehand: schedules and layouts. Standard library only; never imports torch.
+"""Predicts the memory and time of a run, and searches layouts. Standard library only; never imports torch.
 
-`from finetune import plan` gives this package, whatever has been imported before; so the package itself can be called,
-as `finetune.api.planning.plan`."""
+`from finetune import plan` returns this package, whatever was imported before, so the package itself is
+callable: it forwards to `finetune.api.planning.plan`."""
 
 import sys
 from types import ModuleType

@@ -1,12 +1,12 @@
-"""Seconds of collectives: each step of a ring or tree takes a latency (alpha) and what its bytes need (beta).
+"""Collectives in seconds: each step of a ring or tree costs a latency (alpha) plus bytes / bandwidth (beta).
 
     group = Group(ranks=16, ranks_per_node=8)
     all_reduce(machine, 1 << 30, group)
 
 Rings: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005,
-sections 4.1 to 4.5; in NCCL's words (nccl-tests, doc/PERFORMANCE.md, "bus bandwidth") an all-reduce of n bytes over N
+sections 4.1 to 4.5; in NCCL's terms (nccl-tests, doc/PERFORMANCE.md, "bus bandwidth") an all-reduce of n bytes over N
 ranks takes 2 (N - 1) / N x n / busbw. Latencies over several nodes, and the tree: NCCL 2.x, src/graph/tuning.cc.
-Bytes are those of the whole tensor: what an all-gather makes, and what a reduce-scatter is given.
+Sizes are bytes of the whole tensor: the output of an all-gather, the input of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Group:
 
 
 def all_reduce(machine: Machine, size: float, group: Group, half: bool = False) -> float:
-    """The quicker of ring and double binary tree, as NCCL picks. Ring: 2 (N - 1) steps, 2 (N - 1) / N of the bytes.
-    Tree: up and down, all bytes twice over the bus, but few steps between nodes. `half`: sums in bf16 or fp16, which
-    gloo does number by number."""
+    """The faster of ring and double binary tree, as NCCL chooses. Ring: 2 (N - 1) steps, 2 (N - 1) / N of the bytes.
+    Tree: up and down, all bytes cross the bus twice, but few steps between nodes. `half`: sums in bf16 or fp16, which
+    gloo does element by element."""
     count = group.ranks
     if count < 2 or not size:
         return 0.0
@@ -41,7 +41,7 @@ def all_reduce(machine: Machine, size: float, group: Group, half: bool = False) 
     ring = 2 * (count - 1) / count * size / link.bandwidth_bytes_per_second
     ring += _latency(machine, link, group, 2 * (count - 1), 2 * group.nodes)
     if kind in machine.collectives and group.nodes == 1:
-        return ring  # measured as it comes
+        return ring  # measured, whatever the algorithm
     within = min(group.ranks_per_node, count) - 1
     steps = within * machine.intra_node.latency_seconds
     steps += math.ceil(math.log2(group.nodes)) * machine.inter_node.latency_seconds if group.nodes > 1 else 0.0
@@ -61,7 +61,7 @@ def all_gather(machine: Machine, size: float, group: Group) -> float:
 
 
 def all_to_all(machine: Machine, size: float, group: Group) -> float:
-    """Each rank keeps 1 / N of its `size` bytes and sends the rest, pairwise. What leaves the node shares its links."""
+    """Each rank keeps 1 / N of its `size` bytes and sends the rest, pairwise. Pieces for other nodes share one link."""
     count = group.ranks
     if count < 2 or not size:
         return 0.0
@@ -92,8 +92,8 @@ def _half_ring(machine: Machine, kind: str, size: float, group: Group) -> float:
 
 
 def _link(machine: Machine, kind: str, group: Group) -> Link:
-    """The bus that a ring has. Over several nodes it enters and leaves each by all network cards of its ranks: NCCL
-    lays one ring through each card (so 2 nodes of 8 x 50 GB/s have a bus of 370 and not of 50 GB/s)."""
+    """The bus of a ring. Across nodes it enters and leaves each node through the network cards of all its ranks: NCCL
+    builds one ring per card (so 2 nodes of 8 x 50 GB/s have a bus of 370 GB/s, not 50)."""
     within = machine.collectives.get(kind, machine.intra_node)
     if group.nodes == 1:
         return within
@@ -103,7 +103,7 @@ def _link(machine: Machine, kind: str, group: Group) -> Link:
 
 
 def _latency(machine: Machine, link: Link, group: Group, steps: int, between_nodes: int) -> float:
-    """tuning.cc: of `steps`, those between nodes cost more. One node has none."""
+    """tuning.cc: of `steps`, those between nodes cost more. A single node has none of them."""
     if group.nodes == 1:
         return steps * link.latency_seconds
     between = min(between_nodes, steps)

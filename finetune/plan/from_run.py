@@ -1,4 +1,4 @@
-"""From a run to a job: what a recipe would train, in the figures that memory and time of a step hang on."""
+"""From a run to a job: what a recipe would train, in the numbers that decide a step's memory and time."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from finetune.run.run import Run
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 IN_HALF = (
     "trained weights, gradients and optimizer states are counted in 16 bits, without masters (--dtype); DeepSpeed's "
-    "layouts have fp32 masters, and a run under them takes no such --dtype"
+    "layouts have fp32 masters and do not accept this --dtype"
 )
-CAPPED = ("gemma2",)  # whose logits are capped, so that their loss is not computed in chunks
+CAPPED = ("gemma2",)  # families with capped logits, whose loss is not computed in chunks
 COUNTED = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "image_size")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained: the model, and a sample of it. `tokens` is 1 of what is no text."""
+    """What is trained: the model, and the size of a sample. `tokens` is 1 if it is not text."""
 
     model: Model
     tokens: int = 1
@@ -68,8 +68,8 @@ class Subject:
 def job_of(
     run: Run, machine: Machine, params_per_layer: int | None = None, subject: Subject | None = None
 ) -> tuple[Job, dict[str, Any] | None, list[str]]:
-    """The job, the config that DeepSpeed would get, and what to say about both. `subject` is of a run whose recipe
-    makes its samples up; else the run says it. Raises RequestError."""
+    """The job, the config that DeepSpeed would get, and notes on both. `subject`: for recipes that make up their
+    samples; otherwise the run determines it. Raises RequestError."""
     notes: list[str] = []
     _check_numbers(run, params_per_layer)
     subject = subject or _subject(run, machine, params_per_layer, notes)
@@ -117,18 +117,18 @@ def job_of(
 
 
 def _saves_beside_from(run: Run) -> int | None:
-    """Without what a run finds when it begins: too little memory, or a tracker that uploads checkpoints."""
+    """Ignores what a run finds only when it starts: too little memory, or a tracker that uploads checkpoints."""
     if run.value("save_strategy") == "no" or run.value("save_on_each_node") or run.stages is not None:
         return None
     return {"on": 0, "auto": WORTH_BYTES}.get(run.value("async_save"))
 
 
 def _rows_of_texts(run: Run) -> Iterator[str]:
-    """Of recipes whose rows are several texts."""
+    """For recipes whose rows have several texts."""
     if "pooling" in run.recipe.flags:
         yield (
             "a row is counted as one text: plan pairs with twice --per_device_train_batch_size, triplets with three "
-            "times as many; with accumulation texts are embedded twice, of which one is counted"
+            "times as many; with accumulation texts are embedded twice but counted once"
         )
 
 
@@ -144,7 +144,7 @@ def _teacher(run: Run, bf16: bool, params_per_layer: int | None, notes: list[str
     if not (run.value("teacher") and run.value("distill_alpha")):
         return {}
     if run.value("teacher_top_k"):
-        notes.append("the teacher is asked before training, beside the model's weights alone; that is not counted")
+        notes.append("the teacher runs before training, next to the model's weights alone; that is not counted")
         return {}
     notes.append("the teacher's weights, activations and forward pass are counted, not what ZeRO-3 gathers for it")
     named = run.settled("--teacher", model_name_or_path=run.value("teacher"))
@@ -153,7 +153,7 @@ def _teacher(run: Run, bf16: bool, params_per_layer: int | None, notes: list[str
 
 
 def _preferences(run: Run, model: Model, bf16: bool, notes: list[str]) -> dict[str, Any]:
-    """Of a row of preferences both texts, and what they are measured by (finetune/training/preference.py)."""
+    """Both texts of a preference row, and the reference (finetune/training/preference.py)."""
     if "reference" not in run.recipe.flags:
         return {}
     loss, goes_on = run.value("loss"), is_adapter(run)
@@ -163,13 +163,15 @@ def _preferences(run: Run, model: Model, bf16: bool, notes: list[str]) -> dict[s
     found: dict[str, Any] = {"texts": 2, "baseline": loss == "kto"}
     if form == "cached":
         notes.append(
-            "the reference is asked once, before the first step, and keeps nothing on the device; that pass is counted "
-            "as an evaluation, and its time is not"
+            "the reference runs once, before the first step, and keeps nothing on the device; that pass is counted "
+            "as an evaluation, but not its time"
         )
         return found | {"eval_batch": int(run.value("per_device_eval_batch_size"))}
     if form == "none":
         return found
-    notes.append("the reference's forward pass is counted, an upper bound of its activations; its gathers' time is not")
+    notes.append(
+        "the reference's forward pass is counted, with an upper bound for activations; its gathers' time is not"
+    )
     base = in_4bit(model) if run.value("load_in_4bit") else model
     kind = SECOND if form == "online" else OWN_BASE
     return found | {"teacher": base, "teacher_dtype": base_dtype(run, bf16), "reference": kind}
@@ -183,38 +185,38 @@ def _check_numbers(run: Run, params_per_layer: int | None) -> None:
 
 
 def _check_engine(run: Run, model: Model) -> None:
-    """Raises RequestError for what is not planned."""
+    """Raises RequestError for what cannot be planned."""
     if run.sequence_parallel_size > 1:
         raise RequestError(
-            f"{run.said('sequence_parallel_size')}: ranks that share texts are not planned yet. A rank then keeps the "
-            "activations of its part of a text: plan without it, with --block_size divided by it, for the memory; the "
-            "time is not that."
+            f"{run.said('sequence_parallel_size')}: ranks that share texts are not planned yet. Each rank then keeps "
+            "the activations of its part of a text. For the memory, plan without it and with --block_size divided by "
+            "it; the time will differ."
         )
     if run.value("fsdp") or fsdp_by_accelerate(run):
         _check_fsdp(run, model)
     if run.stages is not None and model.family not in LISTED:
         raise RequestError(
-            f"{run.said('pipeline_parallel_size')}: pipelines of {' and '.join(LISTED)} are planned, and this is a "
-            f"{model.family}. Drop it; ZeRO-3 shards any model."
+            f"{run.said('pipeline_parallel_size')}: only pipelines of {' and '.join(LISTED)} are planned, and this is "
+            f"a {model.family}. Drop it; ZeRO-3 shards any model."
         )
 
 
 def _check_fsdp(run: Run, model: Model) -> None:
-    """Planned is what recipes run by --fsdp True: FSDP2, each layer a group."""
+    """Only what recipes run with --fsdp True is planned: FSDP2, each layer a group."""
     is_plain = str(run.value("fsdp")) in ("True", "full_shard", "full_shard auto_wrap") and not run.value("fsdp_config")
     why = (
-        "an encoder with a decoder is not sharded by it"
+        "it does not shard an encoder with a decoder"
         if model.head == SEQ2SEQ
-        else f"a {model.family} is not sharded by it"
+        else f"it does not shard a {model.family}"
         if model.family in NO_TEXT
         else "adapters are not planned under it"
         if run.value("use_peft")
         else None
         if is_plain
-        else "of its forms --fsdp True is planned, without --fsdp_config"
+        else "only --fsdp True is planned, without --fsdp_config"
     )
     if why:
-        raise RequestError(f"{run.said('fsdp')}: {why}. --deepspeed zero3 shards the same, and is planned.")
+        raise RequestError(f"{run.said('fsdp')}: {why}. --deepspeed zero3 shards the same way, and is planned.")
 
 
 def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: list[str]) -> Subject:
@@ -228,7 +230,7 @@ def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: li
 def _chunk(run: Run, model: Model, machine: Machine) -> int:
     asked = run.value("loss_chunk_tokens")
     adapted = [*(run.value("lora_modules_to_save") or ()), *(run.value("lora_target_modules") or ())]
-    # A capped head, or a router that adds to the loss (finetune.models.chunked_loss asks the model itself).
+    # A capped head, or a router that adds to the loss (finetune.models.chunked_loss inspects the model itself).
     does_more = model.family in CAPPED or model.sizes.is_on("output_router_logits", False)
     is_whole = "lm_head" in adapted or (not asked and does_more)
     if run.stages is not None or model.head != CAUSAL or is_whole or model.trace is not None:
@@ -240,7 +242,7 @@ def _tokens(run: Run, model: Model, notes: list[str]) -> int:
     flag, given = tokens_flag(run), run.value("model_name_or_path")
     assert flag is not None, "a recipe of text says how long its samples are"
     otherwise = "." if given else (
-        ". Or name the model, by --model_name_or_path, if the recipe goes on from one: none was named, and this is a "
+        ". Or name the model with --model_name_or_path if the recipe starts from one: none was named, so this is a "
         "small one from scratch."
     )  # fmt: skip
     most = NO_LIMIT
@@ -255,7 +257,7 @@ def _tokens(run: Run, model: Model, notes: list[str]) -> int:
     positions, source = positions_of(model.sizes.config.get), f" ({run.source(flag)})"
     found = tokens_of(flag, run.value(flag), positions, most, otherwise, source)
     if flag != "block_size":
-        notes.append(f"samples are counted as {found} tokens, the most; batches of shorter texts take less")
+        notes.append(f"samples are counted as {found} tokens, the maximum; batches of shorter texts take less")
     return found
 
 
@@ -267,23 +269,23 @@ def _targets(run: Run, model: Model) -> int | None:
 
 
 def _side(run: Run, notes: list[str]) -> int:
-    """Of pictures, as finetune.data.images settles it."""
+    """The side of an image in pixels, as finetune.data.images chooses it."""
     if run.value("image_size"):
         return int(run.value("image_size"))
     if not run.value("model_name_or_path") and not run.value("train_dir") and not run.value("dataset_name"):
-        return LEAST_SIDE  # the built-in digits and CIFAR-10 are as small
-    notes.append(f"pictures are counted as {MOST_SIDE} pixels a side; --image_size says another")
+        return LEAST_SIDE  # the built-in digits and CIFAR-10 are this small
+    notes.append(f"images are counted as {MOST_SIDE} pixels a side; --image_size changes that")
     return MOST_SIDE
 
 
 def _fastest(machine: Machine, notes: list[str]) -> str:
-    """Of the precisions in which a recipe trains by itself. A CPU's profile has bf16 where it computes with it."""
+    """The precision that a recipe chooses by itself. A CPU's profile has bf16 only if it computes in bf16."""
     halves = ("bf16",) if machine.device == "cpu" else ("bf16", "fp16")
     found = next((name for name in halves if name in machine.peak_flops), "fp32")
     if machine.name == "cpu" and found == "fp32":
         notes.append(
-            "fp32 is taken for granted, as of any CPU; a run takes bf16 on one that computes with it. `finetune plan "
-            "--calibrate FILE` measures this one, and --gpu FILE plans by it"
+            "fp32 is assumed, as for any CPU; a run uses bf16 on one that computes in it. `finetune plan --calibrate "
+            "FILE` measures this one, and --gpu FILE plans with the result"
         )
     return found
 
@@ -295,5 +297,5 @@ def _device(machine: Machine) -> str:
 def _one_of(run: Run, name: str, known: Sequence[str], default: str) -> str:
     found = str(run.value(name) or default)
     if found not in known:
-        raise RequestError(f"{run.said(name)}: what it takes is not known. Known: {', '.join(known)}.")
+        raise RequestError(f"{run.said(name)}: its memory is not known. Known: {', '.join(known)}.")
     return found

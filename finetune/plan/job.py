@@ -1,4 +1,4 @@
-"""What is planned: a model, a batch, a layout over ranks. Everything that memory and time of a step hang on."""
+"""What is planned: a model, a batch, a layout over ranks. Everything that decides a step's memory and time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NO_ZERO, ADAM = Zero(), Optimizer("adam")
 
 @dataclass(frozen=True)
 class Job:
-    """`engine`: the Trainer alone (DDP on several ranks), DeepSpeed under the Trainer, or DeepSpeed's pipeline.
-    `micro_batch` is in samples a rank, `tokens` in each sample (1 of what is no text); `image_size` in pixels.
-    `targets`: tokens that are written of each, by an encoder with a decoder; None of others, and there as many.
-    `eval_batch`: samples a rank of an evaluation; 0: there is none. `texts`: those of a sample of preferences, in one
-    forward pass; with `baseline` (KTO) only the first is trained on, and the second asked before, without gradients."""
+    """`engine`: the Trainer alone (DDP on several ranks), FSDP, DeepSpeed under the Trainer, or DeepSpeed's pipeline.
+    `micro_batch`: samples per rank; `tokens`: per sample (1 if not text); `image_size`: in pixels. `targets`: target
+    tokens per sample of an encoder-decoder; None: as many as `tokens`, or another kind of model. `eval_batch`:
+    samples per rank in an evaluation; 0: no evaluation. `texts`: per preference sample, in one forward pass; with
+    `baseline` (KTO) only the first is trained on, and the second runs before it, without gradients."""
 
     model: Model
     engine: str = TRAINER
@@ -46,11 +46,11 @@ class Job:
     attention: str = "sdpa"
     loss_chunk_tokens: int = 0
     device: str = "cuda"
-    dtype: str = "float32"  # of weights under the Trainer alone, frozen ones or all; DeepSpeed has them as it computes
-    teacher: Model | None = None  # a frozen model beside it, asked in each micro-batch
+    dtype: str = "float32"  # of weights under the Trainer alone, frozen or all; DeepSpeed uses its own
+    teacher: Model | None = None  # a frozen second model, run in each micro-batch
     teacher_dtype: str = "float32"  # likewise
-    saves_beside_from: int | None = None  # bytes of a checkpoint, to be written while the training goes on; None: none
-    reference: str = ""  # what `teacher` is to preferences: SECOND, a model of its own; OWN_BASE, this one's base
+    saves_beside_from: int | None = None  # the least bytes of a checkpoint that is saved asynchronously; None: none is
+    reference: str = ""  # what `teacher` is in preferences: SECOND, a separate model; OWN_BASE, this model's base
     texts: int = 1
     baseline: bool = False
 
@@ -60,12 +60,12 @@ class Job:
 
     @property
     def global_batch(self) -> int:
-        """Samples a step, over all ranks."""
+        """Samples per step, over all ranks."""
         return self.micro_batch * self.accumulation * self.data_parallel_size
 
     @property
     def sample_tokens(self) -> int:
-        """Of a sample, what is read and what is written; of preferences both texts."""
+        """Input and target tokens of a sample; for preferences, those of both texts."""
         return self.texts * self.tokens + (self.targets or 0)
 
     @property
@@ -75,7 +75,7 @@ class Job:
 
     @property
     def uses_autocast(self) -> bool:
-        """Half precision without DeepSpeed: weights stay in fp32 as a rule; FSDP gathers them in half precision."""
+        """Half precision without DeepSpeed: weights usually stay in fp32; FSDP gathers them in half precision."""
         return self.engine in (TRAINER, FSDP) and self.precision != "fp32"
 
     @property
@@ -86,7 +86,7 @@ class Job:
 
     @property
     def stepping(self) -> Optimizer:
-        """The optimizer, with states as precise as the weights that it steps."""
+        """The optimizer, with states in the precision of its weights."""
         return replace(self.optimizer, bytes_each=HALF_BYTES) if self.trains_half else self.optimizer
 
     @property
@@ -101,8 +101,8 @@ class Job:
 
     @property
     def of_teacher(self) -> Job:
-        """A job of the teacher, of the same batches: one in 16 bits computes as DeepSpeed's engine does. A second model
-        beside the Trainer is not in accelerate's autocast, and one in fp32 computes in it."""
+        """The teacher's job, on the same batches. In 16 bits it computes as DeepSpeed's engine does. A second model
+        beside the Trainer is outside accelerate's autocast, so in fp32 it computes in fp32."""
         assert self.teacher is not None
         is_half = self.precision != "fp32" and (self.engine == DEEPSPEED or self.teacher_dtype != "float32")
         model = replace(self.teacher, tensors=tuple(replace(one, trains=False) for one in self.teacher.tensors))
@@ -120,14 +120,14 @@ class Job:
 
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:
-    """A micro-batch of one rank, or of the stage that has `part` of a pipeline's layers."""
+    """A micro-batch of one rank, or of the pipeline stage with the layers `part`."""
     return _tape(job.model, job.batch, job.numbers, job.checkpoint_interval, part, job.loss_chunk_tokens)
 
 
 def layers_of(job: Job) -> Tape:
-    """Of a pipeline's job, each entry of the flat list of layers as a segment of its own."""
+    """For a pipeline: each entry of the flat list of layers as its own segment."""
     entries = Part(0, job.model.layers + sum(LISTED[job.model.family]))
-    interval = min(job.checkpoint_interval, 1)  # groups of layers are recomputed whole, however large
+    interval = min(job.checkpoint_interval, 1)  # groups of layers are recomputed whole, whatever their size
     return _tape(job.model, job.batch, job.numbers, interval, entries, job.loss_chunk_tokens)
 
 

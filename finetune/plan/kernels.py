@@ -1,7 +1,7 @@
-"""Seconds of operators on a machine: products of matrices by shape, the rest by the bytes that they move.
+"""Seconds of operators on a machine: matrix products by shape, all others by the bytes that they move.
 
-A calibrated machine has rates by kind and size, and what lies between is interpolated in logarithms. Any other is taken
-by the roofline (Williams, Waterman and Patterson, CACM 2009): the longer of what the arithmetic and the memory need.
+A calibrated machine has rates by kind and size, interpolated in logarithms. Any other machine uses the roofline model
+(Williams, Waterman and Patterson, CACM 2009): the longer of arithmetic time and memory time.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from functools import cache, lru_cache
 from finetune.plan.machine import Machine
 from finetune.plan.values import ATTENTION, CHUNKED_LOSS, FLASH_ATTENTION_2, FP32_BYTES, Gemm, Op
 
-# A GPU's kernel takes this long if it has next to nothing to do: to fill the chip and to drain it again.
+# The least time of a GPU kernel: to fill the chip and to drain it.
 KERNEL_SECONDS = 2e-6
-TILE = 64  # rows and columns of a product that a GPU computes as one; the rest of a tile is idle (NVIDIA, "Matrix
-# Multiplication Background User's Guide", tile quantization; 64 is the least of cuBLAS's)
-# Of the rate of a chip's best product alone, what products reach within a training step, where power and clocks are
-# shared and shapes are as they come. Not measured by us: it makes the median error of the rows of 2,048 tokens on eight
-# A100-80GB in docs/results/plan_public.md zero; no other row was used.
+TILE = 64  # rows and columns of a product's tile on a GPU; the rest of a partial tile is wasted (NVIDIA, "Matrix
+# Multiplication Background User's Guide", tile quantization; 64 is cuBLAS's smallest)
+# Share of a chip's best isolated product rate that products reach within a training step, where power and clocks are
+# shared and shapes vary. Fitted, not measured: it makes the median error of the rows of 2,048 tokens on eight A100-80GB
+# in docs/results/plan_public.md zero; no other row was used.
 SUSTAINED = 0.86
-# Fused attention of long sequences against a chip's best product: FlashAttention-2 reaches 73% forward and 63% backward
+# Fused attention on long sequences, relative to the best product: FlashAttention-2 reaches 73% forward and 63% backward
 # of an A100's peak, products 87% (Dao, arXiv 2307.08691, figures 4 and 5).
 ATTENTION_SHARES = 0.85, 0.7
-# Keys for each query at which it reaches half of that: FlashAttention-2 forward on an H100, 191 of 335 TFLOP/s at 512
+# Keys per query at which it reaches half of that: FlashAttention-2 forward on an H100, 191 of 335 TFLOP/s at 512
 # tokens with a causal mask, 309 of 370 without (Shah et al., arXiv 2407.08608, figure 5).
 HALF_SPEED_KEYS = 150
-ONE_PASS = {"copy", "cast", "scale", "neg", "view", "slice", "chunk", "repeat"}  # whose backward passes move as much
+ONE_PASS = {"copy", "cast", "scale", "neg", "view", "slice", "chunk", "repeat"}  # backward moves as much
 COPIES = {"view", "slice", "chunk", "cat", "repeat"}
 NEAREST = 6  # measured shapes between which a product's rate is interpolated
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a device does, in seconds, and how many kernels a host has to launch for it."""
+    """Seconds of a device, and the number of kernels that the host launches for it."""
 
     device: float = 0.0
     launches: float = 0.0
@@ -56,7 +56,7 @@ def kernels_of(machine: Machine, precision: str) -> Kernels:
 
 
 class Kernels:
-    """`precision` is that of products; other operators go by the bytes of their elements."""
+    """`precision` is that of products; other operators use the bytes of their elements."""
 
     def __init__(self, machine: Machine, precision: str) -> None:
         self.machine = machine
@@ -94,7 +94,7 @@ class Kernels:
     def _work(
         self, op: Op, name: str, gemms: tuple[Gemm, ...], moved: float, kernels: int, size: int, bias: str
     ) -> Work:
-        """Of one direction. `bias`: the operator that a bias costs beside the product."""
+        """One direction. `bias`: the operator that a bias adds to the product."""
         if not kernels:
             return NOTHING
         if op.name in (ATTENTION, FLASH_ATTENTION_2):
@@ -112,7 +112,7 @@ class Kernels:
         if not op.kernels_back or not (given or op.weights):
             return NOTHING
         if not op.gemms and (op.passes_on or op.narrows):
-            # Nothing to do, but where two gradients meet the second is added to the first.
+            # No kernel, unless two gradients meet: then the second is added to the first.
             return Work(self.moved("add", op.moved, size), 1) if given > 1 and op.passes_on else NOTHING
         name = f"{op.name}_back"
         one_pass = not op.gemms and op.name in ONE_PASS and (name, "fp32") not in self.rates
@@ -133,8 +133,8 @@ class Kernels:
     # Products
 
     def _products(self, op: Op, gemms: tuple[Gemm, ...]) -> float:
-        """Also in half precision some are done in fp32: those whose factors are. What comes out may be in another
-        precision, as the loss over chunks of logits is."""
+        """In half precision, products whose inputs are fp32 still run in fp32. The output's precision does not matter:
+        that of the chunked loss differs."""
         whole = op.inputs[0].bytes_each >= FP32_BYTES and self.precision in ("bf16", "fp16")
         by = kernels_of(self.machine, "fp32") if whole else self
         return sum(by.product(gemm) for gemm in gemms)
@@ -161,7 +161,7 @@ class Kernels:
     # Bytes
 
     def moved(self, kind: str, size: float, bytes_each: int = FP32_BYTES) -> float:
-        """Seconds of an operator that moves `size` bytes; of one that was not measured, as of an addition."""
+        """Seconds of an operator that moves `size` bytes. An unmeasured kind counts as a copy or an addition."""
         if not size:
             return 0.0
         number = "fp32" if bytes_each >= FP32_BYTES else self.half
@@ -190,7 +190,7 @@ def _tiled(size: int) -> int:
 
 
 def _between(points: list[tuple[float, float]], size: float) -> float:
-    """A rate by a size, linear between logarithms; beyond the ends that of the nearest."""
+    """The rate at a size: linear between logarithms, beyond the ends the nearest."""
     at = math.log(size)
     place = bisect(points, (at, math.inf))
     if not place:

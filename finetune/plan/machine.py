@@ -1,4 +1,4 @@
-"""What a plan knows of a machine: one JSON file each in machines/, or one that `finetune plan --calibrate` wrote.
+"""Machine profiles: the JSON files in machines/, or one that `finetune plan --calibrate` wrote.
 
 Bytes, seconds and FLOP/s, never scaled. "Per GPU" means per rank; on `cpu` a rank has its share of cores and memory.
 A shipped file says in `sources`, key by key, where its numbers come from: a URL, "measured", or "assumed: why".
@@ -22,9 +22,9 @@ SHIPPED = Path(__file__).resolve().parent / "machines"
 DEVICES = ("cuda", "cpu", "rocm")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "p2p", "all_reduce_half", "reduce_scatter_half")
-# What drivers and people add to a name without meaning another machine: "NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X".
+# Parts of a name that do not change which machine it means: "NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X".
 DECORATION = re.compile(r"nvidia|tesla|geforce|amd|instinct|sxm\d?|hbm\d\w?|[^a-z0-9]")
-# A bare name means the smaller memory: what fits there fits the larger, too.
+# A bare name means the smaller memory: what fits there also fits the larger one.
 ALIASES = {"h100": "H100-80GB", "a100": "A100-40GB", "v100": "V100-16GB", "3090": "RTX3090", "4090": "RTX4090"}
 ALIASES |= {"h10080gbpcie": "H100-PCIe", "h200141gb": "H200", "b200180gb": "B200", "mi300x192gb": "MI300X"}
 ALIASES |= {"5090": "RTX5090", "5080": "RTX5080", "4080": "RTX4080", "4080super": "RTX4080-SUPER"}
@@ -42,7 +42,7 @@ class Rule:
 
 
 def _finite(found: Any) -> bool:
-    """Also false for a number that no machine has, which might overflow later."""
+    """Also false for numbers beyond any machine's, which might overflow later."""
     return isinstance(found, (int, float)) and not isinstance(found, bool) and -1e30 < found < 1e30
 
 
@@ -85,7 +85,7 @@ KERNEL_ROW = Rule(
 
 @dataclass(frozen=True)
 class Link:
-    """Per GPU and direction, as reached and not as sold. `latency_seconds` is what each step of a ring adds."""
+    """Per GPU and direction, as achieved, not as advertised. `latency_seconds`: of each step of a ring."""
 
     bandwidth_bytes_per_second: Annotated[float, POSITIVE]
     latency_seconds: Annotated[float, SECONDS]
@@ -93,7 +93,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Nvme:
-    """Bytes per second of a node, which its ranks share."""
+    """Bytes per second per node, shared by its ranks."""
 
     bandwidth_read: Annotated[float, POSITIVE]
     bandwidth_write: Annotated[float, POSITIVE]
@@ -105,12 +105,12 @@ class Machine:
     device: Annotated[str, DEVICE]
     memory_bytes: Annotated[int, COUNT]  # per GPU, as torch reports total_memory: a little below the nominal size
     ranks_per_node: Annotated[int, COUNT]
-    # By precision: dense FLOP/s (fp32 without tensor cores), absent where the chip has none; and the share of it that
+    # By precision: dense FLOP/s (fp32 without tensor cores), absent if the chip has none; and the share of it that
     # large matrices reach.
     peak_flops: Annotated[dict[str, float], dict.fromkeys(PRECISIONS, POSITIVE)]
     gemm_efficiency: Annotated[dict[str, float], dict.fromkeys(PRECISIONS, SHARE)]
     memory_bandwidth: Annotated[float, POSITIVE]  # bytes per second, nominal
-    memory_efficiency: Annotated[float, SHARE]  # of it, in streaming kernels
+    memory_efficiency: Annotated[float, SHARE]  # share of it that streaming kernels reach
     launch_seconds: Annotated[float, SECONDS]  # the host's time for each kernel that eager PyTorch launches
     intra_node: Link  # ring collectives within a node
     inter_node: Link  # and between nodes
@@ -124,26 +124,26 @@ class Machine:
     # (m, k) @ (k, n) as m, n, k; precision; measured FLOP/s. Empty until calibrated.
     gemm_table: Annotated[tuple[tuple[int, int, int, str, float], ...], ROWS]
     sources: Annotated[dict[str, str], TEXT]  # by the names of the fields above
-    # What follows is calibrated, too, and need not be there: bandwidths and the ring serve without.
-    # Kind of operator as the tape names it (with "_back": its backward pass); precision; bytes that the tape says are
-    # moved; and bytes per second. Attention: tokens, and FLOP/s. Launches are not in these rates.
+    # The fields below are optional, and most come from calibration. Bandwidths and the ring formula replace them.
+    # Kind of operator as the tape names it (with "_back": its backward pass); precision; bytes moved
+    # according to the tape; bytes per second. For attention: tokens and FLOP/s. Rates exclude launches.
     kernel_table: Annotated[tuple[tuple[str, str, int, float], ...], KERNEL_ROWS] = ()
-    # By collective within a node: what its ring formula needs to come out at the time that was measured.
+    # By collective within a node: the link for which its ring formula gives the measured time.
     collectives: dict[str, Link] = field(default_factory=dict)
     # Shares of the peak that the package flash-attn 2 reaches at long sequences, "forward" and "backward", on a chip
-    # whose own instructions it lacks; absent of others.
+    # whose native instructions it does not use; absent for others.
     flash_attention_2: Annotated[dict[str, float], dict.fromkeys(("forward", "backward"), SHARE)] = field(
         default_factory=dict
     )
-    step_factor: Annotated[float, POSITIVE] = 1.0  # how much longer a real step takes than its operators one by one
+    step_factor: Annotated[float, POSITIVE] = 1.0  # a real step's time / the sum of its operators'
 
     def __hash__(self) -> int:
-        """Dicts have none; equal machines are alike in these."""
+        """Dicts are not hashable; equal machines agree in these fields."""
         return hash((self.name, self.device, self.memory_bytes, self.memory_bandwidth, self.gemm_table))
 
 
 def _shape(kind: type) -> dict[str, Any]:
-    """What must stand in a file: by key a Rule, or for an object its own shape."""
+    """The required form of a file: per key a Rule or, for an object, its own shape."""
     hints = get_type_hints(kind, include_extras=True)
     hints.pop("collectives", None)
     return {key: hint.__metadata__[0] if hasattr(hint, "__metadata__") else _shape(hint) for key, hint in hints.items()}
@@ -175,16 +175,16 @@ def find_machine(name: str) -> Machine:
     near = difflib.get_close_matches(_plain(name), names, 1)
     hint = f" Did you mean {names[near[0]]}?" if near else ""
     raise RequestError(
-        f"{name}: there is no such machine.{hint} Those known are {', '.join(machine_names())}; or give the path of a "
+        f"{name}: there is no such machine.{hint} Known machines: {', '.join(machine_names())}; or give the path of a "
         f".json file that `finetune plan --calibrate` wrote."
     )
 
 
-MOST_BYTES = 2**20  # a profile has 20 KiB
+MOST_BYTES = 2**20  # profiles are about 20 KiB
 
 
 def read_machine(path: Path) -> Machine:
-    """Raises RequestError naming the file, the key, what was found and what must stand there."""
+    """Raises RequestError naming the file, the key, what was found and what is expected."""
     found = read_json_object(path, MOST_BYTES, strict=True)
     _check(path, "the file", found, SHAPE)
     for table, rule in (("gemm_table", ROW), ("kernel_table", KERNEL_ROW)):
@@ -192,7 +192,7 @@ def read_machine(path: Path) -> Machine:
             _check(path, f"{table}[{index}]", row, rule)
     peaks, shares = found["peak_flops"], found["gemm_efficiency"]
     if "fp32" not in peaks:
-        raise RequestError(f"{path}: peak_flops lacks fp32, in which optimizers work. Add it.")
+        raise RequestError(f"{path}: peak_flops lacks fp32, which optimizers use. Add it.")
     if set(peaks) != set(shares):
         raise RequestError(
             f"{path}: gemm_efficiency has {', '.join(shares) or 'nothing'}, but peak_flops {', '.join(peaks)}. "
@@ -207,7 +207,7 @@ def read_machine(path: Path) -> Machine:
 
 
 def write_machine(machine: Machine, path: Path) -> None:
-    """As `read_machine` reads it. Raises RequestError where the file cannot be written."""
+    """In the form that `read_machine` reads. Raises RequestError if the file cannot be written."""
     try:
         path.write_text(json.dumps(dataclasses.asdict(machine), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -217,17 +217,17 @@ def write_machine(machine: Machine, path: Path) -> None:
 def _check(path: Path, key: str, found: Any, shape: dict[str, Any] | Rule) -> None:
     if isinstance(shape, Rule):
         if not shape.holds(found):
-            raise RequestError(f"{path}: {key} is {found!r}, but it must be {shape.words}. Fix it, or calibrate anew.")
+            raise RequestError(f"{path}: {key} is {found!r}, but it must be {shape.words}. Fix it, or calibrate again.")
         return
     if not isinstance(found, dict):
         raise RequestError(f"{path}: {key} is {found!r}, but it must be an object, like {{...}}. Fix it.")
     if missing := [name for name in shape if name not in found and name not in OPTIONAL and key not in PARTIAL]:
-        raise RequestError(f"{path}: {key} lacks {', '.join(missing)}. Add it, or calibrate anew.")
+        raise RequestError(f"{path}: {key} lacks {', '.join(missing)}. Add it, or calibrate again.")
     for name, value in found.items():
         if name not in shape:
             near = difflib.get_close_matches(name, shape, 1)
-            mend = f"Did you mean {near[0]}?" if near else f"Take it out. Known are {', '.join(shape)}."
-            raise RequestError(f"{path}: {key} has {name!r}, which is no key of it. {mend}")
+            mend = f"Did you mean {near[0]}?" if near else f"Remove it. Known keys: {', '.join(shape)}."
+            raise RequestError(f"{path}: {key} has {name!r}, which is not one of its keys. {mend}")
         _check(path, name if shape is SHAPE else f"{key}.{name}", value, shape[name])
 
 

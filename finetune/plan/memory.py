@@ -1,4 +1,4 @@
-"""What each rank of a job holds, and when the most: a step played through, by kind of memory."""
+"""Memory of each rank of a job, by kind, and its peak: one step, simulated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, INT64_BYTES
 from finetune.plan.zero import Zero
 
-BESIDE_STEPS = ("evaluation", "saving")  # phases that are no part of a step
+BESIDE_STEPS = ("evaluation", "saving")  # phases outside training steps
 TEACHER, REFERENCE = "teacher", "reference"
 BATCH, WORKSPACE, BUFFERS, SAVED = "batch", "workspace", "model buffers", "weights being saved"
 COPIED = "copy of a checkpoint"
@@ -31,8 +31,8 @@ COPIED = "copy of a checkpoint"
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank: `resident` between steps and at the peak of each phase by kind, on the device and on the host.
-    `timeline` is of (phase, place, bytes) on the device."""
+    """Bytes of one rank by kind: `resident` between steps and `peaks` of each phase on the device; `host`: on the host.
+    `timeline`: (phase, place, bytes) on the device."""
 
     rank: int
     resident: dict[str, int]
@@ -51,7 +51,7 @@ class RankMemory:
 
     @property
     def step_peak(self) -> Moment:
-        """Of training alone."""
+        """The peak of training steps alone."""
         return max((m for phase, m in self.peaks.items() if phase not in BESIDE_STEPS), key=lambda moment: moment.bytes)
 
     @property
@@ -60,8 +60,8 @@ class RankMemory:
 
 
 def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int] | None = None) -> RankMemory:
-    """Of one rank, or of the first pipeline's stage of that number, in a step that is not the first, for the
-    optimizer's states are made in that one. `bounds` are the stages' layers, where they are known better."""
+    """The memory of one rank, or of that stage of the first pipeline, in any step but the first, which creates the
+    optimizer states. `bounds`: the stages' layers, if they are known."""
     device = Ledger()
     host = device if job.device == "cpu" else Ledger()
     if job.engine == PIPELINE:
@@ -87,7 +87,7 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
     if buffers := sum(buffer.bytes for buffer in job.model.buffers):
         device.take(BUFFERS, buffers)
     if job.device != "cpu":
-        # torch's handle pool gives the backward pass's thread a cuBLAS workspace of its own
+        # torch's handle pool gives the backward pass's thread its own cuBLAS workspace
         # (aten/src/ATen/cuda/CublasHandlePool.cpp).
         device.take(WORKSPACE, 2 * machine.workspace_bytes)
     device.peaks.clear()
@@ -106,7 +106,7 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
 
 
 class _Still(Sizes):
-    """Of a model that is evaluated: nothing is dropped."""
+    """Sizes of a model in evaluation: no dropout."""
 
     def share(self, name: str, default: float = 0.0) -> float:
         return 0.0 if "drop" in name else super().share(name, default)
@@ -114,12 +114,12 @@ class _Still(Sizes):
 
 @lru_cache(maxsize=16)
 def _still(model: Model) -> Model:
-    """One for each model, so that its tapes are made once."""
+    """Cached per model, so that its tapes are built once."""
     return replace(model, sizes=_Still(model.sizes.config, model.sizes.where))
 
 
 def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:
-    """A batch of an evaluation, its ids and labels; logits are reduced on the device, batch by batch, as the recipes do
+    """One evaluation batch, with ids and labels. Logits are reduced on the device, batch by batch, as the recipes do
     (preprocess_logits_for_metrics)."""
     asked = replace(job, micro_batch=job.eval_batch, checkpoint_interval=0, baseline=False)
     tape = tape_of(replace(asked, model=_still(job.model)))
@@ -138,7 +138,7 @@ def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:
 
 def _save(job: Job, layout: Resident, device: Ledger) -> int:
     """Bytes on the host of the rank that writes the weights. ZeRO-3 gathers them module by module on all ranks
-    (deepspeed 0.19.8, runtime/engine.py, _zero3_consolidated_16bit_state_dict); the others write what they have."""
+    (deepspeed 0.19.8, runtime/engine.py, _zero3_consolidated_16bit_state_dict); the others write what they hold."""
     device.phase = "saving"
     weights = layout.weights.bytes
     if isinstance(layout, Zero3):
@@ -148,8 +148,8 @@ def _save(job: Job, layout: Resident, device: Ledger) -> int:
 
 
 def _step(job: Job, tape: Tape, layout: Resident, device: Ledger) -> None:
-    """Micro-batches one after another; the second is as all that follow it but the last. A reference is asked between
-    the forward pass and the backward one (finetune/training/preference.py), and what it gives is a number a text."""
+    """Micro-batches in sequence; the second stands for all between the first and the last. A reference runs between the
+    forward and the backward pass (finetune/training/preference.py) and yields one number per text."""
     many = min(job.accumulation, 3)
     for micro in range(many):
         answer = _ask_teacher(job, device) if job.teacher is not None and not job.reference else 0
@@ -166,8 +166,8 @@ def _step(job: Job, tape: Tape, layout: Resident, device: Ledger) -> None:
 
 
 def _ask_teacher(job: Job, device: Ledger) -> int:
-    """Its forward pass before the student's, and the bytes that stay of it for the loss (finetune/training/
-    distilling.py): hidden states where this is computed in chunks, else logits, and log-probabilities of both."""
+    """Runs the teacher's forward pass before the student's. Returns the bytes kept for the loss (finetune/training/
+    distilling.py): hidden states if it is computed in chunks, else logits, and log-probabilities of both."""
     asked = job.of_teacher
     asked = replace(asked, model=_still(asked.model))
     tape = tape_of(asked)
@@ -185,7 +185,7 @@ def _ask_teacher(job: Job, device: Ledger) -> int:
     layout.begin(device, True, True)
     before = device.live.get(GATHERED, 0)
     Pass(tape, device, layout, layout.gradient_bytes).evaluate(_of(job))
-    device.give(GATHERED, device.live.setdefault(GATHERED, 0) - before)  # the few small ones that stay are not counted
+    device.give(GATHERED, device.live.setdefault(GATHERED, 0) - before)  # the few persistent parameters are not counted
     if job.reference:
         return 0
     if job.model.head == CLASSES:
@@ -194,7 +194,7 @@ def _ask_teacher(job: Job, device: Ledger) -> int:
         kept = job.batch.positions * asked.model.hidden_size * asked.weight_bytes
     else:
         kept = job.batch.positions * asked.model.vocab_size * (asked.weight_bytes + 2 * FP32_BYTES)
-    device.take(TEACHER, kept, "its answer")
+    device.take(TEACHER, kept, "the teacher's output")
     return kept
 
 
@@ -203,7 +203,7 @@ def _of(job: Job) -> str:
 
 
 def _pipeline_step(job: Job, tape: Tape, layout: Resident, device: Ledger, stage: int) -> None:
-    """Several in flight, in the order of DeepSpeed's schedule."""
+    """Micro-batches, several of them in flight, in the order of DeepSpeed's schedule."""
     last = job.accumulation - 1
     flying: dict[int, Pass] = {}
     for kind, micro in order_of(stage, job.stages, job.accumulation):
@@ -217,9 +217,9 @@ def _pipeline_step(job: Job, tape: Tape, layout: Resident, device: Ledger, stage
 
 
 def _pipe_bytes(job: Job, stage: int) -> int:
-    """What the pipeline engine keeps from step to step (runtime/pipe/engine.py): a tensor to receive into from each
-    neighbour, as large as the hidden state; a copy of each input that is in flight, and its gradient; and on the last
-    stage the logits of each."""
+    """Buffers that the pipeline engine keeps between steps (runtime/pipe/engine.py): one to receive from each
+    neighbour, as large as the hidden state; a copy of each input in flight, and its gradient; on the last stage also
+    the logits of each."""
     hidden = job.batch.positions * job.model.hidden_size * job.weight_bytes
     logits = job.batch.positions * (job.model.vocab_size or job.model.sizes.labels) * job.weight_bytes
     flying = min(max(2, min(job.stages - stage, job.accumulation)), job.accumulation)
@@ -246,16 +246,16 @@ def _layout(job: Job, tensors: tuple[Tensor, ...], rank: int, host: Ledger) -> R
 
 
 def batch_bytes(job: Job) -> int:
-    """Token ids and labels of all micro-batches of a step: the Trainer has them loaded before the first runs
-    (transformers 5.23, Trainer.get_batch_samples), and one more, which accelerate reads ahead and leaves on the host
-    (1.15, data_loader.py, DataLoaderShard.__iter__). MLPs and ResNets read numbers."""
+    """Token ids and labels of all micro-batches of a step: the Trainer loads them before the first runs
+    (transformers 5.23, Trainer.get_batch_samples). One more is prefetched by accelerate and stays on the host (1.15,
+    data_loader.py, DataLoaderShard.__iter__). MLPs and ResNets read floats."""
     rows = job.micro_batch * (job.accumulation + (job.device == "cpu"))
     if job.model.family in NO_TEXT:
         pixels = job.model.sizes("num_channels", default=3) * job.image_size**2
         numbers = job.model.hidden_size if job.model.family == "mlp" else pixels
         return rows * (numbers * FP32_BYTES + INT64_BYTES)
-    if job.texts > 1:  # ids, mask, targets and a place of each text (finetune/data/preference_batches.py), and of a row
+    if job.texts > 1:  # per text ids, mask, targets and a place, per row labels (finetune/data/preference_batches.py)
         return rows * (INT64_BYTES * (job.texts * (3 * job.tokens + 1) + 2) + 1)
     labels = 1 if job.model.head == CLASSES else job.tokens
-    labels = labels if job.targets is None else 2 * job.targets  # and what the decoder reads, which are these, shifted
+    labels = labels if job.targets is None else 2 * job.targets  # and the decoder's inputs: the labels, shifted
     return INT64_BYTES * rows * (job.tokens + labels)

@@ -1,4 +1,4 @@
-"""What would make a plan fit that does not, or lower its peak: of each kind of change the gentlest."""
+"""Changes that make a plan fit or lower its peak: the gentlest of each kind."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MOST_MENDS = 4
 
 
 def mends(found: Plan) -> list[Candidate]:
-    """What would make a plan fit that does not: of each kind of change the gentlest that does."""
+    """Changes that make a plan fit: the gentlest sufficient one of each kind."""
     return list(islice(_gentlest(found, lambda tried: tried.fits), MOST_MENDS))
 
 
 def ways_out(found: Plan, searched: Found | None) -> list[Candidate]:
-    """The mends of a plan that does not fit. What a search has found comes first, as flags say it, and of the gentle
-    changes only those remain that are no slower."""
+    """The mends of a plan that does not fit. The best layout of a search comes first, and then only those gentle
+    changes that are faster than it."""
     gentle = mends(found)
     if searched is None or not searched.fitting:
         return gentle
@@ -30,8 +30,8 @@ def ways_out(found: Plan, searched: Found | None) -> list[Candidate]:
 
 
 def cheaper(found: Plan) -> list[Candidate]:
-    """What lowers a plan's peak by a tenth, whether or not it fits: of each kind of change the gentlest that does, and
-    of those the three that cost the least time."""
+    """Changes that lower a plan's peak by a tenth, whether or not it fits: the gentlest sufficient one of each kind,
+    and of those the three fastest."""
     kept = _gentlest(found, lambda tried: tried.peak_bytes <= 0.9 * found.peak_bytes)
     return sorted(kept, key=lambda one: one.plan.seconds.total)[:3]
 

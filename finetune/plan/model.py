@@ -1,7 +1,7 @@
 """A model's parameters, tensor by tensor, from its Hugging Face config.json. Never imports torch.
 
-Names and shapes are those of transformers 5.23 (models/*/modeling_*.py), which a test holds against the real classes on
-the meta device. Exact figures matter: ZeRO shards and the persistence threshold go by tensors, not by totals.
+Names and shapes are those of transformers 5.23 (models/*/modeling_*.py), which a test compares with the real classes on
+the meta device. Exact numbers matter: ZeRO shards and the persistence threshold depend on tensors, not on totals.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from finetune.plan.values import FP32_BYTES, Lora
 from finetune.safe_read import read_json_object
 
 MOST_LAYERS = 20_000
-PACKED_BLOCK = 64  # weights that have a scale together in 4 bits
-NOT_LINEAR = {"gate", "router", "experts", "relative_attention_bias"}  # matrices of blocks that are no linear layers
-HEADS = {  # by the ends of class names
+PACKED_BLOCK = 64  # weights that share a scale in 4 bits
+NOT_LINEAR = {"gate", "router", "experts", "relative_attention_bias"}  # matrices of blocks that are not linear layers
+HEADS = {  # by suffixes of class names
     "ForCausalLM": CAUSAL,
     "LMHeadModel": CAUSAL,
     "ForMaskedLM": MASKED,
@@ -50,7 +50,7 @@ HEADS = {  # by the ends of class names
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter. `layer` counts the blocks that are alike, from 0; None for embeddings, closing norm and head."""
+    """A parameter. `layer`: the block's index; None for embeddings, final norm and head."""
 
     name: str
     shape: Shape
@@ -63,7 +63,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def bytes(self, each: int) -> int:
-        """bitsandbytes packs two weights in a byte, and keeps the largest of each 64 in fp32
+        """bitsandbytes packs two weights in a byte, and keeps the maximum of each 64 in fp32
         (bitsandbytes 0.50, functional.py, quantize_4bit)."""
         packed = math.ceil(self.elements / 2) + math.ceil(self.elements / PACKED_BLOCK) * FP32_BYTES
         return packed if self.is_packed else self.elements * each
@@ -71,7 +71,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Buffer:
-    """What a model holds besides its parameters."""
+    """A tensor of a model that is not a parameter."""
 
     name: str
     shape: Shape
@@ -84,7 +84,7 @@ class Buffer:
 
 @dataclass(eq=False, frozen=True)
 class Trace:
-    """Operators of a model of no family, by `finetune.measure.tracing`; `finetune.plan.forward.traced` reads them."""
+    """Operators of a model outside the known families, as `finetune.measure.tracing` records them."""
 
     layers: int
     values: tuple[Any, ...]
@@ -93,8 +93,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Model:
-    """What a config says of a model. A tied weight is there once. `family` is the config's `model_type`; `sizes` is the
-    config itself, which forward passes are written down from (finetune/plan/forward)."""
+    """A model as its config describes it. A tied weight appears once. `family` is the config's `model_type`; `sizes` is
+    the config itself, from which forward passes are recorded (finetune/plan/forward)."""
 
     family: str
     head: str
@@ -105,11 +105,11 @@ class Model:
     sizes: Sizes
     buffers: tuple[Buffer, ...] = ()
     lora: Lora | None = None
-    trace: Trace | None = None  # of no family: `family` is the config's model_type all the same
+    trace: Trace | None = None  # outside the known families; `family` is then still the model_type
 
     @property
     def shards(self) -> bool:
-        """Whether ZeRO-3 can have it in pieces (finetune.run.facts.check_sharded)."""
+        """Whether ZeRO-3 can shard it (finetune.run.facts.check_sharded)."""
         return not (self.lora and self.lora.is_dora) and not any(tensor.is_packed for tensor in self.tensors)
 
     @property
@@ -118,7 +118,7 @@ class Model:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The values of a model folder's config.json, or of that file. Raises RequestError where there is none to read."""
+    """The values of a model folder's config.json, or of that file. Raises RequestError if it cannot be read."""
     file = folder / "config.json" if folder.is_dir() else folder
     try:
         return read_json_object(file, inside=folder if folder.is_dir() else None)
@@ -127,15 +127,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def model_of(config: dict[str, Any], where: str = "the config", head: str | None = None) -> Model:
-    """`head` is one of `HEADS`, or VECTORS; None: what `architectures` says, and without that the family's language
-    model. Raises RequestError for another family or head, or where a size is missing or is none."""
+    """`head`: one of `HEADS`, or VECTORS; None: from `architectures`, or else the family's default. Raises RequestError
+    for an unknown family or head, or if a size is missing or invalid."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise RequestError(f"{where}: model_type is {kind!r}, but those known are {', '.join(sorted(FAMILIES))}.")
+        raise RequestError(f"{where}: model_type is {kind!r}, but the known types are {', '.join(sorted(FAMILIES))}.")
     family, sizes = FAMILIES[kind], Sizes(config, where)
     head = head or _head(config, family, where)
     if head not in (*family.heads, VECTORS):
-        raise RequestError(f"{where}: of {kind} these heads are known: {', '.join(family.heads)}; not {head}.")
+        raise RequestError(f"{where}: the known heads of {kind} are {', '.join(family.heads)}, not {head}.")
     refuse_impossible(kind, sizes)
     layers = family.layers(sizes)
     if layers > MOST_LAYERS:
@@ -152,20 +152,20 @@ def model_of(config: dict[str, Any], where: str = "the config", head: str | None
 
 
 def in_4bit(model: Model) -> Model:
-    """With the linear layers of its blocks packed (transformers, quantizers/base.py, get_modules_to_not_convert)."""
+    """With its blocks' linear layers packed (transformers, quantizers/base.py, get_modules_to_not_convert)."""
     packed = [replace(tensor, is_packed=is_block_linear(tensor)) for tensor in model.tensors]
     return replace(model, tensors=tuple(packed))
 
 
 def is_block_linear(tensor: Tensor) -> bool:
-    """The weight of a linear layer of a block, which adapters are for by default."""
+    """Whether it is the weight of a block's linear layer, which adapters target by default."""
     return tensor.layer is not None and len(tensor.shape) == 2 and tensor.name.split(".")[-2] not in NOT_LINEAR
 
 
 def with_lora(model: Model, lora: Lora) -> Model:
-    """With an adapter's tensors beside each linear layer that it adapts, and all others frozen. Names are the model's
-    own, without what peft puts around them (`base_model.model.`, `.base_layer`, `.modules_to_save.default`); what a
-    trained copy stands in for is its module's `original_module`."""
+    """The model with an adapter's tensors beside each linear layer that it adapts, and everything else frozen. Names
+    are the model's own, without peft's wrappers (`base_model.model.`, `.base_layer`, `.modules_to_save.default`); a
+    trained copy replaces its module's `original_module`."""
     tensors = []
     for tensor in model.tensors:
         module, _, part = tensor.name.rpartition(".")
@@ -175,7 +175,7 @@ def with_lora(model: Model, lora: Lora) -> Model:
             continue
         tensors.append(replace(tensor, trains=False))
         if part == "weight" and len(tensor.shape) == 2 and lora.adapts(module):
-            # GPT-2's Conv1D has its weight the other way round.
+            # GPT-2's Conv1D stores its weight transposed.
             is_turned = model.family == "gpt2"
             fan_out, fan_in = reversed(tensor.shape) if is_turned else tensor.shape
             for side, shape in (("A", (lora.rank, fan_in)), ("B", (fan_out, lora.rank))):
@@ -183,19 +183,19 @@ def with_lora(model: Model, lora: Lora) -> Model:
             if lora.is_dora:
                 tensors.append(Tensor(f"{module}.lora_magnitude_vector.default.weight", (fan_out,), tensor.layer))
     if not any(".lora_A." in tensor.name for tensor in tensors):
-        raise RequestError(f"LoRA on {', '.join(lora.targets)}: no linear layer has such a name.")
+        raise RequestError(f"LoRA on {', '.join(lora.targets)}: no linear layer has that name.")
     return replace(model, tensors=tuple(tensors), lora=lora)
 
 
 def head_of_class(name: str) -> str | None:
-    """By the name of a class of transformers; None where its head is not known."""
+    """By the name of a transformers class; None if its head is not known."""
     return next((head for suffix, head in HEADS.items() if name.endswith(suffix)), None)
 
 
 def _head(config: dict[str, Any], family: Family, where: str) -> str:
     names = config.get("architectures") or []
     if not names or (str(names[0]).endswith("Model") and not str(names[0]).endswith("LMHeadModel")):
-        return family.default_head  # BertModel and the like are without a head
+        return family.default_head  # BertModel and the like have no head
     found = head_of_class(str(names[0]))
     if found is None:
         raise RequestError(f"{where}: architectures is {names[0]}, but it must end in one of {', '.join(HEADS)}.")

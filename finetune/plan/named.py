@@ -1,15 +1,15 @@
-"""Well-known models by name: what a plan needs of their config.json, kept in models.json beside this file.
+"""Well-known models by name: the part of their config.json that a plan needs, from models.json beside this file.
 
     model_of(find_model("unsloth/Qwen3-4B-Base-bnb-4bit").config)
 
-An entry there has `config`, in Hugging Face's own keys, where a shape hangs on them or they differ from the class's
-defaults, and from those of the entry that it is `like`; its `source`; the published `parameters`; in `count` whether
-that number is "exact" or rounded ("within 1%"), and in `seen` where it was found; `hub`, the model's id there, which
-the toolkit's own lack; `also`, other names of it; and what a plan `says` of it. GPT-lites are not in the file: their
-shapes stand where recipes take them from.
+An entry there has `config`, with Hugging Face's own keys where a shape depends on them, or where they differ from the
+class's defaults and from the entry that it is `like`; its `source`; the published `parameters`; `count`, whether that
+number is "exact" or rounded ("within 1%"), and `seen`, where it was found; `hub`, the model's id there, which the
+toolkit's own models lack; `also`, other names; and what a plan `says` about it. GPT-lites are not in the file: their
+shapes come from where recipes take them.
 
-A name that is none of these is taken apart into words. Its owner, and the words below that say how weights were trained
-or kept and when, make no other shape; all others do, a size and a version above all.
+Any other name is split into words. Its owner, and the words below that say how and when weights were trained or stored,
+do not change the shape; all other words do, above all a size and a version.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from finetune.run.sizes import GPTLITE_SIZES
 
 TABLE = Path(__file__).resolve().parent / "models.json"
 MOST_HINTS = 4
-GPTLITE = "gptlite-"  # begins the names of those from scratch, of which finetune.run.sizes says the shape
-VOCABULARIES = {"small": 50_304}  # as recipes/configs/gpt2_124m.yaml trains it
-CHARACTERS = 65  # of Tiny Shakespeare, which the study of GPT-lite was trained on
-OWNED = re.compile(r"(?:[\w-][\w.-]*/)?([\w-][\w.:-]*)")  # a hub id or a plain name, and no path
-JOINED = re.compile(r"([a-z]{3,})(\d+(?:\.\d+)?)")  # "llama3.1", which is "llama-3.1"
-KEPT = {"hf", "bf16", "fp16", "bnb", "4bit", "nf4", "unsloth", "dynamic", "meta"}  # how, and by whom
+GPTLITE = "gptlite-"  # prefix of models from scratch, whose shapes finetune.run.sizes has
+VOCABULARIES = {"small": 50_304}  # as in recipes/configs/gpt2_124m.yaml
+CHARACTERS = 65  # of Tiny Shakespeare, the data of the GPT-lite study
+OWNED = re.compile(r"(?:[\w-][\w.-]*/)?([\w-][\w.:-]*)")  # a hub id or a plain name, not a path
+JOINED = re.compile(r"([a-z]{3,})(\d+(?:\.\d+)?)")  # "llama3.1" for "llama-3.1"
+KEPT = {"hf", "bf16", "fp16", "bnb", "4bit", "nf4", "unsloth", "dynamic", "meta"}  # how weights are stored, and by whom
 TRAINED = {"base", "pt", "instruct", "it", "chat", "thinking", "reasoning"}
 DATE = re.compile(r"\d{4}|\d{8}")
 NOT_TRAINED = {"gguf", "gptq", "awq", "fp8", "mlx", "exl2", "onnx", "int4", "int8", "8bit", "w4a16", "w8a8", "nvfp4"}
@@ -42,8 +42,8 @@ NOT_TRAINED = {"gguf", "gptq", "awq", "fp8", "mlx", "exl2", "onnx", "int4", "int
 
 @dataclass(frozen=True)
 class Named:
-    """A model that is known. `notes`: what to say of a plan of it. `is_packed`: by its name its weights are kept in 4
-    bits, of which the config says nothing."""
+    """A known model. `notes`: to show with a plan of it. `is_packed`: its name says that weights are stored in 4 bits,
+    which the config does not."""
 
     name: str
     config: dict[str, Any]
@@ -52,8 +52,8 @@ class Named:
 
 
 def find_model(given: str) -> Named:
-    """By name or hub id, in any case: "gpt2", "openai-community/gpt2", "Qwen/Qwen3-4B-Base". The config is the caller's
-    own copy. Raises RequestError with the names that are near, or where such weights are not trained."""
+    """By name or hub id, in any case: "gpt2", "openai-community/gpt2", "Qwen/Qwen3-4B-Base". The config is a copy for
+    the caller. Raises RequestError with similar names, or if such weights cannot be trained."""
     if name := _spellings().get(given.lower()):
         return _known(name)
     owned = OWNED.fullmatch(given)
@@ -62,7 +62,7 @@ def find_model(given: str) -> Named:
     if packed := NOT_TRAINED.intersection(words):
         rest = f": {name}" if name else ""
         raise RequestError(
-            f"{given}: weights in {min(packed).upper()} are not trained. Give the model that they were made of{rest}."
+            f"{given}: weights in {min(packed).upper()} are not trained. Give the model that they were made from{rest}."
         )
     if owned is None or name is None:
         raise RequestError(_unknown(given))
@@ -75,12 +75,12 @@ def find_model_config(given: str) -> dict[str, Any]:
 
 
 def model_names() -> list[str]:
-    """Family by family, small to large."""
+    """By family, from small to large."""
     return list(_table())
 
 
 def gptlite_config(shape: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Of one from scratch: `shape` is what `finetune.run.sizes` says of it; the vocabulary is the tokenizer's."""
+    """The config of a model from scratch: `shape` from `finetune.run.sizes`, the vocabulary size from the tokenizer."""
     return {"model_type": "gptlite", "architectures": ["GPTLiteForCausalLM"], "vocab_size": vocab_size, **shape}
 
 
@@ -101,7 +101,7 @@ def _known(name: str) -> Named:
 
 @functools.cache
 def _spellings() -> dict[str, str]:
-    """Names by what they may be written as: Llama-2-7b is also Llama-2-7b-hf, either with or without meta-llama/."""
+    """Names by spelling: Llama-2-7b is also Llama-2-7b-hf, either with or without meta-llama/."""
     found = {}
     for name, entry in _table().items():
         organisation, _, plain = entry.get("hub", name).rpartition("/")
@@ -130,7 +130,7 @@ def _words(plain: str) -> tuple[str, ...]:
 
 
 def _forms(words: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """From the name as it is to what is left of it. A date goes last: models of another have other positions."""
+    """From the full name to its shortest form. A date goes last: models of another date have other positions."""
     whole = _without(words, KEPT)
     plain = _without(whole, TRAINED | NOT_TRAINED)
     dateless = tuple(word for word in plain if not DATE.fullmatch(word))
@@ -146,5 +146,5 @@ def _unknown(given: str) -> str:
     near = [spelling for spelling in spellings if plain and (plain in spelling or spelling in plain)]
     near += difflib.get_close_matches(plain, spellings, MOST_HINTS)
     found = list(dict.fromkeys(spellings[spelling] for spelling in near))[:MOST_HINTS]
-    hint = f"Did you mean {' or '.join(found)}?" if found else f"Those known are {', '.join(model_names())}."
-    return f"{given}: no model is known by this name. {hint} Any other: give its folder or its config.json, by path."
+    hint = f"Did you mean {' or '.join(found)}?" if found else f"Known models: {', '.join(model_names())}."
+    return f"{given}: no model is known by this name. {hint} For any other, give the path of its folder or config.json."

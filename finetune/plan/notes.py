@@ -1,4 +1,4 @@
-"""What a plan shows that a user would not expect: settings that do nothing, or take more than they give."""
+"""Notes on settings that may surprise: those that do nothing, or cost more than they give."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import Zero
 
-MUCH = 0.1  # of the model's weights: buckets larger than ten times these are pointed at
-FEW_MICRO_BATCHES = 4  # a stage; below, a fifth of a pipeline idles
+MUCH = 0.1  # buckets of more than 1 / MUCH times the weights are reported
+FEW_MICRO_BATCHES = 4  # per stage; with fewer, a fifth of a pipeline idles
 
 
 def notes(job: Job) -> list[str]:
@@ -50,7 +50,7 @@ def _buckets(job: Job) -> Iterator[str]:
 
 
 def bucket_count(zero: Zero, engine: str) -> int:
-    """A pipeline has one by mistake, see engines/zero12.py, Stage."""
+    """A pipeline has a second one by mistake, see engines/zero12.py, Stage."""
     return 2 if engine == PIPELINE else reduce_buckets(zero.stage, zero.overlap_comm)
 
 
@@ -69,7 +69,7 @@ def _quantized(job: Job) -> Iterator[str]:
 
 
 def _disk(job: Job) -> Iterator[str]:
-    """Of each node: masters and both moments in fp32, and the weights as they are computed with."""
+    """Per node: fp32 masters and both moments, and the weights in the precision of the computation."""
     share = min(job.ranks_per_node, job.world_size) / job.world_size
     states = 3 * FP32_BYTES * job.model.parameters * share if job.zero.offload_optimizer == "nvme" else 0
     weights = job.weight_bytes * job.model.parameters * share if job.zero.offload_param == "nvme" else 0

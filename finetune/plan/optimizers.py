@@ -1,4 +1,4 @@
-"""What optimizers hold for each parameter, and take and move while they step."""
+"""What optimizers store for each parameter, and what memory and traffic their steps need."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SMALLEST_QUANTIZED = 4096  # elements, below which bitsandbytes keeps a state in
 
 @dataclass(frozen=True)
 class Rule:
-    """What an optimizer does with each tensor: bytes that it moves for an element, and operators of its loop."""
+    """The cost of an optimizer per tensor: bytes moved per element, and operators of its loop."""
 
     moved: int
     operators: int
 
 
-# Bytes an element, all in fp32, counted along torch 2.13's optim/adam.py and optim/sgd.py, and transformers 5.23's
+# Bytes per element, all in fp32, counted in torch 2.13's optim/adam.py and optim/sgd.py, and transformers 5.23's
 # optimization.py: fused Adam reads weight, gradient and both moments and writes all but the gradient; the loop passes
-# over them once an operator (mul_, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_).
+# over them once per operator (mul_, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_).
 KINDS = {
     "adam": Rule(28, 1),
     "adam_foreach": Rule(80, 8),
@@ -35,13 +35,13 @@ KINDS = {
     "momentum": Rule(32, 3),
     "adafactor": Rule(88, 25),
     "adam8bit": Rule(16, 1),
-    "kahan_adam": Rule(80, 16),  # in bf16 with Kahan summation (torch-optimi 0.3); beside weights in fp32 104 in 11
+    "kahan_adam": Rule(80, 16),  # in bf16 with Kahan summation (torch-optimi 0.3); with fp32 weights 104 and 11
 }
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`kind` is one of KINDS. States are of `bytes_each`, as the weights that it steps, but for 8-bit ones."""
+    """`kind` is one of KINDS. States have `bytes_each`, like the weights, except 8-bit ones."""
 
     kind: str
     bytes_each: int = FP32_BYTES
@@ -50,10 +50,10 @@ class Optimizer:
         """For one parameter, or for one flat partition."""
         size, each = math.prod(shape), self.bytes_each
         if self.kind == "kahan_adam":
-            # Moments, the square of epsilon, and of weights in 16 bits what has been rounded away.
+            # Moments, the square of epsilon, and for 16-bit weights the rounding error.
             return (2 + (each < FP32_BYTES)) * each * size + each
         if self.kind in ("adam", "adam_foreach", "cpu_adam", "onebit_adam"):
-            # Moments, and a step counter. 1-bit Adam keeps worker and server errors, too (arXiv 2102.02888, section 4).
+            # Moments, and a step counter. 1-bit Adam also keeps worker and server errors (arXiv 2102.02888, section 4).
             errors = 2 * FP32_BYTES * size if self.kind == "onebit_adam" else 0
             return 2 * each * size + FP32_BYTES + errors
         if self.kind == "sgd":
@@ -71,19 +71,19 @@ class Optimizer:
         return 2 * (size + FP32_BYTES * math.ceil(size / BLOCK))
 
     def step_bytes(self, sizes: Sequence[int]) -> int:
-        """What a step takes for a while, given the elements of each tensor that it updates: the fused ones nothing, the
+        """Temporary bytes of a step, given the elements of each tensor that it updates: fused ones need none, the
         foreach one the roots of all second moments (torch/optim/adam.py, _multi_tensor_adam), Adafactor the update of
         one tensor (transformers, optimization.py, Adafactor.step: squares, then the update, each as large)."""
         if self.kind == "adam_foreach":
             return self.bytes_each * sum(sizes)
         if self.kind == "adafactor":
             return 3 * FP32_BYTES * max(sizes, default=0)
-        if self.kind == "kahan_adam":  # the squared gradient, and what it is divided by
+        if self.kind == "kahan_adam":  # the squared gradient, and the divisor
             return 2 * self.bytes_each * max(sizes, default=0)
         return 0
 
 
-# The Trainer's --optim, by what is counted of it; the first of a kind is what a trial is started with.
+# The kind of each --optim of the Trainer; the first of a kind is used to start trials.
 OPTIM = {
     "adamw_torch_fused": "adam",
     "adamw_torch": "adam_foreach",
@@ -94,7 +94,7 @@ OPTIM = {
     "paged_adamw_8bit": "adam8bit",
     "stable_adamw": "kahan_adam",
 }
-# And the type of a DeepSpeed config's optimizer section.
+# The kind of each type in a DeepSpeed config's optimizer section.
 DEEPSPEED_TYPES = {
     "adam": "adam",
     "adamw": "adam",
@@ -106,8 +106,8 @@ DEEPSPEED_TYPES = {
 
 
 def optimizer_of(optim: str, config: Mapping[str, Any] | None) -> Optimizer:
-    """Who steps: what the DeepSpeed config says, in so many words or by offloading, else the Trainer's `optim`. Raises
-    RequestError for one whose memory is not known."""
+    """The optimizer that steps: the DeepSpeed config's, explicit or implied by offloading, else the Trainer's `optim`.
+    Raises RequestError if its memory is not known."""
     section = (config or {}).get("optimizer")
     if isinstance(section, dict):
         return _of_section(section)
@@ -131,5 +131,5 @@ def _of_section(section: Mapping[str, Any]) -> Optimizer:
 
 
 def optim_of(kind: str) -> str | None:
-    """The Trainer's --optim for it; None for one that DeepSpeed makes."""
+    """The Trainer's --optim of this kind; None if DeepSpeed makes it."""
     return next((optim for optim, counted in OPTIM.items() if counted == kind), None)

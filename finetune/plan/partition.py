@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: consecutive layers to stages, so that the slowest stage is as quick as it can be."""
+"""Where to cut a pipeline: assigns consecutive layers to stages so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ def balanced_bounds(
 ) -> list[int]:
     """Stage s gets the layers from bound s to bound s + 1, at least one; `stages + 1` bounds.
 
-    `seconds` are those of each layer, forward and backward of one micro-batch. The slowest stage decides the pace of a
-    pipeline, so its time is made as small as it can be. Among cuts of the same pace the one whose largest stage takes
-    the least memory wins: weights and optimizer states (`state_bytes`) of its layers, and what they keep of each of the
-    `in_flight[s]` micro-batches (`activation_bytes`). No stage takes more than `limit_bytes`, or
-    is left without `parameters`, where these are given.
+    `seconds`: of each layer, forward and backward of one micro-batch. The slowest stage sets the pace of a pipeline, so
+    its time is minimized. Among cuts of the same pace the one whose largest stage takes the least memory wins: weights
+    and optimizer states (`state_bytes`) of its layers, and what they keep for each of the `in_flight[s]` micro-batches
+    (`activation_bytes`). No stage takes more than `limit_bytes`, or is left without `parameters`, if these are given.
 
-    Raises RequestError where there are fewer layers than stages, or no cut stays within `limit_bytes`.
+    Raises RequestError if there are fewer layers than stages, or if no cut stays within `limit_bytes`.
     """
     layers = len(seconds)
     if not 1 <= stages <= layers:
@@ -47,16 +46,16 @@ def balanced_bounds(
     def memory(stage: int, first: int, last: int) -> float:
         return state[last] - state[first] + flights[stage] * (activation[last] - activation[first])
 
-    is_monotone = parameters is state_bytes is activation_bytes is None  # fewer layers cost less, in any stage the same
+    is_monotone = parameters is state_bytes is activation_bytes is None  # fewer layers cost less, equally in any stage
     slowest, _ = _least_worst(layers, stages, pace, is_monotone)
     if slowest == inf and limit_bytes is None:
         raise RequestError(f"{stages} pipeline stages, but too few layers have weights to train. Give fewer stages.")
     if slowest == inf:
         raise RequestError(
-            f"no cut into {stages} stages stays within {(limit_bytes or 0) / 2**30:.2f} GiB a stage. Give more stages, "
-            "or a smaller --per_device_train_batch_size, or --activation_checkpoint_interval 1 if it is not on."
+            f"no cut into {stages} stages stays within {(limit_bytes or 0) / 2**30:.2f} GiB per stage. Give more "
+            "stages, or a smaller --per_device_train_batch_size, or --activation_checkpoint_interval 1 if it is not on."
         )
-    quick_enough = slowest * (1 + 1e-9)  # sums of floats taken in another order
+    quick_enough = slowest * (1 + 1e-9)  # floats may be summed in another order
     return _least_worst(layers, stages, lambda *cut: memory(*cut) if pace(*cut) <= quick_enough else inf, is_monotone)[
         1
     ]
@@ -65,9 +64,9 @@ def balanced_bounds(
 def _least_worst(
     layers: int, stages: int, cost: Callable[[int, int, int], float], is_monotone: bool
 ) -> tuple[float, list[int]]:
-    """The cut whose worst stage costs least, and what that stage costs: `cost` is of (stage, first layer, layer behind
-    the last). Dynamic programming over stages and layers, O(stages x layers squared); where fewer layers never
-    cost more and all stages the same, O(stages x layers x log layers)."""
+    """The cut whose worst stage costs least, and what that stage costs: `cost` is of (stage, first layer, layer after
+    the last). Dynamic programming over stages and layers, O(stages x layers squared); where fewer layers never cost
+    more and all stages cost the same, O(stages x layers x log layers)."""
     # worst[n]: the least cost of the worst of the stages so far over the first n layers; cuts[s][n]: the last bound.
     worst = [0.0] + [inf] * layers
     cuts = []
@@ -75,13 +74,13 @@ def _least_worst(
         before, worst, cut = worst, [inf] * (layers + 1), [0] * (layers + 1)
         for last in range(stage + 1, layers + 1):
             firsts = range(stage, last)
-            if is_monotone:  # what is before costs more and more, the stage less and less: the best is where they meet
+            if is_monotone:  # earlier stages cost ever more, this one ever less: the best is where they meet
                 met = bisect_left(firsts, True, key=lambda first: before[first] >= cost(stage, first, last))
                 firsts = firsts[max(0, met - 1) : met + 1]
             found = [max(before[first], cost(stage, first, last)) for first in firsts]
             worst[last] = min(found)
             cut[last] = firsts[found.index(worst[last])]
-            if is_monotone:  # of those as good the first
+            if is_monotone:  # the first of equally good cuts
                 as_good = range(stage, cut[last])
                 cut[last] = stage + bisect_left(as_good, True, key=lambda at: cost(stage, at, last) <= worst[last])
         cuts.append(cut)

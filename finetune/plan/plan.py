@@ -15,7 +15,7 @@ from finetune.plan.values import FP32_BYTES
 
 @dataclass(frozen=True)
 class Plan:
-    """`ranks` has one of each kind: the first and the last of those that share a model, or one of each stage."""
+    """`ranks` has one of each kind: the first and the last data-parallel rank, or one of each pipeline stage."""
 
     job: Job
     machine: Machine
@@ -52,14 +52,14 @@ class Plan:
 
 
 def usable_bytes(machine: Machine) -> int:
-    """What torch's allocator can give to tensors: the device's memory without the context, and without the share that
-    is lost between blocks (`fragmentation` of the profile)."""
+    """What torch's allocator can give to tensors: the device's memory less the context and less the share lost between
+    blocks (`fragmentation` of the profile)."""
     return int((machine.memory_bytes - machine.context_bytes) * (1 - machine.fragmentation))
 
 
 def host_of_node(job: Job, ranks: Sequence[RankMemory]) -> dict[str, int]:
-    """By kind, on the node that holds the most: what each of its ranks has there, and the weights while they are saved,
-    which the first rank of each stage gathers. Ranks are counted stage by stage."""
+    """Host bytes by kind on the fullest node: what each of its ranks holds, and the weights while they are saved, which
+    the first rank of each stage gathers. Ranks are numbered stage by stage."""
     here = min(job.world_size, job.ranks_per_node)
     most = max((rank.host for rank in ranks), key=lambda host: sum(host.values()))
     saved = Counter[int]()
@@ -70,14 +70,14 @@ def host_of_node(job: Job, ranks: Sequence[RankMemory]) -> dict[str, int]:
 
 
 def is_saved_beside(job: Job) -> bool:
-    """Whether a checkpoint is large enough to be written while the training goes on."""
+    """Whether a checkpoint is large enough to be saved asynchronously."""
     weights, states = _saved_bytes(job)
     return job.saves_beside_from is not None and weights + states >= job.saves_beside_from
 
 
 def copied_bytes(job: Job) -> int:
-    """Of a checkpoint that is written while the training goes on, on the node of rank 0: the weights, and optimizer
-    states and masters, of which under DeepSpeed each node has its part. FSDP's are written before it goes on."""
+    """Bytes of an asynchronously saved checkpoint on the node of rank 0: the weights, and optimizer states and masters,
+    of which under DeepSpeed each node has its part. FSDP writes its shards synchronously."""
     weights, states = _saved_bytes(job)
     if job.engine == FSDP:
         return weights // 2
@@ -87,7 +87,7 @@ def copied_bytes(job: Job) -> int:
 
 
 def _saved_bytes(job: Job) -> tuple[int, int]:
-    """Of a checkpoint, all ranks together: weights, which DeepSpeed below ZeRO-3 and FSDP save a second time in files
+    """Bytes of a checkpoint over all ranks: weights, which FSDP and DeepSpeed below ZeRO-3 save a second time in files
     of their own; and optimizer states, with DeepSpeed's masters."""
     trained = [tensor for tensor in job.model.tensors if tensor.trains]
     elements = sum(tensor.elements for tensor in trained)
@@ -98,13 +98,13 @@ def _saved_bytes(job: Job) -> tuple[int, int]:
 
 
 def fits(job: Job, machine: Machine, ranks: Sequence[RankMemory]) -> bool:
-    """On the device of every kind of rank, and on every node."""
+    """Whether it fits on the device of every kind of rank, and on every node."""
     on_host = sum(host_of_node(job, ranks).values())
     return max(rank.peak.bytes for rank in ranks) <= usable_bytes(machine) and on_host <= machine.host_memory_bytes
 
 
 def kinds_of_rank(job: Job) -> list[int]:
-    """The stages of a pipeline; else the first rank and the last, whose part may hold padding."""
+    """The stages of a pipeline; else the first rank and the last, whose shard may hold padding."""
     return list(range(job.stages)) if job.engine == PIPELINE else sorted({0, job.data_parallel_size - 1})
 
 

@@ -1,8 +1,8 @@
-"""A tape played through once as torch's autograd engine runs it, forward and backward: what is taken and given back, in
-which order, with the places where an engine around it steps in. `finetune.plan.step` plays the result on a ledger.
+"""Plays a tape once as torch's autograd engine runs it, forward and backward: what is allocated and freed, in which
+order, and where a training engine steps in. `finetune.plan.step` plays the result on a ledger.
 
 The rules are those of torch/csrc/autograd/engine.cpp: nodes run in the reverse order of the forward pass, what a node
-saved goes when it has run, gradients that meet are added in place where nobody else holds the first one
+saved is freed once it has run, gradients that meet are added in place if nobody else holds the first one
 (input_buffer.cpp), and a parameter's gradient is handed on at once.
 """
 
@@ -21,7 +21,7 @@ ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY = "activations", "activation_gradients", 
 
 
 class Kind(Enum):
-    """Where an engine steps in: before and behind a module, at weights' gradients that are made, and handed on."""
+    """Where an engine steps in: before and after a module, and when weights' gradients are made and handed on."""
 
     BEFORE = 1
     AFTER = 2
@@ -30,7 +30,7 @@ class Kind(Enum):
 
 
 class Stretch(NamedTuple):
-    """What happens between two of those places: the most bytes in it, by kind, and what is left of it."""
+    """What happens between two such places: the peak bytes by kind, and the net change."""
 
     peak: int
     at_peak: tuple[tuple[str, int], ...]
@@ -38,13 +38,12 @@ class Stretch(NamedTuple):
     net: tuple[tuple[str, int], ...]
 
 
-Event = Stretch | tuple[Kind, int]  # with the operator's place in its segment
+Event = Stretch | tuple[Kind, int]  # with the operator's index in its segment
 
 
 @dataclass
 class Program:
-    """Events of each segment; those of one that is `like` another are that one's. `uses`: how many operators use each
-    weight."""
+    """Events of each segment; a segment that is `like` another shares its events. `uses`: operators per weight."""
 
     forward: list[list[Event]]
     backward: list[list[Event]]
@@ -98,13 +97,13 @@ class _Log:
 
 @lru_cache(maxsize=128)
 def program_of(tape: Tape) -> Program:
-    """Of a tape that is complete; found once."""
+    """The program of a complete tape; cached."""
     return _Player(tape).play()
 
 
 @lru_cache(maxsize=128)
 def evaluation_of(tape: Tape) -> list[list[Event]]:
-    """Events of each segment of a forward pass without gradients, which keeps nothing; found once."""
+    """Events of each segment of a forward pass without gradients, which saves nothing; cached."""
     return _Player(tape).forward(keeps=False)
 
 
@@ -134,13 +133,13 @@ class _Player:
         return Program(forward, self._spread(backward), uses)
 
     def _spread(self, events: dict[int, list[Event]]) -> list[list[Event]]:
-        """To the segments that are like those that were played."""
+        """Copies events to the segments that repeat the played ones."""
         return [events[at if segment.like is None else segment.like] for at, segment in enumerate(self.segments)]
 
     # Forward
 
     def forward(self, keeps: bool) -> list[list[Event]]:
-        """`keeps`: what a backward pass will read."""
+        """`keeps`: whether to save what a backward pass reads."""
         found = {}
         for at, segment in self.made.items():
             if segment.recomputed and keeps:
@@ -174,13 +173,13 @@ class _Player:
                 self._forget(storage)
 
     def _forget(self, storage: Storage) -> None:
-        """The forward pass needs it no more. Where it outlasts its segment, those that are like that one have made one
-        each, and these go here as well: no event of theirs says so."""
+        """The forward pass no longer needs it. If it outlasts its segment, each repetition of that segment has made one
+        too, and these are freed here as well, because no event of theirs does it."""
         self._free(storage, 1 + self.repeats[self.tape.outlasting.get(storage, -1)])
 
     def _save(self, storage: Storage) -> None:
         self.saved[storage] = self.saved.get(storage, 0) + 1
-        if storage not in self.alive:  # given from outside
+        if storage not in self.alive:  # an input
             self.alive.add(storage)
             self.log.take(ACTIVATIONS, storage.bytes, "given")
 
@@ -205,7 +204,7 @@ class _Player:
         again = segment.recomputed
         for place in reversed(range(len(segment.ops))):
             op = segment.ops[place]
-            if again and (op.saved or op.weights):  # the first that asks for what was not kept
+            if again and (op.saved or op.weights):  # the first that needs what was not saved
                 self._again(segment, place)
                 again = False
             self._back(op, place)
@@ -214,14 +213,14 @@ class _Player:
                 self._release(value.storage)
 
     def _again(self, segment: Segment, stop: int) -> None:
-        """The forward pass of a segment, this time with what it saves, until the last of that is there
+        """Recomputes a segment's forward pass, now saving, until everything needed is there
         (torch/utils/checkpoint.py, early_stop)."""
         for place, op in enumerate(segment.ops[:stop]):
             self._run(op, place, segment.start + place, keeps=True)
         last = segment.ops[stop]
         if any(value.storage in last.saved for value in last.outputs):
             self._run(last, stop, segment.start + stop, keeps=True)
-        else:  # it saves inputs alone, before it runs
+        else:  # it saves only inputs, before it runs
             for storage in last.saved:
                 self._save(storage)
         for storage in {value.storage for op in segment.ops for value in op.outputs} & self.alive:

@@ -1,5 +1,4 @@
-"""What a tape is recorded by: segments, operators, views of tensors. The operators that have names are
-`finetune.plan.tape`'s."""
+"""Records a tape: segments, operators, views of tensors. `finetune.plan.tape` has the named operators."""
 
 from __future__ import annotations
 
@@ -10,26 +9,26 @@ from finetune.plan.values import FOREVER, Gemm, Lora, Numbers, Op, Segment, Stor
 
 
 class Recorder:
-    """Records. All sizes are in elements unless they say bytes; `shapes` are those of the model's parameters by name.
-    With `lora` the model's own weights are frozen, `packed` ones in 4 bits; with `inputs_need_grad` embeddings pass
-    gradients on all the same, as checkpointing wants it (modeling_utils.py, enable_input_require_grads)."""
+    """All sizes are in elements unless they say bytes; `shapes`: of the model's parameters by name. With `lora` the
+    model's own weights are frozen, `packed` ones in 4 bits. With `inputs_need_grad` embeddings still pass gradients on,
+    as checkpointing needs (modeling_utils.py, enable_input_require_grads)."""
 
     def __init__(self, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]], lora: Lora | None = None,
                  packed: frozenset[str] = frozenset(), inputs_need_grad: bool = False) -> None:  # fmt: skip
         self.numbers, self.shapes, self.lora, self.inputs_need_grad = numbers, shapes, lora, inputs_need_grad
         self.packed = packed
         self.segments: list[Segment] = []
-        self.result: Value | None = None  # the loss, or what a pipeline's stage hands on
+        self.result: Value | None = None  # the loss, or a pipeline stage's output
         self._count = 0
         self._kept: list[Value] = []
-        self.outlasting: dict[Storage, int] = {}  # what a later segment lets go, and the segment that made it
+        self.outlasting: dict[Storage, int] = {}  # storages freed by a later segment, and the segment that made them
         self._casts: dict[str, Value] = {}  # autocast's cache
 
     def trains(self, weight: str) -> bool:
         return self.lora is None or self.lora.saves(weight.rpartition(".")[0])
 
     def casts(self, weight: str) -> bool:
-        """For each product: under autocast what is not half precise yet."""
+        """Whether each product casts the weight: under autocast, if it is not in half precision already."""
         is_half = self.numbers.is_half and (self.numbers.half_weights or not self.trains(weight))
         return self.numbers.autocast and not is_half and weight not in self.packed
 
@@ -41,7 +40,7 @@ class Recorder:
     def segment(
         self, name: str, *entry: Value, layer: int | None = None, recomputed: bool = False
     ) -> Iterator[Segment]:
-        """Operators from here on are those of a new segment, and `entry` lives to its end."""
+        """Operators from here on belong to a new segment, and `entry` lives to its end."""
         part = Segment(name, layer=layer, recomputed=recomputed, entry=entry, start=self._count)
         self.segments.append(part)
         yield part
@@ -54,22 +53,22 @@ class Recorder:
         return Value(elements, size, Storage(elements * size), needs_grad)
 
     def hold(self, *values: Value) -> None:
-        """The caller's variables still name these."""
+        """The caller's variables still hold these."""
         if values:
             self._add(Op("hold", values, (), kernels=0, kernels_back=0))
 
     def keep(self, *values: Value) -> None:
-        """To the end of the segment a variable names these."""
+        """A variable holds these to the end of the segment."""
         self._kept += values
 
     def keep_to_end(self, *values: Value) -> None:
-        """The model's output, or a cache in it, holds these until the loss has been taken from it."""
+        """The model's output, or a cache in it, holds these until the loss is read from it."""
         for value in values:
             value.storage.last_use = FOREVER
             self.outlasting[value.storage] = len(self.segments) - 1
 
     def release_casts(self) -> None:
-        """Autocast ends, and its cache of weights with it."""
+        """Autocast ends, and with it its cache of weights."""
         self.hold(*self._casts.values())
 
     # The general operator
@@ -128,14 +127,14 @@ class Recorder:
     # Views
 
     def alias(self, x: Value, elements: int | None = None, name: str = "view") -> Value:
-        """A view whose backward pass makes a new tensor of the size of `x`: a slice, or a transposed one which its
-        gradient has another order for."""
+        """A view whose backward pass makes a new tensor of the size of `x`: a slice, or a transposed view whose
+        gradient has another layout."""
         part = Value(x.elements if elements is None else elements, x.bytes_each, x.storage, x.needs_grad)
         self._add(Op(name, (x,), (part,), kernels=0, moved_back=2 * x.bytes))
         return part
 
     def chunk(self, x: Value, *elements: int) -> list[Value]:
-        """Views of parts; the backward pass joins their gradients in one new tensor."""
+        """Views of parts; the backward pass concatenates their gradients into a new tensor."""
         parts = [Value(count, x.bytes_each, x.storage, x.needs_grad) for count in elements]
         self._add(Op("chunk", (x,), tuple(parts), kernels=0, moved_back=2 * x.bytes))
         return parts

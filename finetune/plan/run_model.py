@@ -1,4 +1,4 @@
-"""The model of a run: named, from scratch, or kept beside the run's recipe.yaml; and which recipe trains such a one."""
+"""The model of a run: named, from scratch, or kept beside the run's recipe.yaml; and which recipe trains it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from finetune.run.sizes import DISTILBERT_SIZES, distilbert_shape, gptlite_shape
 from finetune.safe_read import read_json_object
 
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
-BYTES = 256 + 1  # and one that ends a text
+BYTES = 256 + 1  # and the end-of-text token
 ADAPTER_CONFIG = "adapter_config.json"
-KEPT = "kept by the run"  # where a value comes from that a run's own folder tells
+KEPT = "kept by the run"  # the source of values that come from a run's own folder
 PICTURE_CLASSES = 10  # of the built-in digits and of CIFAR-10
 
 
 def described(argv: Sequence[str], launch: Launch, named: str | None = None) -> tuple[Run, list[str]]:
-    """The run that flags describe, of the recipe that is `named`, by the user or by the YAML of their --config, or of
-    the likeliest that takes them all; and what to say of that. Raises RequestError."""
+    """The run that flags describe, and notes on it. Its recipe is `named` by the user or by the YAML of their --config,
+    or else the likeliest that takes all flags. Raises RequestError."""
     runs, refused = list[Run](), list[RequestError]()
-    for recipe in candidates(argv, named):  # of which some may not take what others do, such as the size of a model
+    for recipe in candidates(argv, named):  # some may not take what others do, such as the size of a model
         try:
             runs.append(resolve(recipe, argv, launch, is_here=False))
         except RequestError as error:
@@ -50,11 +50,11 @@ def described(argv: Sequence[str], launch: Launch, named: str | None = None) -> 
     if is_told(argv, named):
         return run, list(run.notes)
     why = "the one that reads tagged words" if _has_tagged_words(run) else "the likeliest that has these flags"
-    return run, [f"planned as {run.recipe.script} trains it, {why}; --recipe NAME says another", *run.notes]
+    return run, [f"planned as {run.recipe.script} trains it, {why}; --recipe NAME chooses another", *run.notes]
 
 
 def _likely_heads(run: Run) -> tuple[str, ...]:
-    """Those that a recipe for the model of a run trains."""
+    """The heads that a recipe for the run's model would train."""
     given = run.value("model_name_or_path")
     if _has_tagged_words(run):
         return (TAGS,)
@@ -65,14 +65,14 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
         config = _found(str(given)).config
         heads = FAMILIES[str(config.get("model_type"))].heads
         own = model_of(config, str(given)).head
-    except (RequestError, KeyError):  # which is said when the model is looked at
+    except (RequestError, KeyError):  # reported when the model is read
         return (SEQ2SEQ if config.get("is_encoder_decoder") else CAUSAL,)
     likely = (own, CAUSAL, CLASSES, TAGS, SPANS, IMAGES, SEQ2SEQ)
     return tuple(head for head in likely if head in heads and head != MASKED)[:1]
 
 
 def _head_of(run: Run) -> str | None:
-    """By the class that opens the models of its task; None of a script that trains none."""
+    """By the class that loads the models of its task; None if the recipe trains no model."""
     return VECTORS if run.task.auto == "AutoModel" else head_of_class(run.task.auto)
 
 
@@ -81,13 +81,13 @@ def _has_tagged_words(run: Run) -> bool:
 
 
 def run_of_record(folder: Path, launch: Launch) -> Run:
-    """The run that a run folder's recipe.yaml describes, with the model that the folder has kept. Raises
+    """The run that a run folder's recipe.yaml describes, with the model kept in the folder. Raises
     RequestError."""
     return with_kept_model(described(["--config", str(folder / RUN_RECORD)], launch)[0], folder)
 
 
 def with_kept_model(run: Run, folder: Path) -> Run:
-    """The run with the model of its folder, if it has one, for each recipe has another by default."""
+    """The run with the model of its folder, if there is one, instead of the recipe's default."""
     if (folder / "config.json").is_file():
         run = replace(run, settings={name: one for name, one in run.settings.items() if name not in SHAPING})
         run = run.settled(KEPT, model_name_or_path=str(folder))
@@ -99,8 +99,8 @@ def with_kept_model(run: Run, folder: Path) -> Run:
 
 
 def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag: str = "model_name_or_path") -> Model:
-    """Without its adapter; `flag` named it. What is assumed of it is added to `notes`. Raises RequestError, for a model
-    that is not for the run's task in the recipe's own words."""
+    """The model without its adapter; `flag` named it. Adds assumptions to `notes`. Raises RequestError; if the model
+    does not suit the run's task, with the recipe's own message."""
     given = run.value("model_name_or_path")
     if not given:
         return model_of(_as_scored(run, _scratch_config(run, notes)), "the model from scratch", _head_of(run))
@@ -112,13 +112,13 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
     config = _as_scored(run, found.config)
     notes += found.notes
     if found.is_packed and not run.value("load_in_4bit"):
-        notes.append("its weights are planned whole; --load_in_4bit True, with --use_peft True, plans them in 4 bits")
+        notes.append("its weights are planned unquantized; --load_in_4bit True with --use_peft True plans 4 bits")
     if _head_of(run) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
-        notes.append(f"{Sizes(config, str(given)).labels} labels are taken for granted; the data decides")
+        notes.append(f"{Sizes(config, str(given)).labels} labels are assumed; the data decides")
     if str(config.get("model_type")) not in FAMILIES:
         if _head_of(run) == SEQ2SEQ and isinstance(config.get("model_type"), str):
             raise RequestError(
-                f"{given}: of encoders with a decoder {', '.join(SEQ2SEQS)} is planned, and this is a "
+                f"{given}: of encoder-decoders only {', '.join(SEQ2SEQS)} is planned, and this is a "
                 f"{str(config.get('model_type'))!r}. Plan a T5 of its size (t5-small to t5-11b) for a rough figure."
             )
         if params_per_layer is None:
@@ -130,19 +130,19 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
             model = model_of(config, str(given), head=head)
         else:
             notes.append(
-                f"the head that {run.recipe.script} trains is not known of a {model.family}; its own is counted"
+                f"the head that {run.recipe.script} trains is not known for a {model.family}; its own is counted"
             )
     return model
 
 
 def _as_scored(run: Run, config: dict[str, Any]) -> dict[str, Any]:
-    """A model of rewards has one output, whatever it was before (finetune/training/preference_model.py)."""
+    """A reward model has one output, whatever the config says (finetune/training/preference_model.py)."""
     is_reward = "reference" in run.recipe.flags and run.value("loss") == "reward"
     return {**config, "id2label": {"0": "LABEL_0"}, "num_labels": 1} if is_reward else config
 
 
 def is_adapter(run: Run) -> bool:
-    """Whether an adapter is named, which is trained further."""
+    """Whether an adapter is named, to be trained further."""
     return bool(run.value("model_name_or_path")) and bool(_adapter_of(str(run.value("model_name_or_path"))))
 
 
@@ -156,7 +156,7 @@ def _found(given: str) -> Named:
 
 
 def _adapter_of(given: str) -> dict[str, Any]:
-    """The config of an adapter's folder; empty of another model."""
+    """The config of an adapter's folder; empty for any other model."""
     path = Path(given).expanduser()
     is_adapter = (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
     return read_json_object(path / ADAPTER_CONFIG, inside=path) if is_adapter else {}
@@ -166,7 +166,7 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
     size = str(run.value("model_size"))
     if run.recipe.scratch is not None:
         config = run.recipe.scratch(run.value)
-        notes.append(f"a vocabulary of {config['vocab_size']:,} tokens is taken for granted; the data decides")
+        notes.append(f"a vocabulary of {config['vocab_size']:,} tokens is assumed; the data decides")
         return config
     if CausalModelArguments in run.recipe.groups:
         return _gptlite(run, size, notes)
@@ -179,16 +179,16 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
     }
     granted = f"a vocabulary of {config['vocab_size']:,} tokens"
     if _head_of(run) not in (CLASSES, TAGS):
-        notes.append(f"{granted} is taken for granted; the data decides")
+        notes.append(f"{granted} is assumed; the data decides")
     else:
-        notes.append(f"{granted} and {Sizes(config, '').labels} labels are taken for granted; the data decides")
+        notes.append(f"{granted} and {Sizes(config, '').labels} labels are assumed; the data decides")
     return config
 
 
 def _gptlite(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
     kind = run.value("tokenizer")
     if kind == "char":
-        notes.append(f"a vocabulary of {CHARACTERS} characters is taken for granted; the text decides")
+        notes.append(f"a vocabulary of {CHARACTERS} characters is assumed; the text decides")
     vocabularies = {"char": CHARACTERS, "byte": BYTES, "bpe": run.value("bpe_vocab_size")}
     said = f"--config_overrides ({run.source('config_overrides')})"
     return gptlite_config(gptlite_shape(size, run.value("config_overrides"), said), vocabularies[kind])
@@ -197,14 +197,14 @@ def _gptlite(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
 def _resnet(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
     for name, usual in (("model_type", "resnet"), ("norm", "batch")):
         if run.value(name) != usual:
-            raise RequestError(f"{run.said(name)}: its memory is not known, that of a {usual} is.")
-    notes.append(f"{PICTURE_CLASSES} classes are taken for granted; the data decides")
+            raise RequestError(f"{run.said(name)}: its memory is not known; that of {usual} is.")
+    notes.append(f"{PICTURE_CLASSES} classes are assumed; the data decides")
     shape = resnet_shape(size)
     return {"model_type": "resnet", **shape, "num_labels": PICTURE_CLASSES}
 
 
 def lora_of(run: Run, model: Model) -> Lora | None:
-    """As finetune.models.adapters: on all linear layers of the blocks, unless some are named."""
+    """As in finetune.models.adapters: on all linear layers of the blocks, unless some are named."""
     if not run.value("use_peft"):
         return None
     if not run.value("model_name_or_path"):
@@ -223,7 +223,7 @@ def lora_of(run: Run, model: Model) -> Lora | None:
         return lora
     rank, names = there.get("r"), there.get("target_modules")
     if not isinstance(rank, int) or rank < 1 or not isinstance(names, list):
-        raise RequestError(f"{run.value('model_name_or_path')}: its {ADAPTER_CONFIG} is of no LoRA that is known.")
+        raise RequestError(f"{run.value('model_name_or_path')}: its {ADAPTER_CONFIG} describes no LoRA.")
     copied = map(str, there.get("modules_to_save") or ())
     return Lora(rank, tuple(map(str, names)), lora.dropout, (*saved, *copied), bool(there.get("use_dora")))
 
@@ -231,37 +231,37 @@ def lora_of(run: Run, model: Model) -> Lora | None:
 def _traced(config: Mapping[str, Any], run: Run, given: str, notes: list[str]) -> Model:
     if run.value("use_peft"):
         raise RequestError(
-            f"{run.said('use_peft')}: adapters are planned on {', '.join(sorted(FAMILIES))}, not on what is traced, as "
+            f"{run.said('use_peft')}: adapters are planned on {', '.join(sorted(FAMILIES))}, not on traced models, as "
             f"{config.get('model_type')!r} is. Drop it, or give --params_per_layer N, the parameters of a layer."
         )
     try:
         model, seconds = traced_model(config, _head_of(run) or CAUSAL, given)
     except RequestError as error:
         raise RequestError(
-            f"{error} Give --params_per_layer N, the parameters of one of its layers: it is then taken for a Llama of "
-            "that size, by its hidden_size, num_hidden_layers, num_attention_heads and vocab_size. "
-            f"Families that are written down are {', '.join(sorted(FAMILIES))}."
+            f"{error} Give --params_per_layer N, the parameters of one of its layers: it is then planned as a Llama of "
+            "that size, with its hidden_size, num_hidden_layers, num_attention_heads and vocab_size. "
+            f"Known families: {', '.join(sorted(FAMILIES))}."
         ) from error
     how = "traced earlier" if seconds is None else f"traced in {seconds:.0f} s"
     notes.append(
-        f"{config.get('model_type')} is no known family: {how}; attention is counted as fused if the model can, and "
-        "the loss over all logits at once"
+        f"{config.get('model_type')} is not a known family: {how}; attention is counted as fused if the model supports "
+        "it, and the loss over all logits at once"
     )
     return model
 
 
 def _alike(config: Mapping[str, Any], where: str, params_per_layer: int, notes: list[str]) -> dict[str, Any]:
-    """Of a family that is not known: a Llama of the same width and depth, whose feed-forward part is as wide as the
-    layer's parameters ask for."""
+    """The config of a Llama in place of an unknown family: of the same width and depth, with a feed-forward part as
+    wide as `params_per_layer` asks for."""
     kind = config.get("model_type")
     sizes = Sizes(dict(config), where)
     hidden, heads = sizes("hidden_size", "n_embd", "d_model"), sizes("num_attention_heads", "n_head", "num_heads")
     inner = (params_per_layer - 4 * hidden**2 - 2 * hidden) // (3 * hidden)
     if inner < 1:
         raise RequestError(
-            f"--params_per_layer {params_per_layer}: attention of width {hidden} has {4 * hidden**2:,}. Give more."
+            f"--params_per_layer {params_per_layer}: attention has {4 * hidden**2:,} at width {hidden}. Give more."
         )
-    notes.append(f"a {kind} is not known, and is taken for a Llama whose layers have {params_per_layer:,} parameters")
+    notes.append(f"{kind} is not a known family; it is planned as a Llama with {params_per_layer:,} parameters a layer")
     return {
         "model_type": "llama",
         "hidden_size": hidden,

@@ -1,11 +1,11 @@
-"""A pipeline's schedule, simulated: when each stage runs which micro-batch forward and backward, and when it waits.
+"""A pipeline's schedule, simulated: when each stage runs each micro-batch forward and backward, and when it waits.
 
     plan = simulate(micro_batches=8, forward_seconds=[1, 1, 1, 1], backward_seconds=[2, 2, 2, 2])
     plan.bubble_share  # 3 / 11: (P - 1) / (M + P - 1)
-    plan.in_flight     # [4, 3, 2, 1]: micro-batches whose activations each stage holds at most
+    plan.in_flight     # [4, 3, 2, 1]: the peak number of micro-batches whose activations a stage holds
 
-1F1B: Narayanan et al., arXiv 1806.03377, section 3.2, with a flush at the end of each step, as DeepSpeed's engine has
-it (runtime/pipe/schedule.py, TrainSchedule).
+1F1B: Narayanan et al., arXiv 1806.03377, section 3.2, with a flush at the end of each step, as in DeepSpeed's engine
+(runtime/pipe/schedule.py, TrainSchedule).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORWARD, BACKWARD, SEND, RECEIVE, IDLE = "forward", "backward", "send", "receive
 
 @dataclass(frozen=True)
 class Event:
-    """What a stage does from `start` to `end` (seconds from the step's begin), and for which micro-batch."""
+    """What a stage does from `start` to `end` (seconds from the start of the step), and for which micro-batch."""
 
     stage: int
     kind: str
@@ -45,13 +45,13 @@ class Schedule:
 
     @property
     def bubble_share(self) -> float:
-        """The share of all stages' time in which they do not compute."""
+        """The share of all stages' time in which they are not computing."""
         busy = sum(self.seconds(stage, FORWARD, BACKWARD) for stage in range(self.stages))
         return 1 - busy / (self.stages * self.makespan)
 
     @property
     def in_flight(self) -> list[int]:
-        """For each stage the most micro-batches that were forward and not yet backward: their activations are held."""
+        """Per stage, the most micro-batches between their forward and backward pass: it holds their activations."""
         most = []
         for stage in range(self.stages):
             held = peak = 0
@@ -63,14 +63,14 @@ class Schedule:
 
 
 def bubble_share(stages: int, micro_batches: int) -> float:
-    """(P - 1) / (M + P - 1): the share that a pipeline of equal stages idles, communication left out (arXiv 1811.06965,
+    """(P - 1) / (M + P - 1): the idle share of a pipeline with equal stages, without communication (arXiv 1811.06965,
     section 2.3)."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def order_of(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    """What `stage` runs, in order: (kind, micro-batch). 1F1B holds back its forwards: a stage that is d from the last
-    runs d of them ahead, then takes turns."""
+    """What `stage` runs, in order: (kind, micro-batch). 1F1B delays forward passes: a stage at distance d from the last
+    runs d of them ahead, then alternates."""
     forwards = [(FORWARD, m) for m in range(micro_batches)]
     backwards = [(BACKWARD, m) for m in range(micro_batches)]
     ahead = min(stages - 1 - stage, micro_batches)
@@ -81,17 +81,17 @@ def order_of(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int
 
 
 def instructions(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    """`order_of` with the transfers between: (kind, micro-batch), transfers being "send down", "receive down" (of
-    activations), "send up" and "receive up" (of gradients). In the order in which DeepSpeed's TrainSchedule has them:
-    before a backward pass the gradient comes first, and only then goes what the forward pass before it has made."""
+    """`order_of` with the transfers in between: (kind, micro-batch), where transfers are "send down" and "receive down"
+    (of activations), "send up" and "receive up" (of gradients). In the order of DeepSpeed's TrainSchedule: before a
+    backward pass the gradient is received first, and only then the output of the preceding forward pass is sent."""
     todo: list[tuple[str, int]] = []
-    waiting: tuple[str, int] | None = None  # a transfer that the last computation has left to do
+    waiting: tuple[str, int] | None = None  # a transfer that the last computation still has to make
     for kind, m in order_of(stage, stages, micro_batches):
         needs = ("receive down", m) if kind == FORWARD else ("receive up", m)
         has_source = stage > 0 if kind == FORWARD else stage < stages - 1
         receive = [needs] if has_source else []
         send = [waiting] if waiting else []
-        full = waiting == ("send down", m + stages - 1 - stage)  # no step of DeepSpeed's lies between the two
+        full = waiting == ("send down", m + stages - 1 - stage)  # no DeepSpeed step lies between the two
         todo += [*receive, *send] if kind == BACKWARD and full else [*send, *receive]
         todo.append((kind, m))
         has_target = stage < stages - 1 if kind == FORWARD else stage > 0
@@ -107,9 +107,9 @@ def simulate(
 ) -> Schedule:
     """A step of `micro_batches` through stages that take `forward_seconds[s]` and `backward_seconds[s]` for each.
 
-    `transfer_seconds` is what sending one micro-batch's activations, or its gradients, to the neighbour takes; sender
-    and receiver are both held up by it, as DeepSpeed's blocking send and receive do (runtime/pipe/p2p.py). A sender
-    that finds its neighbour at work waits for it, for the two must meet.
+    `transfer_seconds`: to send one micro-batch's activations, or its gradients, to the neighbour. It holds up sender
+    and receiver, as DeepSpeed's blocking send and receive do (runtime/pipe/p2p.py). A sender waits for a neighbour that
+    is busy, because the two must meet.
     """
     stages = len(forward_seconds)
     assert len(backward_seconds) == stages >= 1
@@ -125,7 +125,7 @@ def simulate(
                 events.append(Event(s, kind, m, clock[s], clock[s] + work[kind][s]))
                 clock[s], at[s], moved = events[-1].end, at[s] + 1, True
         for s in range(stages - 1):
-            # A transfer happens when both neighbours have come to it: s sends activations down, s + 1 gradients up.
+            # A transfer happens when both neighbours have reached it: s sends activations down, s + 1 gradients up.
             while at[s] < len(todo[s]) and at[s + 1] < len(todo[s + 1]):
                 (here, m), (there, n) = todo[s][at[s]], todo[s + 1][at[s + 1]]
                 if (here, there, m) not in (("send down", "receive down", n), ("receive up", "send up", n)):

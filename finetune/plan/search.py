@@ -1,8 +1,8 @@
 """Which layout to choose: the shipped configs, micro-batches, accumulation, checkpointing and stages that fit a
-machine, by throughput.
+machine, ranked by throughput.
 
-A larger micro-batch never takes less, so that of each layout the largest that fits is found by halving; those below it
-fit, too, and what is fastest is planned once more with all that belongs to it.
+A larger micro-batch never takes less memory, so bisection finds the largest that fits each layout; all below it fit,
+too, and the fastest are then planned in full.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from finetune.plan.zero import read_zero
 from finetune.shipped import DS_CONFIGS
 
 # The field's advice, as data.
-LARGEST_MICRO_BATCH = 256  # beyond, a GPU is long full
-MICRO_BATCHES_A_STAGE = 8  # (P - 1) / (M + P - 1): at 8 a stage about a tenth of a pipeline idles
+LARGEST_MICRO_BATCH = 256  # a GPU is saturated long before
+MICRO_BATCHES_A_STAGE = 8  # (P - 1) / (M + P - 1): at 8 per stage about a tenth of a pipeline idles
 CHECKPOINT_INTERVALS = (0, 1)  # none, or every layer
 MOST_STAGES = 16
-MOST_RANKS = 4096  # to which curves are drawn and ranks are proposed
-SHOWN = 12  # of the fastest, beside the fastest of each layout
+MOST_RANKS = 4096  # the limit of curves and of proposed numbers of ranks
+SHOWN = 12  # of the fastest, besides the fastest of each layout
 TRAINER_ALONE = "none"
-# In the order in which they are to be preferred where they are equally fast: the simplest first. Tensor parallelism is
-# not offered: the toolkit has none. Pipelines go with ZeRO-1: DeepSpeed takes them with ZeRO-0 and -1 alone
+# In order of preference among equally fast ones: the simplest first. The toolkit has no tensor parallelism.
+# Pipelines go with ZeRO-1: DeepSpeed allows them with ZeRO-0 and -1 only
 # (runtime/pipe/engine.py, __init__), and the toolkit with -1, which is never worse.
 LAYOUTS = (
     TRAINER_ALONE,
@@ -50,17 +50,17 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout for a job. `why_not` says what is too much; None where it fits."""
+    """A layout for a job. `why_not` says what exceeds the limit; None if it fits."""
 
     layout: str
     plan: Plan
     why_not: str | None
-    measured: float | None = None  # samples a second of a real run
-    precision: str | None = None  # where it is another than the job's
+    measured: float | None = None  # samples per second of a real run
+    precision: str | None = None  # if it differs from the job's
 
     @property
     def samples_per_second(self) -> float:
-        """As measured, where it was, else as planned."""
+        """Measured if available, else planned."""
         return self.plan.seconds.samples_per_second if self.measured is None else self.measured
 
     @property
@@ -69,7 +69,7 @@ class Candidate:
 
     @property
     def words(self) -> str:
-        """As flags say it."""
+        """In terms of flags."""
         job = self.plan.job
         parts = [self.name, f"micro-batch {job.micro_batch}"]
         if job.accumulation > 1:
@@ -83,7 +83,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the search may not change. `global_batch` in samples a step; None for any. `precisions` beside the job's."""
+    """What the search may not change. `global_batch`: samples per step; None: any. `precisions`: besides the job's."""
 
     global_batch: int | None = None
     layouts: Sequence[str] = LAYOUTS
@@ -93,7 +93,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Found:
-    """`fitting`, the fastest first, and the layouts that do not fit whatever the micro-batch, each at its smallest."""
+    """`fitting`: the fastest first; `failing`: layouts that fit with no micro-batch, each with its smallest."""
 
     fitting: tuple[Candidate, ...]
     failing: tuple[Candidate, ...]
@@ -101,7 +101,7 @@ class Found:
 
 
 def search(job: Job, machine: Machine, limits: Limits) -> Found:
-    """Raises RequestError where the global batch cannot be made by so many ranks."""
+    """Raises RequestError if this number of ranks cannot make the global batch."""
     if limits.global_batch is not None and limits.global_batch < 1:
         raise RequestError(f"--global_batch_size is {limits.global_batch}, but it must be 1 or more.")
     fitting: list[tuple[float, str, Job]] = []
@@ -136,8 +136,7 @@ def _candidate(layout: str, found: Plan, job: Job) -> Candidate:
 
 
 def _precisions(job: Job, machine: Machine, limits: Limits) -> list[str]:
-    """The job's, and those in which the Trainer alone computes faster: a slower one that takes no less memory is not
-    looked at further."""
+    """The job's, and those in which the Trainer alone is faster: a slower one that takes no less memory is dropped."""
 
     def seconds(precision: str) -> float:
         alone = laid_out(replace(job, precision=precision, micro_batch=1, accumulation=1, eval_batch=0), TRAINER_ALONE)
@@ -158,7 +157,7 @@ def _leaders(fitting: list[tuple[float, str, Job]]) -> Iterator[tuple[str, Job]]
 def _bases(job: Job, machine: Machine, limits: Limits) -> Iterator[tuple[str, Job]]:
     for layout in limits.layouts:
         if layout == "zeropp" and (machine.device == "cpu" or job.world_size <= job.ranks_per_node):
-            continue  # on one node it does what zero3 does
+            continue  # on one node it is the same as zero3
         if not job.model.shards and laid_out(job, layout).zero.stage == 3:
             continue
         for interval in CHECKPOINT_INTERVALS:
@@ -190,7 +189,7 @@ def shipped(layout: str) -> dict[str, object]:
 
 
 def _stages(job: Job) -> Iterator[int]:
-    """Divisors of the world; GPT-lite alone is a list of layers."""
+    """Divisors of the world size; only GPT-lite is a list of layers."""
     if job.model.family != "gptlite":
         return
     for stages in range(2, min(MOST_STAGES, job.model.layers, job.world_size) + 1):
@@ -199,7 +198,7 @@ def _stages(job: Job) -> Iterator[int]:
 
 
 def _batches(job: Job, limits: Limits, asked: int) -> Iterator[Job]:
-    """Micro-batches by doubling, from 1 on, and the one that was asked for."""
+    """Micro-batches doubled from 1, and the requested one."""
     doubled = [1 << power for power in range(LARGEST_MICRO_BATCH.bit_length())]
     for micro in sorted({*doubled, asked}):
         share = micro * job.data_parallel_size
@@ -223,13 +222,13 @@ def _why_not(found: Plan) -> str | None:
     if found.peak_bytes > found.limit_bytes:
         return f"needs {gib(found.peak_bytes)} of {gib(found.limit_bytes)} GiB"
     if found.host_bytes > found.host_limit_bytes:
-        return f"needs {gib(found.host_bytes)} GiB of host memory a node, of {gib(found.host_limit_bytes)}"
+        return f"needs {gib(found.host_bytes)} GiB of host memory per node, of {gib(found.host_limit_bytes)}"
     return None
 
 
 def scaling(job: Job, machine: Machine) -> list[tuple[int, float, float]]:
-    """(ranks, samples a second, samples a second if nothing were lost) of the same layout from one node on, each rank
-    with the same micro-batch, up to 4,096."""
+    """(ranks, samples per second, samples per second under perfect scaling) of the same layout from one node up to
+    4,096 ranks, each with the same micro-batch."""
     first = ranks = max(job.stages, min(job.world_size, job.ranks_per_node))
     curve: list[tuple[int, float, float]] = []
     while ranks <= MOST_RANKS:
@@ -245,7 +244,7 @@ def gib(size: float) -> str:
 
 
 def slower_by(best: Candidate, other: Candidate) -> tuple[str, float]:
-    """The part of a sample's time of which `other` takes the most more, and how many seconds."""
+    """The part of a sample's time by which `other` loses the most, and the difference in seconds."""
     ours, theirs = best.plan.seconds, other.plan.seconds
     more = {part: seconds / theirs.samples - ours.parts[part] / ours.samples for part, seconds in theirs.parts.items()}
     part = max(more, key=lambda name: more[name])

@@ -1,11 +1,11 @@
-"""How long a training step takes, by what it does: a sum over a tape's operators, collectives, copies and launches.
+"""How long a training step takes, by part: a sum over a tape's operators, collectives, copies and launches.
 
     step = plan_seconds(job, find_machine("H100"))
     step.total, step.tokens_per_second, step.mfu
 
-On a GPU the host runs ahead: a part of a step lasts as long as the device works, or as the host needs to launch it,
-whichever is longer, and `launch` is what the host adds. On a CPU each launch is time of its own. Collectives that run
-beside the computation cost what sticks out (`exposed_communication`).
+On a GPU the host runs ahead: a part of a step lasts as long as the device works or as the host needs to launch it,
+whichever is longer, and `launch` is what the host adds. On a CPU every launch adds its time. Collectives that overlap
+with computation cost only what is not hidden (`exposed_communication`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from finetune.plan.tape import Tape
 from finetune.plan.traffic import Flow, Traffic, traffic_of
 from finetune.plan.update import update_of
 
-# Eager launches of the loop's own work (callbacks, schedule, collating), a step and a micro-batch: of MLPs of width 8.
+# The loop's own work (callbacks, schedule, collating) in eager launches, per step and micro-batch: MLPs of width 8.
 STEP_LAUNCHES, MICRO_BATCH_LAUNCHES = 150.0, 60.0
-# Of StepSeconds, in this order.
+# Fields of StepSeconds, in this order.
 PARTS = ("forward", "backward", "recomputation", "copies", "optimizer", "exposed_communication", "offload", "loop",
          "launch", "idle")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of one optimizer step of the whole job, of its slowest rank. `recomputation` of checkpointed layers;
-    `copies` into and out of buckets; `idle` is a pipeline's, waiting and sending; `loop` the training loop's own work:
-    collating batches, callbacks, the schedule. `communication` is that of all collectives; what of it nothing hides is
-    `exposed_communication`, and that is in `total`."""
+    """Seconds of one optimizer step on the slowest rank of a job. `recomputation`: of checkpointed layers; `copies`:
+    into and out of buckets; `idle`: a pipeline's waiting and sending; `loop`: the training loop's own work (collating
+    batches, callbacks, the schedule). `communication`: all collectives; only its unhidden part,
+    `exposed_communication`, is in `total`."""
 
     forward: float
     backward: float
@@ -59,7 +59,7 @@ class StepSeconds:
 
     @property
     def parts(self) -> dict[str, float]:
-        """What `total` is the sum of."""
+        """The terms of `total`."""
         return {name: getattr(self, name) for name in PARTS}
 
     @property
@@ -82,7 +82,7 @@ class StepSeconds:
 
 @lru_cache(maxsize=16)
 def shared(machine: Machine, ranks: int) -> Machine:
-    """A CPU as each of `ranks` has it, that was measured with `ranks_per_node` of them. Launches are one thread's."""
+    """A CPU's profile, measured with `ranks_per_node` ranks, as seen by each of `ranks`. Launches take one thread."""
     times = machine.ranks_per_node / ranks if ranks else 1.0
     if times == 1 or machine.device != "cpu":
         return machine
@@ -96,7 +96,7 @@ def shared(machine: Machine, ranks: int) -> Machine:
 
 
 def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
-    """Of a step that is not the first ones."""
+    """For a step after warm-up."""
     machine = shared(machine, min(job.world_size, job.ranks_per_node) if job.device == "cpu" else 0)
     if job.engine == PIPELINE:
         return _pipeline(job, machine)
@@ -137,8 +137,8 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
 
 
 def _asked(job: Job, machine: Machine) -> Work:
-    """The forward passes of a micro-batch without gradients: of a teacher or a reference, and for KTO's baseline of the
-    model and of its reference once more. What ZeRO-3 gathers for them is not counted."""
+    """Forward passes of a micro-batch without gradients: a teacher's or a reference's, and for KTO's baseline the
+    model's and its reference's once more. What ZeRO-3 gathers for them is not counted."""
     once = _forward(job.of_teacher, machine) if job.teacher is not None else NOTHING
     return once.times(2) + _forward(job, machine) if job.baseline else once
 
@@ -148,7 +148,7 @@ def _forward(job: Job, machine: Machine) -> Work:
 
 
 def _step(job: Job, machine: Machine, segments: Sequence[SegmentWork], seconds: dict[str, float]) -> StepSeconds:
-    """`seconds` are those of its operators, one by one."""
+    """`seconds`: by part, as summed over single operators."""
     loop = (STEP_LAUNCHES + MICRO_BATCH_LAUNCHES * job.accumulation) * machine.launch_seconds
     flops = sum(segment.flops for segment in segments) * job.accumulation * job.data_parallel_size
     precision = job.precision if job.precision in machine.peak_flops else "fp32"
@@ -167,7 +167,7 @@ def _launch(machine: Machine, launches: float, device: float) -> float:
 
 
 def _exposed(flow: Flow, work: Work, count: int, overlaps: bool) -> float:
-    """Of `count` micro-batches whose computation is `work`, all together."""
+    """Exposed communication of `count` micro-batches whose computation is `work` in total."""
     communication = flow.communication * count
     if not overlaps:
         return communication
@@ -175,7 +175,7 @@ def _exposed(flow: Flow, work: Work, count: int, overlaps: bool) -> float:
 
 
 def _sticking_out(flow: Flow, lasts: float, count: int, job: Job) -> float:
-    """Transfers to and from the host, which run beside computation and collectives on a GPU; these last `lasts`."""
+    """Exposed transfers to and from the host, which on a GPU overlap with `lasts` seconds of other work."""
     offload = flow.offload * count
     return offload if job.device == "cpu" else max(0.0, offload - lasts)
 
@@ -192,8 +192,8 @@ def _tape(job: Job) -> Tape:
 
 
 def stage_bounds(job: Job, machine: Machine) -> list[int]:
-    """Layers that each stage gets, of the flat list (finetune.plan.job.layers_of): stage s those from bound s to
-    bound s + 1. "uniform": as many each; "parameters": by their weights; else by their time."""
+    """Bounds of the stages in the flat list of layers (finetune.plan.job.layers_of): stage s has those from bound s to
+    bound s + 1. "uniform": equally many; "parameters": balanced by weights; else by time."""
     segments = _segments(job, machine)
     count = len(segments)
     if job.partition_method == "uniform":
@@ -211,7 +211,7 @@ def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def stage_seconds(job: Job, machine: Machine) -> tuple[list[float], list[float]]:
-    """Forward and backward seconds of a micro-batch on each stage, recomputation in the backward ones."""
+    """Forward and backward seconds of a micro-batch on each stage, with recomputation in the backward ones."""
     segments, bounds = _segments(job, machine), stage_bounds(job, machine)
     forward, backward = [], []
     for first, last in pairwise(bounds):
@@ -227,20 +227,20 @@ def pipeline_schedule(job: Job, machine: Machine) -> Schedule:
 
 
 def _transfer(job: Job, machine: Machine) -> float:
-    """Seconds in which a micro-batch's hidden states go from a stage to the next."""
+    """Seconds to send a micro-batch's hidden states from one stage to the next."""
     hidden = job.micro_batch * job.tokens * job.model.hidden_size * job.numbers.bytes_each
-    # Ranks count through the pipelines of a stage first, so that over several nodes some pair of neighbours is on two.
+    # Ranks are numbered within a stage first, so with several nodes some pair of neighbours spans two nodes.
     return p2p(machine, hidden, within_node=job.world_size <= job.ranks_per_node)
 
 
 def _lasting(segment: SegmentWork, machine: Machine) -> tuple[float, float]:
-    """Forward and backward, launches included."""
+    """Forward and backward seconds, launches included."""
     forward, backward = segment.forward, segment.backward + segment.again
     return tuple(work.device + _launch(machine, work.launches, work.device) for work in (forward, backward))  # type: ignore[return-value]
 
 
 def _pipeline(job: Job, machine: Machine) -> StepSeconds:
-    """1F1B over the stages; then each stage's replicas sum their gradients, and step. The slowest stage counts."""
+    """1F1B over the stages; then each stage's replicas reduce gradients and step. The slowest stage counts."""
     kernels, segments, bounds = kernels_of(machine, job.precision), _segments(job, machine), stage_bounds(job, machine)
     forward, backward = stage_seconds(job, machine)
     slowest = max(range(job.stages), key=lambda stage: forward[stage] + backward[stage])

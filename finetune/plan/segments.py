@@ -1,4 +1,4 @@
-"""Seconds of a tape's segments: a block, or what stands before or behind the blocks."""
+"""Seconds of a tape's segments: each block, and what comes before and after the blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from finetune.plan.values import FP32_BYTES, Segment
 
 @dataclass(frozen=True)
 class SegmentWork:
-    """Of a micro-batch: a block, or what stands before or behind the blocks."""
+    """The work of one segment in a micro-batch; `again`: recomputation."""
 
     forward: Work
     backward: Work
@@ -47,7 +47,7 @@ def _segment_work(segment: Segment, kernels: Kernels, elements: dict[str, int]) 
         ahead, back = kernels.op(op)
         forward, backward = forward + ahead, backward + back
         flops += sum(gemm.flops for gemm in (*op.gemms, *op.gemms_back))
-        if op.name == "embedding" and op.kernels_back:  # the gradient is as large as the table, whatever was looked up
+        if op.name == "embedding" and op.kernels_back:  # the gradient is as large as the whole table
             size = sum(elements.get(name, 0) for name in op.weights) * FP32_BYTES
             backward += Work(kernels.moved("zero", size), 1)
     return SegmentWork(forward, backward, forward if segment.recomputed else NOTHING, flops, _weights(segment))

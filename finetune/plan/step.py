@@ -1,4 +1,4 @@
-"""A training step on a ledger: what is alive at each moment, and which moment is the peak.
+"""A training step on a ledger: what is alive at each moment, and when memory peaks.
 
 ledger = Ledger()
 passed = Pass(tape, ledger, engine, gradient_bytes)
@@ -18,7 +18,7 @@ from finetune.plan.values import Op, Segment
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive when: `phase` is of the step ("forward", "backward", ...), `where` the operator or event."""
+    """What is alive at a moment: `phase` of the step ("forward", "backward", ...); `where`: the operator or event."""
 
     phase: str
     where: str
@@ -33,7 +33,7 @@ class Ledger:
     live: dict[str, int] = field(default_factory=dict)
     total: int = 0
     phase: str = "forward"
-    place: str = ""  # the part of the model that runs
+    place: str = ""  # the part of the model that is running
     peaks: dict[str, Moment] = field(default_factory=dict)
     timeline: list[tuple[str, str, int]] = field(default_factory=list)
 
@@ -49,13 +49,13 @@ class Ledger:
         self.total -= size
 
     def passing(self, kind: str, size: int, where: str = "") -> None:
-        """Taken and given back at once."""
+        """Takes and gives back at once."""
         if size:
             self.take(kind, size, where)
             self.give(kind, size)
 
     def run(self, stretch: Stretch) -> None:
-        """All of it at once."""
+        """Applies a whole stretch."""
         reached = self.total + stretch.peak
         best = self.peaks.get(self.phase)
         if best is None or reached > best.bytes:
@@ -79,32 +79,32 @@ class Ledger:
 
 
 class Engine:
-    """What stands around autograd: nothing by itself. DDP and the stages of ZeRO are its children.
+    """What an engine adds to autograd: by itself nothing. DDP, FSDP and the ZeRO stages are subclasses.
 
-    `own_linear`: linear layers are a function of the engine's, which hands on a weight's gradient before its bias's."""
+    `own_linear`: linear layers use the engine's own function, which yields a weight's gradient before its bias's."""
 
     own_linear = False
 
     def before_module(self, ledger: Ledger, module: str) -> None:
-        """Parameters of `module` are about to be used."""
+        """The parameters of `module` are about to be used."""
 
     def after_module(self, ledger: Ledger, module: str) -> None:
-        """They have been."""
+        """They have been used."""
 
     def after_forward(self, ledger: Ledger) -> None:
         """The forward pass is over."""
 
     def gradient(self, ledger: Ledger, name: str) -> None:
-        """A parameter's gradient of this micro-batch is there, in `ledger` as "temporary": what becomes of it."""
+        """A parameter's gradient of this micro-batch is complete, and in `ledger` as "temporary"."""
 
 
 class Pass:
-    """One micro-batch forward and backward. `gradient_bytes` of a frozen parameter are 0."""
+    """One micro-batch forward and backward. `gradient_bytes` is 0 for a frozen parameter."""
 
     def __init__(self, tape: Tape, ledger: Ledger, engine: Engine, gradient_bytes: Callable[[str], int]) -> None:
         self.tape, self.ledger, self.engine, self.gradient_bytes = tape, ledger, engine, gradient_bytes
         self.program = program_of(tape)
-        self.waiting: dict[str, int] = {}  # gradients that have come, of weights that are used more than once
+        self.waiting: dict[str, int] = {}  # gradients received so far, of weights used more than once
 
     def forward(self) -> None:
         self._play("forward", self.tape.segments, self.program.forward)
@@ -113,7 +113,7 @@ class Pass:
         self._play("backward", reversed(self.tape.segments), reversed(self.program.backward))
 
     def evaluate(self, phase: str = "evaluation") -> None:
-        """Forward alone, without gradients."""
+        """Forward only, without gradients."""
         self._play(phase, self.tape.segments, evaluation_of(self.tape))
 
     def _play(self, phase: str, segments: Iterable[Segment], events: Iterable[list[Event]]) -> None:
@@ -143,7 +143,7 @@ class Pass:
                         self._hand_on(name, size)
 
     def _hand_on(self, name: str, size: int) -> None:
-        """Of a tied weight once, when all its gradients are there: those that follow the first are added to it."""
+        """A tied weight's once, when all its gradients are there: later ones are added to the first."""
         uses = self.program.uses[name]
         if uses > 1:
             come = self.waiting.get(name, 0) + 1

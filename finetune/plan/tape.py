@@ -1,12 +1,12 @@
-"""A model's forward pass, operator by operator, as autograd sees it: what each makes, keeps for the backward pass, and
-computes. From one such tape come the memory of a step (`finetune.plan.step`) and its time (`finetune.plan.seconds`).
+"""A model's forward pass, operator by operator, as autograd sees it: what each makes, saves for the backward pass, and
+computes. A tape gives the memory of a step (`finetune.plan.step`) and its time (`finetune.plan.seconds`).
 
     tape = Tape(Numbers(bytes_each=2, device="cuda"), {"mlp.up.weight": (4 * width, width)})
     with tape.segment("mlp"):
         y = tape.linear(tape.given(rows * width), "mlp.up")
 
-Each method is an operator of torch's eager mode. What it saves is that operator's formula in torch 2.13
-(tools/autograd/derivatives.yaml); tests hold whole models' peaks against measured ones.
+Each method is an operator of torch's eager mode. What it saves follows torch 2.13
+(tools/autograd/derivatives.yaml); tests compare whole models' peaks with measured ones.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import math
 from finetune.plan.recorder import Recorder
 from finetune.plan.values import FP32_BYTES, HALF_BYTES, Gemm, Lora, Op, Value
 
-WHOLE_IN_DORA = 4  # weights as large as the layer's: product, scaled, base and sum
-SAVE_OUTPUT = ("relu", "tanh", "sigmoid", "exp", "rsqrt")  # activations whose backward passes read what they made
+WHOLE_IN_DORA = 4  # tensors as large as the layer's weight: product, scaled, base and sum
+SAVE_OUTPUT = ("relu", "tanh", "sigmoid", "exp", "rsqrt")  # activations whose backward pass reads their output
 
 
 class Tape(Recorder):
@@ -35,11 +35,11 @@ class Tape(Recorder):
         return out
 
     def scale(self, x: Value, name: str = "scale") -> Value:
-        """Times a number: nothing is kept."""
+        """Times a number: nothing is saved."""
         return self.op(name, (x,), x.elements)
 
     def shift(self, x: Value) -> Value:
-        """Plus a number: the gradient goes on as it is."""
+        """Plus a number: the gradient passes through."""
         return self.op("shift", (x,), x.elements, passes_on=True)
 
     def multiply(self, a: Value, b: Value) -> Value:
@@ -49,17 +49,17 @@ class Tape(Recorder):
         return self.op("mul", (a, b), out, saves=_factors(a, b), bytes_each=size, scratch_back=wide)
 
     def unary(self, name: str, x: Value, scratch_back: int = 0) -> Value:
-        """An activation: keeps what it got (gelu, silu, pow), or what it made."""
+        """An activation: saves its input (gelu, silu, pow), or its output."""
         makes = name in SAVE_OUTPUT
         return self.op(name, (x,), x.elements, saves=() if makes else (x,), saves_output=makes,
                        scratch_back=scratch_back)  # fmt: skip
 
     def power(self, x: Value) -> Value:
-        """Its gradient is grad * (n * x**(n-1)), with two tensors in between (FunctionsManual.cpp, pow_backward)."""
+        """Its gradient is grad * (n * x**(n-1)), with two intermediate tensors (FunctionsManual.cpp, pow_backward)."""
         return self.unary("pow", x, scratch_back=2 * x.bytes)
 
     def cast(self, x: Value, bytes_each: int) -> Value:
-        """To another precision; to the same one nothing happens."""
+        """To another precision; a no-op for the same one."""
         return x if bytes_each == x.bytes_each else self.op("cast", (x,), x.elements, bytes_each=bytes_each)
 
     def copy(self, x: Value) -> Value:
@@ -70,7 +70,7 @@ class Tape(Recorder):
         return self.op("mean", (x,), elements)
 
     def dropout(self, x: Value, probability: float) -> Value:
-        """On a GPU a mask of one byte an element is kept; on a CPU the scaled mask in the input's precision
+        """On a GPU a mask of one byte per element is saved; on a CPU the scaled mask in the input's precision
         (aten/src/ATen/native/Dropout.cpp: native_dropout is CUDA's)."""
         if not probability:
             return x
@@ -80,8 +80,8 @@ class Tape(Recorder):
     # With weights
 
     def linear(self, x: Value, module: str, tied: str = "", tied_bias: str = "") -> Value:
-        """(rows, fan_in) to (rows, fan_out), and what an adapter adds to it. `tied`, `tied_bias`: the parameters that a
-        module without its own has. A bias tells the fan-out, also where weights lie turned (GPT-2's Conv1D)."""
+        """(rows, fan_in) to (rows, fan_out), and what an adapter adds to it. `tied`, `tied_bias`: the parameters of a
+        module without its own. A bias gives the fan-out even if the weight is transposed (GPT-2's Conv1D)."""
         given = x
         owned = (f"{module}.weight", tied), (f"{module}.bias", tied_bias)
         weight, bias = (own if own in self.shapes else other for own, other in owned)
@@ -91,7 +91,7 @@ class Tape(Recorder):
         rows = x.elements // fan_in
         is_packed = weight in self.packed
         trains, casts = self.trains(weight), [self.cast_weight(weight, module)] if self.casts(weight) else []
-        if bias and casts:  # kept as well, but so small that it is let go here
+        if bias and casts:  # cached too, but so small that it is freed here
             casts.insert(0, self.cast_weight(bias, module, keep=False))
         # bitsandbytes unpacks a weight for each product, which is in bf16 (nn/modules.py, Linear4bit.forward).
         size = HALF_BYTES if is_packed else self.numbers.product_bytes
@@ -102,7 +102,7 @@ class Tape(Recorder):
         saves = [*([x] if trains else []), *(casts[-1:] if x.needs_grad else [])]
         out = self.op(
             "linear", (x, *casts), rows * fan_out, saves=saves, gemms=(forward,), gemms_back=back,
-            weights=() if casts else names[::-1],  # a bias's comes first: a weight's goes through a transpose
+            weights=() if casts else names[::-1],  # a bias's gradient comes first: a weight's passes a transpose
             module="" if casts else module, kernels_back=len(back) + bool(bias),
             moved=x.bytes + (rows + fan_in) * fan_out * size + 2 * unpacked, scratch=unpacked, scratch_back=unpacked,
         )  # fmt: skip
@@ -130,8 +130,8 @@ class Tape(Recorder):
         return self.add(base, self.scale(x))
 
     def _dora(self, base: Value, x: Value, module: str, own: int) -> Value:
-        """peft, tuners/lora/dora.py, DoraLinearLayer.forward: both products by row lengths, for which the adapter's
-        whole weight is made, from the unit matrix, and the base's beside it."""
+        """peft, tuners/lora/dora.py, DoraLinearLayer.forward: scales both products by row norms, for which it builds
+        the adapter's whole weight, from an identity matrix, and the base's beside it."""
         name, rows_of = f"{module}.lora_magnitude_vector.default", (base, x)
         high = math.prod(self.shapes[f"{name}.weight"])
         wide = math.prod(self.shapes[f"{module}.lora_A.default.weight"]) // self.lora.rank if self.lora else 0
@@ -145,7 +145,7 @@ class Tape(Recorder):
         return self.cast(self.add(base, self.add(parts[0], self.scale(parts[1]))), base.bytes_each)
 
     def cast_weight(self, name: str, module: str, trains: bool = False, keep: bool = True) -> Value:
-        """Autocast's half-precision copy of a weight; a trained one's is kept until autocast ends
+        """Autocast's half-precision copy of a weight; a trained weight's is cached until autocast ends
         (aten/src/ATen/autocast_mode.cpp, cached_cast)."""
         if name in self._casts:
             return self._casts[name]
@@ -158,7 +158,7 @@ class Tape(Recorder):
         return made
 
     def layer_norm(self, x: Value, module: str) -> Value:
-        """Keeps its input, and mean and reciprocal deviation of each row: in fp32 on a GPU, on a CPU as the input is
+        """Saves its input, and each row's mean and reciprocal deviation: in fp32 on a GPU, on a CPU like the input
         (aten/src/ATen/native/layer_norm.cpp)."""
         if self.numbers.autocast and self.numbers.device == "cuda":
             x = self.cast(x, FP32_BYTES)
@@ -179,7 +179,7 @@ class Tape(Recorder):
                        needs_grad=self.trains(f"{module}.weight") or self.inputs_need_grad,
                        moved=2 * elements * self.numbers.bytes_each)  # fmt: skip
 
-    # Attention's
+    # Attention
 
     def softmax(self, x: Value, bytes_each: int | None = None) -> Value:
         """On a GPU the backward pass first makes the product of gradient and output
@@ -196,10 +196,10 @@ class Tape(Recorder):
 
 
 def _factors(a: Value, b: Value) -> list[Value]:
-    """Of a product, what is kept: each factor that the other's gradient needs."""
+    """The factors of a product that are saved: each that the other's gradient needs."""
     return [value for value, other in ((a, b), (b, a)) if other.needs_grad]
 
 
 def _products(rows: int, fan_in: int, fan_out: int) -> tuple[Gemm, Gemm, Gemm]:
-    """A linear layer's: forward, of the gradient of its input, and of that of its weight."""
+    """A linear layer's products: forward, its input's gradient, and its weight's gradient."""
     return Gemm(rows, fan_out, fan_in), Gemm(rows, fan_in, fan_out), Gemm(fan_out, fan_in, rows)

@@ -1,8 +1,7 @@
-"""What ranks send one another in a step, and what is copied for it: DDP, FSDP, DeepSpeed's ZeRO-0 to -3, a pipeline's
-stages.
+"""What ranks send each other in a step, and what is copied for it: DDP, FSDP, DeepSpeed's ZeRO-0 to -3, pipelines.
 
-Followed step by step: deepspeed 0.19.8, runtime/engine.py and runtime/zero/ (functions are named at each place), and
-torch/csrc/distributed/c10d/reducer.cpp for DDP. Gathers of ZeRO-3 are played by `finetune.plan.engines.zero3`.
+Modeled step by step on deepspeed 0.19.8, runtime/engine.py and runtime/zero/ (each place names its function), and
+torch/csrc/distributed/c10d/reducer.cpp for DDP. `finetune.plan.engines.zero3` simulates the gathers of ZeRO-3.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from finetune.plan.values import FP32_BYTES
 
 DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 2**20, 25 * 2**20  # torch.nn.parallel.DistributedDataParallel
 INT8_BYTES, INT4_BYTES = 1.0, 0.5  # qwZ and qgZ send these (ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3)
-# Host work of libraries in Python, counted in eager launches, which take about as long on the same machine. Measured on
+# Host work of Python libraries, in units of eager launches, whose time scales alike across machines. Measured on
 # MLPs of width 8 with 20 and 100 layers, whose steps are nothing else (one rank, torch 2.13, deepspeed 0.19.8).
 DDP_PARAMETER = 1.5
 ZERO12_PARAMETER = 3.0
 ZERO12_BUCKET = 10.0
-ZERO3_MODULE = 36.0  # hooks before and behind a module with weights and those that hold it, in one direction
+ZERO3_MODULE = 36.0  # hooks before and after a module with weights and its parents, in one direction
 ZERO3_GATHER, ZERO3_GATHERED_PARAMETER = 20.0, 8.0
-ZERO3_PARAMETER = 12.0  # a gradient on its way
+ZERO3_PARAMETER = 12.0  # per gradient
 
 
 @dataclass(frozen=True)
 class Flow:
-    """`communication`: seconds of collectives; of these `tail` cannot begin before the computation ends. `work` is
-    copying for them, `offload` seconds of transfers between host, disk and device."""
+    """`communication`: seconds of collectives, of which `tail` cannot start before the computation ends. `work`:
+    copying for them; `offload`: seconds of transfers between host, disk and device."""
 
     communication: float = 0.0
     tail: float = 0.0
@@ -52,9 +51,9 @@ STILL = Flow()
 
 @dataclass(frozen=True)
 class Traffic:
-    """Flows of one micro-batch's forward pass, of its backward pass, of a step's last one (`boundary`), and behind it.
-    In all but one of a step's micro-batches gradients are added to those before: that is in `backward`.
-    `overlaps`: collectives run beside the computation."""
+    """Flows of one micro-batch's forward pass, of its backward pass, of a step's last backward pass (`boundary`), and
+    after it. All but one of a step's micro-batches add their gradients to earlier ones: that is in `backward`.
+    `overlaps`: collectives run in parallel with the computation."""
 
     forward: Flow = STILL
     backward: Flow = STILL
@@ -89,7 +88,7 @@ class Network:
 
 
 def traffic_of(job: Job, machine: Machine, kernels: Kernels, tape: Tape, weights: Weights) -> Traffic:
-    """Of one rank. Gradients of a frozen parameter go nowhere."""
+    """The traffic of one rank. Frozen parameters send no gradients."""
     network = Network(job, machine)
     if job.engine == FSDP:
         return _fsdp(job, kernels, network, tape, weights)
@@ -104,13 +103,13 @@ def traffic_of(job: Job, machine: Machine, kernels: Kernels, tape: Tape, weights
 
 
 def is_overlapping(job: Job, asked: bool) -> bool:
-    """On a CPU collectives take the cores from the computation, whoever waits for them."""
+    """On a CPU collectives compete with the computation for cores, so they never overlap."""
     return asked and job.device != "cpu"
 
 
 def _ddp(job: Job, kernels: Kernels, network: Network, weights: Weights, whole: Traffic) -> Traffic:
-    """Gradients are copied into buckets of 25 MiB and back, summed while the backward pass goes on, in a step's last
-    micro-batch alone (Trainer: `no_sync`)."""
+    """Gradients are copied into buckets of 25 MiB and back, and reduced during the backward pass, only in a step's last
+    micro-batch (Trainer: `no_sync`)."""
     size = weights.bytes_each
     buckets = filled([t.elements * size for t in reversed(weights.trained)], DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES)
     sums = [network.all_reduce(sum(bucket)) for bucket in buckets]
@@ -121,8 +120,8 @@ def _ddp(job: Job, kernels: Kernels, network: Network, weights: Weights, whole: 
 
 
 def _fsdp(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: Weights) -> Traffic:
-    """Each group's weights are gathered in the forward pass, and in the backward pass again but for those that stay
-    (engines/fsdp.py); its gradients are summed in a step's last micro-batch alone (accelerate 1.15, `no_sync`)."""
+    """Each group's weights are gathered in the forward pass and, except those that stay, again in the backward pass
+    (engines/fsdp.py); its gradients are reduced only in a step's last micro-batch (accelerate 1.15, `no_sync`)."""
     size, ranks = weights.bytes_each, network.group.ranks
     engine = Fsdp(weights, job.zero, job.optimizer, ranks, 0, Ledger())
     engine.trace(tape)
@@ -138,7 +137,7 @@ def _fsdp(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: Wei
 
 
 def _gathers(kernels: Kernels, network: Network, groups: Sequence[Sharded], size: int) -> Flow:
-    """Pieces into a flat tensor, and out of it into each parameter. Nothing runs beside the first."""
+    """Shards into a flat tensor, and out of it into each parameter. Nothing overlaps with the first."""
     seconds = [network.all_gather(group.elements * size) for group in groups]
     share = 2 + 2 / network.group.ranks
     moved = sum(kernels.moved("copy", share * group.elements * size, size) for group in groups)
@@ -147,7 +146,7 @@ def _gathers(kernels: Kernels, network: Network, groups: Sequence[Sharded], size
 
 
 def _zero0(job: Job, kernels: Kernels, network: Network, weights: Weights, whole: Traffic) -> Traffic:
-    """engine.py, buffered_allreduce_fallback: behind the last backward pass gradients are joined, summed, cut up."""
+    """engine.py, buffered_allreduce_fallback: after the last backward pass gradients are flattened, reduced, split."""
     size = weights.bytes_each
     work = _copies(kernels, [tensor.elements for tensor in weights.trained], 2, size)
     total = weights.trained_elements * size
@@ -157,9 +156,9 @@ def _zero0(job: Job, kernels: Kernels, network: Network, weights: Weights, whole
 
 def _zero12(job: Job, kernels: Kernels, network: Network, weights: Weights) -> Traffic:
     """stage_1_and_2.py: a gradient is copied into the bucket (reduce_independent_p_g_buckets_and_remove_grads); a full
-    bucket is divided and summed over all ranks, with `reduce_scatter` in a flattened copy (allreduce_bucket, by
-    use_multi_rank_bucket_allreduce); then this rank's part is copied out of it. Behind the optimizer, flat groups are
-    gathered in place (all_gather_into_tensor_dp_groups). ZeRO-1 sums in the last micro-batch alone."""
+    bucket is divided and reduced over all ranks, with `reduce_scatter` in a flattened copy (allreduce_bucket, by
+    use_multi_rank_bucket_allreduce); then this rank's part is copied out of it. After the optimizer, flat groups are
+    gathered in place (all_gather_into_tensor_dp_groups). ZeRO-1 reduces in the last micro-batch only."""
     zero, size, ranks = job.zero, weights.bytes_each, network.group.ranks
     flat = Zero12(weights, zero, job.optimizer, ranks, 0, Ledger())
     sizes = [tensor.elements for tensor in reversed(weights.trained)]
@@ -184,9 +183,9 @@ def _zero12(job: Job, kernels: Kernels, network: Network, weights: Weights) -> T
 
 
 def _zero3(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: Weights) -> Traffic:
-    """Modules' gathers as their coordinator asks for them, each joined from pieces and copied apart
-    (AllGatherCoalescedHandle.wait); gradients in buckets that are joined, divided and reduce-scattered. Behind the
-    optimizer each persistent parameter is gathered by a call of its own (_post_step)."""
+    """Gathers by module as the coordinator requests them, each assembled from shards and copied out
+    (AllGatherCoalescedHandle.wait); gradients in buckets that are flattened, divided and reduce-scattered. After the
+    optimizer each persistent parameter is gathered by a separate call (_post_step)."""
     zero, size, ranks = job.zero, weights.bytes_each, network.group.ranks
     played = gathers(tape, weights, zero, ranks)
     hosts, modules = Work(0.0, ZERO3_MODULE), len([op for op in tape.ops if op.module])
@@ -196,7 +195,7 @@ def _zero3(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: We
         asked = [gather for gather in played.gathers if gather.phase == phase]
         work = hosts.times(modules)
         for gather in asked if ranks > 1 else ():
-            # Pieces into the flat tensor, and out of it into each parameter; quantized ones are widened first.
+            # Shards into the flat tensor, and out of it into each parameter; quantized ones are dequantized first.
             moved = (2 + 2 / ranks) * gather.elements * size
             passes = 2 if zero.quantized_weights else 1
             work += Work(passes * kernels.moved("copy", moved, size), gather.parameters)
@@ -226,7 +225,7 @@ def _zero3(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: We
 
 
 def _weights_read(job: Job, network: Network, weights: Weights) -> float:
-    """Offloaded weights come to the device once forward and once backward, from host memory or from disk."""
+    """Seconds to read offloaded weights once per forward or backward pass, from host memory or from disk."""
     piece = weights.elements / network.group.ranks * weights.bytes_each
     if job.zero.offload_param == "none":
         return 0.0
@@ -238,7 +237,7 @@ def _weights_read(job: Job, network: Network, weights: Weights) -> float:
 
 
 def filled(sizes: Sequence[int], limit: int, first: int | None = None) -> list[list[int]]:
-    """Sizes in order, in buckets that are closed before they would be larger than `limit`; `first`: the first one's."""
+    """Sizes in order, in buckets that are closed before they would exceed `limit`; `first`: that of the first."""
     buckets: list[list[int]] = []
     for size in sizes:
         most = first if first is not None and len(buckets) == 1 else limit
@@ -249,13 +248,13 @@ def filled(sizes: Sequence[int], limit: int, first: int | None = None) -> list[l
 
 
 def _copies(kernels: Kernels, elements: Sequence[int], passes: int, size: int) -> Work:
-    """Each tensor read and written `passes` times, by a kernel each."""
+    """Each tensor read and written `passes` times, with one kernel each."""
     seconds = sum(kernels.moved("copy", 2 * count * size, size) for count in elements)
     return Work(passes * seconds, passes * len(elements))
 
 
 def _adding(kernels: Kernels, weights: Weights) -> Flow:
-    """Gradients of a later micro-batch are added to those that are there."""
+    """Gradients of a later micro-batch are added to the existing ones."""
     size = weights.bytes_each
     seconds = sum(kernels.moved("add", 3 * tensor.elements * size, size) for tensor in weights.trained)
     return Flow(work=Work(seconds, len(weights.trained)))

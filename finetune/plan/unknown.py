@@ -1,5 +1,5 @@
-"""A model of no family that is written down here: its modules are traced, by a process of their own that imports torch,
-and what was found is kept for the next plan.
+"""Models outside the known families: a separate process that imports torch traces the modules, and the result is cached
+for later plans.
 
     model, seconds = traced_model(config, "causal_lm", "path/to/model")
 """
@@ -25,22 +25,22 @@ from finetune.plan.model import Model, Tensor, Trace
 from finetune.run.child import environment_of_child
 
 HEADS = (CAUSAL, CLASSES, TAGS)
-LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/auto: they name all that it has
-LONGEST = 300  # seconds that a model may take to be traced
+LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/auto: they list all model types
+LONGEST = 300  # seconds that tracing a model may take
 TRACING = "finetune.measure.tracing"  # it imports torch, and so is never imported here
 MADE_BY = Path(__file__).resolve().parents[1] / "measure" / "tracing.py"
 NOT_SHAPES = ("auto_map", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 def traced_model(config: Mapping[str, Any], head: str, where: str) -> tuple[Model, float | None]:
-    """And the seconds that it took; None where it was known from before. Raises RequestError where transformers has no
-    such architecture, or its modules cannot run without data."""
+    """The model, and the seconds that tracing took; None if it was cached. Raises RequestError if transformers has no
+    such architecture, or if its modules cannot run without data."""
     plain = {name: value for name, value in config.items() if name not in NOT_SHAPES}
     kind = config.get("model_type")
     if not isinstance(kind, str) or not _is_listed(kind):
-        raise RequestError(f"{where}: model_type is {kind!r}, which transformers {version('transformers')} has not.")
+        raise RequestError(f"{where}: model_type is {kind!r}, which transformers {version('transformers')} lacks.")
     if head not in HEADS:
-        raise RequestError(f"{where}: heads of {', '.join(HEADS)} are traced, and this one is for {head}.")
+        raise RequestError(f"{where}: only heads of {', '.join(HEADS)} are traced, and this one is for {head}.")
     file = _cache() / f"{_key(plain, head)}.json"
     began = time.monotonic()
     if is_known := file.is_file():
@@ -57,7 +57,7 @@ def traced_model(config: Mapping[str, Any], head: str, where: str) -> tuple[Mode
 
 
 def _is_listed(kind: str) -> bool:
-    """Read as text, for transformers takes seconds to import. Where it lists its architectures elsewhere, the tracing
+    """Searches text, because importing transformers takes seconds. If it lists its architectures elsewhere, the tracing
     process finds out."""
     spec = find_spec("transformers")
     folders = [Path(place, "models", "auto") for place in (spec and spec.submodule_search_locations) or ()]
@@ -79,14 +79,14 @@ def _traced(config: dict[str, Any], head: str, where: str) -> dict[str, Any]:
         if done.returncode or not out.is_file():
             said = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
             raise RequestError(
-                f"{where}: model_type is {config.get('model_type')!r}, which is no family that is known, and its "
+                f"{where}: model_type is {config.get('model_type')!r}, which is not a known family, and its "
                 f"modules cannot be traced: {''.join(said)[:200]}."
             )
         return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
 def _key(config: dict[str, Any], head: str) -> str:
-    """Of all that a trace hangs on."""
+    """A hash of all that a trace depends on."""
     made_by = [version("transformers"), version("torch"), hashlib.sha256(MADE_BY.read_bytes()).hexdigest()]
     return hashlib.sha256(json.dumps([config, head, made_by], sort_keys=True).encode()).hexdigest()
 
@@ -96,7 +96,7 @@ def _cache() -> Path:
 
 
 def _keep(file: Path, found: dict[str, Any]) -> None:
-    """Whole or not at all. Without a place for it, the next plan traces again."""
+    """Writes atomically. If it cannot be written, the next plan traces again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:

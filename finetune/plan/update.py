@@ -1,4 +1,4 @@
-"""Seconds of a step's end: the norm of gradients, their clipping, and the optimizer over a rank's share of weights."""
+"""Seconds of the end of a step: gradient norm, clipping, and the optimizer on a rank's share of the weights."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from finetune.plan.optimizers import KINDS
 from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import shard
 
-HORIZONTAL = 0.1  # of an operator's launch a tensor costs where one kernel takes many (torch's foreach, on a GPU)
-DOUBLE_NORM_BYTES = 20  # an element of a gradient is read, written in fp64, and read (zero/utils.py, get_norm_dtype)
-STATE_BYTES = 12  # master weight and both moments, which a disk gives and takes
+HORIZONTAL = 0.1  # share of a launch per tensor, if one kernel takes many (torch's foreach, on a GPU)
+DOUBLE_NORM_BYTES = 20  # per gradient element: read, written in fp64, and read (zero/utils.py, get_norm_dtype)
+STATE_BYTES = 12  # master weight and both moments, read from and written to disk
 
 
 @dataclass(frozen=True)
 class Update:
-    """`work` on the device; `host` seconds of an optimizer on the host, and of what it needs from disk."""
+    """`work` on the device; `host`: seconds of an optimizer on the host, with its disk transfers."""
 
     work: Work = NOTHING
     host: float = 0.0
 
 
 def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) -> Update:
-    """Of one rank. The Trainer clips by default (max_grad_norm 1.0)."""
+    """The update of one rank. The Trainer clips by default (max_grad_norm 1.0)."""
     tensors = [tensor.elements for tensor in weights.trained]
     if job.engine == FSDP:
         tensors = [math.prod(piece(tensor.shape, job.data_parallel_size)) for tensor in weights.trained]
@@ -50,7 +50,7 @@ def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) ->
 
 
 def _whole(job: Job, kernels: Kernels, weights: Weights, tensors: list[int]) -> Work:
-    """Every rank does the same with every tensor, or with its pieces."""
+    """Every rank does the same with every tensor, or with its shards."""
     work = _stepped(job, kernels, tensors)
     each = 1.0 if job.device == "cpu" else HORIZONTAL
     if job.engine in (TRAINER, FSDP) or job.zero.gradient_clipping:
@@ -73,7 +73,7 @@ def _stepped(job: Job, kernels: Kernels, tensors: list[int]) -> Work:
 
 
 def _share(job: Job, weights: Weights) -> tuple[list[int], list[int]]:
-    """Elements of what one rank's optimizer steps, and of the gradients whose norms it takes."""
+    """Elements of each tensor that one rank's optimizer steps, and of each gradient whose norm it takes."""
     ranks = job.data_parallel_size
     if job.zero.stage == 3:
         pieces = [shard(tensor.elements, ranks) for tensor in weights.trained]
@@ -84,8 +84,8 @@ def _share(job: Job, weights: Weights) -> tuple[list[int], list[int]]:
 
 
 def _on_host(job: Job, machine: Machine, elements: int, size: int) -> float:
-    """CPU Adam at its rate for a node, which its ranks share; the new weights to the device; and with NVMe the states
-    from disk and to it again."""
+    """Seconds of CPU Adam at the node's rate, which its ranks share; of copying new weights to the device; and with
+    NVMe of reading and writing the states."""
     here = min(job.ranks_per_node, job.world_size)
     seconds = elements * here / machine.cpu_adam_parameters_per_second
     seconds += elements * size / machine.host_link.bandwidth_bytes_per_second

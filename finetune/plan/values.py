@@ -1,4 +1,4 @@
-"""What a tape is made of: numbers, tensors, operators. `finetune.plan.tape` records them."""
+"""The parts of a tape: number formats, tensors, operators. `finetune.plan.tape` records them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ HALF_BYTES = 2
 INT64_BYTES = 8
 FOREVER = 1 << 60
 ATTENTION, FLASH_ATTENTION_2 = "attention", "flash_attention_2"  # fused, by torch or by the package of that name
-CHUNKED_LOSS = "linear_cross_entropy"  # an operator that moves bytes beside its products
+CHUNKED_LOSS = "linear_cross_entropy"  # an operator that moves bytes besides its products
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What floats are computed with. `bytes_each` of weights and activations: 4, or 2 in bf16 and fp16. With `autocast`
-    trained weights stay in fp32, and torch.autocast makes matrix products half precise; `bytes_each` is then of
-    frozen weights, 2 where --dtype keeps them so."""
+    """Number formats. `bytes_each` of weights and activations: 4, or 2 in bf16 and fp16. With `autocast` trained
+    weights stay in fp32 and torch.autocast computes matrix products in half precision; `bytes_each` is then that of
+    frozen weights, 2 if --dtype stores them in half precision."""
 
     bytes_each: int = FP32_BYTES
     device: str = "cpu"  # or "cuda"
     attention: str = "sdpa"  # or "eager", "flash_attention_2"
     autocast: bool = False
-    is_fp16: bool = False  # what is half precise is fp16, not bf16
-    half_weights: bool = False  # under autocast trained weights too are half precise: gathered by FSDP, or kept so
+    is_fp16: bool = False  # half precision is fp16, not bf16
+    half_weights: bool = False  # under autocast trained weights are in half precision too: by FSDP or --dtype
 
     @property
     def is_half(self) -> bool:
@@ -31,14 +31,14 @@ class Numbers:
 
     @property
     def product_bytes(self) -> int:
-        """Of what a matrix product makes."""
+        """Per element of a matrix product's output."""
         return HALF_BYTES if self.autocast else self.bytes_each
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of `rank` on linear layers whose names end in a target; all else is frozen (arXiv 2106.09685, peft), but
-    copies of the modules that are `saved`."""
+    """Adapters of `rank` on linear layers whose names end in a target; all else is frozen (arXiv 2106.09685, peft),
+    except copies of the modules that are `saved`."""
 
     rank: int
     targets: tuple[str, ...]
@@ -75,15 +75,15 @@ class Gemm:
 
 @dataclass(eq=False)
 class Storage:
-    """Bytes of memory that one or more tensors look at."""
+    """Memory that one or more tensors share."""
 
     bytes: int
-    last_use: int = -1  # the operator behind which the forward pass needs it no more
+    last_use: int = -1  # the last operator of the forward pass that needs it
 
 
 @dataclass(eq=False)
 class Slot:
-    """Where the gradient of a tensor adds up, its views' too."""
+    """Where the gradients of a tensor and its views accumulate."""
 
 
 @dataclass(eq=False)
@@ -103,36 +103,36 @@ class Value:
 
 @dataclass(eq=False)
 class Op:
-    """One operator. Bytes that it moves: `moved`, and `moved_back` in its backward pass. `weights` are the parameters
-    that it uses; its backward pass makes the gradients of those that are trained."""
+    """One operator. `moved`: bytes that it moves; `moved_back`: in its backward pass. `weights`: the parameters that it
+    uses; its backward pass makes the gradients of the trained ones."""
 
     name: str
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     saved: tuple[Storage, ...] = ()
     weights: tuple[str, ...] = ()
-    passes_on: bool = False  # its backward pass hands the gradient on as it is, to inputs as large as the output
-    narrows: bool = False  # it hands views of the gradient on, as cat's does
-    scratch: int = 0  # bytes that it takes for itself while its outputs are there
-    scratch_back: int = 0  # the same of its backward pass, while the gradients that it makes are there
+    passes_on: bool = False  # its backward pass passes the same gradient on, to inputs as large as the output
+    narrows: bool = False  # its backward pass passes on views of the gradient, as cat's does
+    scratch: int = 0  # temporary bytes while its outputs exist
+    scratch_back: int = 0  # temporary bytes of its backward pass, while the gradients that it makes exist
     gemms: tuple[Gemm, ...] = ()
     gemms_back: tuple[Gemm, ...] = ()
     moved: int = 0
     moved_back: int = 0
     kernels: int = 1
     kernels_back: int = 1
-    module: str = ""  # of the weights, for ZeRO-3 gathers by module
+    module: str = ""  # the weights' module, because ZeRO-3 gathers by module
 
 
 @dataclass
 class Segment:
-    """Operators that belong together: a block, or what is before and behind the blocks. A `recomputed` one keeps its
-    `entry` alone and runs again in the backward pass. `like` is the place of the segment that this one repeats."""
+    """Operators that belong together: a block, or what comes before or after the blocks. A `recomputed` one saves only
+    its `entry` and runs again in the backward pass. `like`: the index of the segment that this one repeats."""
 
     name: str
     ops: list[Op] = field(default_factory=list)
     recomputed: bool = False
     layer: int | None = None
     entry: tuple[Value, ...] = ()
-    start: int = 0  # the number of its first operator
+    start: int = 0  # the index of its first operator
     like: int | None = None

@@ -1,4 +1,4 @@
-"""How large a model's weights are, without torch: from the headers of its safetensors files."""
+"""The sizes of a model's weights, read without torch from the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MOST_HEADER_BYTES = 2**25  # safetensors' own limit is 100 MB; a hundred thousan
 
 
 def weights_of(folder: Path) -> Weights:
-    """The sizes of the weights in a Hugging Face model folder. Raises RequestError where there are none to read."""
+    """The sizes of the weights in a Hugging Face model folder. Raises RequestError if there are none."""
     if (folder / INDEX).is_file():
         named = _json(folder / INDEX).get("weight_map")
         names = set(map(str, named.values())) if isinstance(named, dict) else set()
         if outside := [name for name in names if Path(name).name != name]:
-            raise RequestError(f"{folder / INDEX}: names {outside[0][:80]!r}, which is no file beside it.")
+            raise RequestError(f"{folder / INDEX}: names {outside[0][:80]!r}, which is not a file beside it.")
         files = sorted(folder / name for name in names)
     else:
         files = [folder / WHOLE]
@@ -42,7 +42,7 @@ def weights_of(folder: Path) -> Weights:
 
 
 def _sizes(file: Path, folder: Path) -> list[int]:
-    """Elements of each tensor. A safetensors file begins with the length of its header, in 8 bytes, and the header."""
+    """Elements of each tensor. A safetensors file starts with the length of its header, in 8 bytes, and the header."""
     try:
         with open_plain(file, folder) as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -55,11 +55,11 @@ def _sizes(file: Path, folder: Path) -> list[int]:
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
         return [_elements(name, tensor, room) for name, tensor in tensors.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise RequestError(f"{file}: is no safetensors file ({error}).") from error
+        raise RequestError(f"{file}: is not a safetensors file ({error}).") from error
 
 
 def _elements(name: str, tensor: dict[str, Any], room: int) -> int:
-    """Of one tensor. Raises ValueError where its shape, its bytes and those of the file (`room`) do not agree."""
+    """Elements of one tensor. Raises ValueError if its shape, its bytes and those of the file (`room`) do not agree."""
     shape, (begin, end) = tensor["shape"], tensor["data_offsets"]
     if not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError("a shape is not a list of sizes")
@@ -67,9 +67,9 @@ def _elements(name: str, tensor: dict[str, Any], room: int) -> int:
     named = DTYPE.fullmatch(tensor["dtype"])
     bits = int(named[1]) if named else 8  # BOOL
     if not 0 <= begin <= end or elements * bits != (end - begin) * 8:
-        raise ValueError(f"{name[:80]}: its shape does not have the bytes that the header gives it")
+        raise ValueError(f"{name[:80]}: its shape does not match its bytes in the header")
     if end > room:
-        raise ValueError(f"{name[:80]} ends {end:,} bytes into the data, of which the file has {room:,}: it is cut off")
+        raise ValueError(f"{name[:80]} ends {end:,} bytes into the data, but the file has {room:,}: it is truncated")
     return elements
 
 

@@ -11,12 +11,12 @@ from finetune.plan.search import TRAINER_ALONE, Found, shipped
 
 
 def write(path: Path, found: Found | None) -> str:
-    """Write the DeepSpeed config of the fastest layout that has one, and say which flags go with it. Raises
-    RequestError where nothing fits, or the file is there already."""
+    """Writes the DeepSpeed config of the fastest layout that has one. Returns which flags go with it. Raises
+    RequestError if nothing fits, or if the file exists."""
     if found is None or not found.fitting:
-        raise RequestError("--write: no layout fits, so there is nothing to write. What would help is said above.")
+        raise RequestError("--write: no layout fits, so there is nothing to write. See above for what would help.")
     if path.exists():
-        raise RequestError(f"--write {path}: is there already. Give another name, or delete it.")
+        raise RequestError(f"--write {path}: already exists. Give another name, or delete it.")
     fastest = found.fitting[0]
     best = next((one for one in found.fitting if one.layout != TRAINER_ALONE), None)
     alone = ""

@@ -1,4 +1,4 @@
-"""What a DeepSpeed config says of ZeRO, with DeepSpeed's defaults, and how ZeRO cuts parameters among ranks.
+"""The ZeRO section of a DeepSpeed config, with DeepSpeed's defaults, and how ZeRO divides parameters among ranks.
 
 Defaults: deepspeed 0.19.8, runtime/zero/config.py and offload_config.py; a test compares each.
 """
@@ -13,17 +13,17 @@ from typing import Any
 from finetune.dsconfig.config import Config
 from finetune.plan.model import Tensor
 
-ALIGNMENT = 2  # elements a rank to which ZeRO-1 and -2 pad a group (stage_1_and_2.py, nccl_start_alignment_factor)
+ALIGNMENT = 2  # elements per rank to which ZeRO-1 and -2 pad a group (stage_1_and_2.py, nccl_start_alignment_factor)
 
 
 def _key(name: str, default: Any) -> Any:
-    """A field, its key in the section on ZeRO, and what DeepSpeed has where that is left out."""
+    """A field with its key in `zero_optimization`, and DeepSpeed's default."""
     return field(default=default, metadata={"key": name})
 
 
 @dataclass(frozen=True)
 class Zero:
-    """Sizes in elements. Without a config: stage 0 of no engine."""
+    """Sizes in elements. Without a config: stage 0, no engine."""
 
     stage: int = 0
     overlap_comm: bool = _key("overlap_comm", False)  # True under ZeRO-3
@@ -44,7 +44,7 @@ class Zero:
     quantized_weights: bool = _key("zero_quantized_weights", False)
     quantized_gradients: bool = _key("zero_quantized_gradients", False)
     gradient_clipping: float = 0.0
-    accumulates_in_fp32: bool = False  # gradients of micro-batches, where weights are in half precision
+    accumulates_in_fp32: bool = False  # gradients of micro-batches, if weights are in half precision
 
 
 def read_zero(config: Config, hidden_size: int, clip: float = 0.0, precision: str = "fp32") -> Zero:
@@ -83,7 +83,7 @@ def read_zero(config: Config, hidden_size: int, clip: float = 0.0, precision: st
 
 @dataclass(frozen=True)
 class Partition:
-    """A group of parameters that ZeRO-1 and -2 lay into one flat tensor and cut into equal parts
+    """A group of parameters that ZeRO-1 and -2 flatten into one tensor and split into equal parts
     (stage_1_and_2.py, flatten_dense_tensors_aligned, get_partition_info). Sizes in elements."""
 
     group: tuple[Tensor, ...]
@@ -100,7 +100,7 @@ class Partition:
         return self.padded // self.ranks
 
     def owned(self, rank: int) -> frozenset[str]:
-        """Parameters of which `rank` owns at least a piece."""
+        """Parameters of which `rank` owns at least a part."""
         first, last, at, names = rank * self.part, (rank + 1) * self.part, 0, []
         for parameter in self.group:
             if at < last and at + parameter.elements > first:
@@ -110,12 +110,12 @@ class Partition:
 
 
 def shard(elements: int, ranks: int) -> int:
-    """A rank's piece of one parameter under ZeRO-3, padding included (partition_parameters.py, _partition_param)."""
+    """A rank's shard of one parameter under ZeRO-3, padding included (partition_parameters.py, _partition_param)."""
     return math.ceil(elements / ranks)
 
 
 def sub_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """ZeRO-3's sub-groups, which its optimizer steps one by one: whole parameters until `limit` elements are passed
+    """ZeRO-3's sub-groups, which its optimizer steps one by one: whole parameters until they reach `limit` elements
     (stage3.py, _create_fp16_sub_groups)."""
     groups: list[list[int]] = [[]]
     for size in sizes:

@@ -1,1 +1,1 @@
-"""`finetune report`: what runs and benches did, as one page or as Markdown. `finetune.report.write` does it."""
+"""`finetune report`: runs and benchmarks as one page or as Markdown, written by `finetune.report.write`."""

@@ -1,4 +1,4 @@
-"""What a bench folder holds: rows of `results.jsonl`, one a repeat, gathered into cells."""
+"""The content of a benchmark folder: the rows of `results.jsonl`, one per repeat, grouped into cells."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from finetune.report.run_folder import read_json, read_lines, read_text, without
 from finetune.report.text import as_dict, as_list, as_number, gib
 
 RESULTS = "results.jsonl"
-GRID = "grid.json"  # the cells that were asked for
-SHOWN = 6  # of those that were not run
+GRID = "grid.json"  # the requested cells
+SHOWN = 6  # of the cells that have not run
 DONE, PIPELINE = "done", "pipeline"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """All repeats of one. Figures are medians over those that were done; None where there is none."""
+    """All repeats of one cell. Values are medians over the repeats that were done; None without any."""
 
     name: str
     rows: tuple[Mapping[str, Any], ...]
@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def status(self) -> str:
-        """ "done", or with how many of the repeats were, or what became of the last."""
+        """ "done", or the status of the last repeat that was not, with how many were not."""
         if len(self.done) == len(self.rows):
             return DONE
         last = str(next(row.get("status") for row in reversed(self.rows) if row.get("status") != DONE))
@@ -74,22 +74,22 @@ class Cell:
 
     @property
     def rates(self) -> dict[Any, float]:
-        """Samples a second by repeat."""
+        """Samples per second by repeat."""
         return self.by_repeat(lambda row: as_number(row.get("samples_per_second")))
 
     @property
     def averages(self) -> dict[Any, float]:
-        """The average bytes of the fullest rank, by repeat."""
+        """The fullest rank's average bytes, by repeat."""
         return self.by_repeat(lambda row: max(numbers(_memory(row).get("average_bytes")), default=None))
 
     @property
     def setting(self) -> tuple[str, int, int, str]:
-        """What it shares with its DDP."""
+        """What it has in common with the DDP cell that it is compared with."""
         return self.model, self.count("world_size"), self.global_batch, self.word("precision")
 
     @property
     def spread(self) -> float | None:
-        """Of samples a second over the repeats: half of the range, as a share of the median."""
+        """The spread of samples per second over repeats: half the range, as a share of the median."""
         found = self.values("samples_per_second")
         return (max(found) - min(found)) / 2 / statistics.median(found) if len(found) > 1 and min(found) > 0 else None
 
@@ -99,7 +99,7 @@ class Cell:
         return _median([statistics.median(steps) for steps in each if steps and min(steps) > 0])
 
     def memory(self, key: str) -> list[float]:
-        """Bytes by rank, the most of all repeats."""
+        """Bytes by rank, the maximum over repeats."""
         each = [ranks for row in self.done if (ranks := numbers(_memory(row).get(key))) and min(ranks) >= 0]
         return [max(sizes) for sizes in zip(*each, strict=False)]
 
@@ -107,7 +107,7 @@ class Cell:
         return max(self.memory(key), default=None)
 
     def measured(self, what: str) -> float | None:
-        """What `planned` gives under the same name."""
+        """The measured counterpart of `planned(what)`."""
         return self.step_seconds if what == "step_seconds" else self.most(what)
 
     @property
@@ -121,7 +121,7 @@ class Cell:
 
     @property
     def final_loss(self) -> float | None:
-        """Of the last step; None where that is no number, whatever the steps before it had."""
+        """The loss of the last step; None if that is not a finite number, whatever earlier steps had."""
         ends = [numbers(losses[-1:]) for row in self.done if isinstance(losses := row.get("losses"), list) and losses]
         return _median([end for (end,) in ends]) if all(ends) else None
 
@@ -131,7 +131,7 @@ class Bench:
     name: str
     folder: Path
     cells: list[Cell]
-    scale: str = ""  # of all cells, where their rows do not say it
+    scale: str = ""  # of all cells, if their rows do not give it
     grids: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -143,7 +143,7 @@ class Bench:
         return [cell for cell in self.cells if cell.model == model]
 
     def facts(self, key: str) -> list[str]:
-        """What the rows say of `versions`, `machine` or the like: one text, or several where they differ."""
+        """The rows' `versions`, `machine` or the like: one text, or several if they differ."""
         return self._said(row.get(key) for cell in self.cells for row in cell.rows)
 
     @property
@@ -154,7 +154,7 @@ class Bench:
         return list(dict.fromkeys(_fact(value) for value in values if value))
 
     def base(self, cell: Cell) -> Cell | None:
-        """The DDP of the same setting, without checkpointing; of the same micro-batch if there is one."""
+        """The DDP cell of the same setting, without checkpointing; with the same micro-batch if possible."""
         found = [one for one in self.of(cell.model) if one.done and one.layout.lower() == BASE
                  and not one.count("checkpoint_interval") and one.setting == cell.setting]  # fmt: skip
         return min(found, key=lambda one: one.count("micro_batch") != cell.count("micro_batch"), default=None)
@@ -164,7 +164,7 @@ class Bench:
         return paired(cell.rates, base.rates) if base else None
 
     def memory_to_ddp(self, cell: Cell) -> float | None:
-        """Of the average, which is what the study of GPT-lite gives."""
+        """The ratio of average memory, which is what the GPT-lite study gives."""
         base = self.base(cell)
         return paired(cell.averages, base.averages) if base else None
 
@@ -181,28 +181,28 @@ def cells_of(rows: Iterable[Mapping[str, Any]]) -> list[Cell]:
 
 
 def read_bench(folder: Path, name: str) -> Bench:
-    """Never raises for what is in the folder; it is said in `notes`."""
+    """Never raises for the folder's content; problems go into `notes`."""
     notes = list[str]()
     rows = read_lines(folder / RESULTS, notes)
     named = [without_secrets(row) for row in rows if isinstance(row.get("cell"), str)]
     if len(named) < len(rows):
-        notes.append(f"{RESULTS}: {len(rows) - len(named)} rows without a cell are left out.")
+        notes.append(f"{RESULTS}: {len(rows) - len(named)} rows without a cell were skipped.")
     cells = cells_of(named)
     if not cells:
-        notes.append(f"{RESULTS}: it has no results yet.")
+        notes.append(f"{RESULTS}: there are no results yet.")
     grid = without_secrets(read_json(folder / GRID, notes))
     had = {cell.name for cell in cells}
     due = [cell for cell in as_list(grid.get("cells")) if isinstance(cell, str) and cell not in had]
     if due and cells:
         shown = ", ".join(due[:SHOWN]) + (f" and {len(due) - SHOWN} more" if len(due) > SHOWN else "")
-        notes.append(f"Not run yet, `--resume` does: {shown}.")
+        notes.append(f"Not run yet (`--resume` runs them): {shown}.")
     grids = {path.name: text for path in sorted(folder.glob("*.yaml")) if (text := read_text(path, notes))}
     return Bench(name, folder, cells, _fact(grid.get("scale") or ""), grids, notes)
 
 
 def paired(ours: Mapping[Any, float], base: Mapping[Any, float]) -> float | None:
-    """The ratio of figures by repeat: the median over repeats of both, for they are interleaved, so that each pair saw
-    the same machine; else that of the medians. None without figures, or where the base's are 0."""
+    """The median over repeats of the ratio repeat by repeat, since repeats are interleaved and each pair saw the same
+    machine; without common repeats, the ratio of the medians. None without values, or if the base's are 0."""
     ratios = [value / base[repeat] for repeat, value in ours.items() if base.get(repeat)]
     if ratios:
         return statistics.median(ratios)
@@ -223,7 +223,7 @@ def numbers(found: Any) -> list[float]:
 
 
 def _fact(value: Any) -> str:
-    """An object in a line: words as they are, bytes in GiB, numbers with their names."""
+    """An object in one line: words unchanged, bytes in GiB, numbers with their names."""
     if not isinstance(value, dict):
         return str(value)
     return ", ".join(_item(str(key), one) for key, one in value.items() if one not in (None, [], {}, ""))

@@ -1,4 +1,4 @@
-"""Pictures of a bench: throughput, memory by rank and by kind, planned against measured."""
+"""Charts of a benchmark: throughput, memory by rank and by kind, planned against measured."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from finetune.report.scales import Scale, ticks_below, ticks_left
 from finetune.report.shapes import Dot, Line, Picture, Word, folded
 from finetune.report.text import number, shortened, unit_for
 
-MOST_RANKS = 4  # of a cell, each with its bar
+MOST_RANKS = 4  # shown per cell, each with its bar
 
 
 def throughput_bars(bench: Bench, model: str, width: float) -> Picture:
-    """A bar a cell, with the range of its repeats; what failed says so."""
+    """A bar per cell, with the range of its repeats; failed cells show their status."""
     cells, rows = bench.of(model), []
     for cell in cells:
         part = [] if cell.rate is None else [(cell.rate, ACCENT, f"{cell.name}: {_rate_words(bench, cell)}")]
         ends = cell.values("samples_per_second")
         rows.append(Bar(cell_words(cell), part, _rate_words(bench, cell, short=True), ends=ends))
     alt = "; ".join(f"{cell.name}: {_rate_words(bench, cell)}" for cell in cells)
-    words = "samples a second, all ranks; lines: range of repeats"
+    words = "samples/s, all ranks; lines: range of repeats"
     return bars(Picture(f"Throughput: {model}", alt, width), rows, words)
 
 
@@ -38,7 +38,7 @@ def _rate_words(bench: Bench, cell: Cell, short: bool = False) -> str:
 
 
 def cell_words(cell: Cell) -> str:
-    """Its layout and what else sets it off from others of its model."""
+    """Its layout, and what else distinguishes it from other cells of its model."""
     stages, interval = cell.count("pipeline_parallel_size", 1), cell.count("checkpoint_interval")
     of_stages = f", {stages} stage{'s' if stages > 1 else ''}" if stages > 1 or cell.layout == PIPELINE else ""
     words = cell.layout + of_stages + (", checkpointing" if interval and cell.layout != "checkpointing" else "")
@@ -47,7 +47,7 @@ def cell_words(cell: Cell) -> str:
 
 
 def rank_memory(bench: Bench, model: str, width: float) -> Picture | None:
-    """Peak and average of each rank; None where no cell has measured it."""
+    """Peak and average of each rank; None if no cell measured it."""
     cells = [cell for cell in bench.of(model) if cell.memory("peak_bytes")]
     if not cells:
         return None
@@ -68,7 +68,7 @@ def rank_memory(bench: Bench, model: str, width: float) -> Picture | None:
 
 
 def kind_memory(bench: Bench, model: str, width: float) -> Picture | None:
-    """Rank 0, by kind; None where no cell has measured it."""
+    """Rank 0, by kind; None if no cell measured it."""
     cells = [cell for cell in bench.of(model) if cell.by_kind]
     if not cells:
         return None
@@ -80,7 +80,7 @@ def kind_memory(bench: Bench, model: str, width: float) -> Picture | None:
 
 
 def planned_against_measured(bench: Bench, what: str, title: str) -> Picture | None:
-    """`what`: "step_seconds" or "peak_bytes". Dots on the line were planned right; None where nothing was planned."""
+    """`what`: "step_seconds" or "peak_bytes". Dots on the line were planned exactly; None if nothing was planned."""
     pairs = ((cell, cell.planned(what), cell.measured(what)) for cell in bench.cells)
     found = [(cell, planned, measured) for cell, planned, measured in pairs if planned and measured]
     if not found:

@@ -1,4 +1,4 @@
-"""The sections of a report on a bench."""
+"""The sections of a report on a benchmark."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from finetune.report.table import Table
 from finetune.report.text import fixed, number, ratio, said, unit_for
 
 FIGURES = (
-    "Figures are medians over the repeats; the spread is half of their range. x DDP: throughput against DDP with the "
-    "same model, ranks, samples a step and precision, each repeat against the same repeat."
+    "Values are medians over the repeats; the spread is half of their range. x DDP: throughput relative to DDP with "
+    "the same model, ranks, samples per step and precision, each repeat relative to the same repeat."
 )
 MEMORY = {"peak_bytes": "peak", "average_bytes": "average", "rss_peak_bytes": "resident"}
 
 
 def bench_sections(bench: Bench, *, named: bool = False) -> list[Section]:
-    """`named`: with the bench's name in each title, where there are several."""
+    """`named`: put the benchmark's name into each title, if there are several."""
     sections = {
         "Summary": _summary, "Throughput": _throughput, "Memory": _memory, "Planned against measured": _planned,
-        "Loss": _losses, "Published figures beside ours": _published, "What failed": _failures,
+        "Loss": _losses, "Published figures beside ours": _published, "Failures": _failures,
         "Machine, versions and grid": _made,
     }  # fmt: skip
     of = f" of {bench.name}" if named else ""
@@ -77,7 +77,7 @@ def _memory(bench: Bench) -> list[Block]:
 
 
 def _planned(bench: Bench) -> list[Block]:
-    titles = {"step_seconds": "Time of a step", "peak_bytes": "Peak memory of a rank"}
+    titles = {"step_seconds": "Step time", "peak_bytes": "Peak memory of a rank"}
     drawn = (planned_against_measured(bench, what, title) for what, title in titles.items())
     pictures = tuple(picture for picture in drawn if picture is not None)
     if not pictures:
@@ -97,7 +97,7 @@ def _planned(bench: Bench) -> list[Block]:
 
 
 def _losses(bench: Bench) -> list[Block]:
-    """A panel for all that should be the same: the cells of one model and one number of samples a step."""
+    """A panel for each group of cells whose losses should agree: one model and one number of samples per step."""
     groups: dict[tuple[str, int], list[Cell]] = {}
     for cell in bench.cells:
         if any(len(numbers(row.get("losses"))) > 1 for row in cell.done):
@@ -108,10 +108,10 @@ def _losses(bench: Bench) -> list[Block]:
     panels = []
     for (model, batch), cells in groups.items():
         curves = tuple(Curve(cell_words(cell), colour_of(layouts.index(cell.layout)), _points(cell)) for cell in cells)
-        panels.append(Panel(f"{model}, {batch:,} samples a step", curves))
+        panels.append(Panel(f"{model}, {batch:,} samples per step", curves))
     axes = [axis for axis in (STEP, SECONDS) if all(axis in panel.axes for panel in panels)]
     key = tuple((layout, colour_of(index)) for index, layout in enumerate(layouts))
-    below = Block("muted", "Layouts that compute the same lie over each other.")
+    below = Block("muted", "The curves of layouts that compute the same coincide.")
     return [Block("curves", Curves(tuple(panels), tuple(axes), key)), below]
 
 
@@ -131,7 +131,7 @@ def _published(bench: Bench) -> list[Block]:
     if not rows:
         return []
     columns = ("model", "layout", "figure", "published", "ours", "ours / published")
-    title = "As ratios to DDP of the same model, or of stages to fewer"
+    title = "Ratios to DDP of the same model, or of more stages to fewer"
     table = Table(title, columns, tuple(rows), texts=("layout", "figure"))
     source = f"Published: {known['title']}, on {known['machine']} ({known['source']}). "
     dates = sorted(day[:10] for day in bench.facts("started"))
@@ -141,7 +141,7 @@ def _published(bench: Bench) -> list[Block]:
 
 
 def _beside(bench: Bench, one: Published) -> tuple[str, ...]:
-    """A published ratio, with ours of the same model, layout and stages where there is such a cell."""
+    """A published ratio, with ours for the same model, layout and stages if there is such a cell."""
 
     def cells_of(stages: int) -> list[Cell]:
         return [cell for cell in bench.of(one.model) if cell.layout == one.layout
@@ -155,7 +155,7 @@ def _beside(bench: Bench, one: Published) -> tuple[str, ...]:
         found = (compare(cell) for cell in cells_of(one.stages))
     ours = next((value for value in found if value is not None), None)
     layout = f"{one.layout}, {one.stages} stages" if one.stages != 1 else one.layout
-    figure = one.figure if one.by_stages is None else f"{one.figure}, by that of {one.by_stages} stages"
+    figure = one.figure if one.by_stages is None else f"{one.figure}, relative to {one.by_stages} stages"
     return one.model, layout, figure, fixed(one.ratio), fixed(ours), ratio(ours, one.ratio)
 
 
@@ -170,7 +170,7 @@ def _failures(bench: Bench) -> list[Block]:
 
 
 def _made(bench: Bench) -> list[Block]:
-    """`started`: when the first repeat was."""
+    """How the benchmark was made. `started` is when the first repeat started."""
     facts = [(key.replace("_", " "), " | ".join(found)) for key in ("machine", "versions", "git_revision")
              if (found := bench.facts(key))]  # fmt: skip
     if scales := bench.facts("scale") or ([bench.scale] if bench.scale else []):

@@ -1,4 +1,4 @@
-"""Charts that several pages draw: bars, lanes over time, a confusion matrix."""
+"""Charts that several pages share: bars, timelines, a confusion matrix."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from finetune.report.scales import Scale, ticks_below
 from finetune.report.shapes import NORMAL, SMALL, Box, Line, Picture, Shape, Word, letters
 from finetune.report.text import as_list, as_number, shortened
 
-OFF_SCALE = 5.0  # times the longest bar, from where on the limit would make the bars too small to be read
+OFF_SCALE = 5.0  # times the longest bar; drawing a limit beyond that would make the bars too small to read
 BOLD = 1.12  # times as wide
-MOST_CLASSES = 40  # of a confusion matrix on a page; beyond, cells are too small to be seen
+MOST_CLASSES = 40  # of a confusion matrix on a page; with more, cells are too small to see
 CELL, LONG_LABEL = 34.0, 20  # pixels, letters
 Legend = Sequence[tuple[str, str]]  # names and their colours
 
 
 class Bar(NamedTuple):
-    """Its parts, one behind the other, are (length, colour, what they say). `ends`: the range of what it stands for."""
+    """Its parts, end to end, are (length, color, tooltip). `ends`: the range of the values behind it."""
 
     name: str
     parts: Sequence[tuple[float, str, str]]
     says: str
-    group: str = ""  # the heading above those that share it
+    group: str = ""  # the heading above all bars that share it
     ends: Sequence[float] = ()
 
     @property
@@ -34,13 +34,13 @@ class Bar(NamedTuple):
 
 def bars(picture: Picture, rows: Sequence[Bar], words: str, legend: Legend = (),
          limit: tuple[float, str] | None = None) -> Picture:  # fmt: skip
-    """Fill `picture`. `words` say what lengths are; `limit` is a length and its words, and what has no parts is said in
-    its colour."""
+    """Fill `picture`. `words` label the axis; `limit` is a length and its label. The text of a bar without parts has
+    the limit's color."""
     y = picture.legend(legend, 0) + 6 if legend else 2.0
     most = max((value for row in rows for value in (row.length, *row.ends)), default=0.0)
     off_scale = limit is not None and limit[0] > OFF_SCALE * most
     labels = max(letters(row.name, SMALL) for row in rows) + 10
-    above = labels > 0.38 * picture.width  # there names stand above their bars
+    above = labels > 0.38 * picture.width  # then names go above their bars
     right = picture.width - max(letters(row.says, SMALL) for row in rows) * BOLD - 10
     end = max(most, limit[0]) if limit and not off_scale else most
     scale = Scale(0, end or 1.0, 4.0 if above else labels, right)
@@ -74,7 +74,7 @@ def _bar(scale: Scale, y: float, row: Bar) -> list[Shape]:
     shapes, below = list[Shape](), 0.0
     for length, colour, says in row.parts:
         x, end = scale(below), scale(below + length)
-        gap = 1.0 if end - x > 3 and len(row.parts) > 1 else 0.0  # the ground between two colours
+        gap = 1.0 if end - x > 3 and len(row.parts) > 1 else 0.0  # background between two colors
         shapes.append(Box(x, y, max(end - x - gap, 0.4), 17, colour, says))
         below += length
     if len(row.ends) > 1:
@@ -86,7 +86,7 @@ def _bar(scale: Scale, y: float, row: Bar) -> list[Shape]:
 
 
 class Piece(NamedTuple):
-    """Of a lane: from, to, its colour, what it says, and what is written on it."""
+    """A piece of a lane: start, end, color, tooltip, and the text on it."""
 
     start: float
     end: float
@@ -97,7 +97,7 @@ class Piece(NamedTuple):
 
 def timeline(picture: Picture, rows: Mapping[str, Sequence[Piece]], until: float, words: str,
              legend: Legend) -> Picture:  # fmt: skip
-    """Fill `picture` with a lane a row: what is under way when, as far as `until`."""
+    """Fill `picture` with a lane per row, showing what runs when, up to `until`."""
     y = top = picture.legend(legend, 0) + 6
     across, shapes = Scale(0, until or 1.0, 52, picture.width - 6), list[Shape]()
     for name, pieces in rows.items():
@@ -115,19 +115,19 @@ def timeline(picture: Picture, rows: Mapping[str, Sequence[Piece]], until: float
 
 
 def confusion_picture(found: dict[str, Any], width: float, most: int = MOST_CLASSES) -> Picture | None:
-    """`found` has `labels` and `counts` (rows: true labels). None where it is no such thing, or of too many."""
+    """`found` has `labels` and `counts` (rows: true labels). None if it does not, or has too many labels."""
     labels, counts = found.get("labels"), _counts(found.get("counts"))
     if not isinstance(labels, list) or counts is None or len(labels) != len(counts) or len(labels) > most:
         return None
     names = [shortened(str(label), LONG_LABEL) for label in labels]
     right, whole = sum(row[index] for index, row in enumerate(counts)), sum(map(sum, counts))
-    alt = f"{right:,} of {whole:,} are right; rows are true labels, columns predicted ones."
+    alt = f"{right:,} of {whole:,} are correct; rows are true labels, columns predicted ones."
     numbered = [f"{place} {name}" for place, name in enumerate(names, 1)]
     left, top = min(max(letters(name, SMALL) for name in numbered) + 10, width * 0.38), 34.0
     cell = min(CELL, (width - left - 2) / len(names))
     gap, side, every = 1.0 if cell > 6 else 0.0, cell * len(names), 1 if cell >= 14 else max(5, round(30 / cell))
     picture = Picture("True labels against predicted ones", alt, width, top + side + 6)
-    words = [Word(left, 12, "predicted, numbered as the rows", colour=MUTED)]
+    words = [Word(left, 12, "predicted, numbered like the rows", colour=MUTED)]
     picture.add(Box(left, top, side, side, GRID, opacity=0.5))
     for row, name in enumerate(numbered):
         y, total = top + cell * row, sum(counts[row]) or 1
@@ -140,7 +140,7 @@ def confusion_picture(found: dict[str, Any], width: float, most: int = MOST_CLAS
         for column, count in enumerate(counts[row]):
             if count:
                 x, share = left + cell * column, count / total
-                says = f"{names[row]} taken for {names[column]}: {count:,}, {share:.0%}"
+                says = f"{names[row]} predicted as {names[column]}: {count:,}, {share:.0%}"
                 picture.add(Box(x, y, cell - gap, cell - gap, ACCENT, says, 0.15 + 0.55 * share))
                 size = min(SMALL, cell * 0.8 / letters("x" * max(len(str(count)), 2), 1.0))
                 if size >= 6:
@@ -150,7 +150,7 @@ def confusion_picture(found: dict[str, Any], width: float, most: int = MOST_CLAS
 
 
 def _counts(found: Any) -> list[list[int]] | None:
-    """Where it is a square of counts."""
+    """`found` as counts, if it is a square of them; else None."""
     rows = as_list(found)
     if not rows or not all(isinstance(row, list) and len(row) == len(rows) for row in rows):
         return None

@@ -1,4 +1,4 @@
-"""Curves over an axis, as small as a telephone needs them, several beside each other on a screen."""
+"""Curves over an axis, small enough for a phone; a large screen shows several side by side."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from finetune.report.text import number, shortened
 STEP, TOKENS, SAMPLES, SECONDS = "step", "tokens", "samples", "time"
 AXES = (STEP, TOKENS, SAMPLES, SECONDS)
 WORDS = {STEP: "optimizer step", TOKENS: "tokens seen", SAMPLES: "samples seen", SECONDS: "seconds of training"}
-WIDTH, HEIGHT = 420.0, 190.0  # of a panel in pixels; the height is that of the curves alone
-POINTS = 320  # of all curves of a panel together, about two to a pixel column
-FEWEST_POINTS = 60  # of a curve, however many there are
-DOTTED, FEW = 90, 12  # points of a panel, and of a curve, up to which each is a dot that says its value
-EXTRA, MOST_EXTRA = 1.2, 4.8  # pixels of a line's width
+WIDTH, HEIGHT = 420.0, 190.0  # pixels of a panel; the height is that of the curves only
+POINTS = 320  # per panel, over all curves
+FEWEST_POINTS = 60  # per curve, however many curves there are
+DOTTED, FEW = 90, 12  # with at most so many points per panel, or per curve, each is a dot with its value as tooltip
+EXTRA, MOST_EXTRA = 1.2, 4.8  # pixels of line width
 
 
 @dataclass(frozen=True)
 class Curve:
-    """`points` by axis; y is never missing. `dashed` sets an evaluation off from the training of the same run."""
+    """`points` by axis; y is never missing. `dashed` distinguishes a run's evaluation from its training."""
 
     name: str
     colour: str
@@ -34,17 +34,17 @@ class Curve:
 class Panel:
     title: str
     curves: tuple[Curve, ...]
-    keyed: bool = False  # whether its own legend is needed beside that of all panels
-    is_main: bool = False  # it takes the whole width of a screen
+    keyed: bool = False  # whether it needs its own legend besides the common one
+    is_main: bool = False  # it takes the full width of a screen
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those that every curve can be drawn over."""
+        """The axes that every curve has."""
         return tuple(axis for axis in AXES if all(curve.points.get(axis) for curve in self.curves))
 
 
 def draw(panel: Panel, axis: str, width: float = WIDTH, *, with_key: bool = False) -> Picture:
-    """Over one of its axes. `with_key`: for a picture that stands alone."""
+    """Draw a panel over one of its axes. `with_key`: add a legend, for a picture that stands alone."""
     alt = "; ".join(_said(curve, axis) for curve in panel.curves[:12])
     picture = Picture(panel.title, f"{panel.title} over {WORDS[axis]}. {alt}.", width)
     y = 4.0
@@ -57,7 +57,7 @@ def draw(panel: Panel, axis: str, width: float = WIDTH, *, with_key: bool = Fals
     each = max(FEWEST_POINTS, POINTS // len(panel.curves))
     dotted = sum(len(curve.points[axis]) for curve in panel.curves) <= DOTTED
     for place, curve in enumerate(panel.curves):
-        # What comes later is thinner, so that of curves which are the same each is seen.
+        # Later curves are thinner, so that each of several identical ones is visible.
         above = sum(other.dashed == curve.dashed for other in panel.curves[place + 1 :])
         extra = min(EXTRA * above, MOST_EXTRA)
         _add(picture, curve, curve.points[axis], across, up, each, extra)
@@ -86,7 +86,7 @@ def _scales(panel: Panel, axis: str, top: float, width: float) -> tuple[Scale, S
 
 def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale, each: int,
          extra: float) -> None:  # fmt: skip
-    """Where there are more points than pixels, their range faintly below their means."""
+    """Draw a curve; with too many points, draw their means over a faint band of their range."""
 
     def placed(some: Sequence[Point]) -> tuple[Point, ...]:
         return tuple((across(x), up(y)) for x, y in some)
@@ -101,7 +101,7 @@ def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale,
 
 
 def _dots(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale) -> None:
-    """They say their values where the pointer rests on them."""
+    """Draw dots that show their values on hover."""
     radius = 3.0 if curve.dashed or len(points) == 1 else 2.0
     for x, y in points:
         picture.add(Dot(across(x), up(y), curve.colour, f"{curve.name}: {number(y)} at {number(x)}", radius))
@@ -116,7 +116,7 @@ def _said(curve: Curve, axis: str) -> str:
 
 
 def envelope(points: Sequence[Point], most: int) -> tuple[list[Point], list[Point]]:
-    """The lowest and the highest of at most `most` stretches, so that no peak is lost, from end to end."""
+    """The minima and maxima of at most `most` stretches, from end to end, so that no peak is lost."""
     parts = _stretches(points, most)
     places = [part[len(part) // 2][0] for part in parts]
     places[0], places[-1] = points[0][0], points[-1][0]

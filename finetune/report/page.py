@@ -1,7 +1,7 @@
-"""A report as one HTML page, or as Markdown with its pictures beside it. What stands on either is said in `templates/`.
+"""A report as one HTML page, or as Markdown with its pictures beside it. Their texts are in `templates/`.
 
-The page loads nothing and reads well without its script: its policy forbids every request, and every other script
-(https://www.w3.org/TR/CSP3/). Whatever a template is given is escaped, for its own format, unless it is Markup.
+The page loads nothing and works without its script: its content security policy forbids all requests and all other
+scripts (https://www.w3.org/TR/CSP3/). Everything passed to a template is escaped for its format, unless it is Markup.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 class Block(NamedTuple):
-    """A part of a section, as the templates know it by its `kind`.
+    """A part of a section. `kind` tells the templates how to show it:
 
-    A "table"; "words", a "verdict", a "bad" one, "muted" words, a "heading", "code"; "tiles" or "facts" (pairs of
-    texts); a "drawn" picture (for the screen and for the telephone), "panels" (small ones), "curves", an "image" (a
-    PNG's bytes); "folded" blocks. `more` is a picture's caption, what an image shows, or the title of what is folded.
+    "table"; "words", "verdict", "bad" (a bad verdict), "muted" words, "heading", "code"; "tiles" or "facts" (pairs of
+    texts); a "drawn" picture (one for large screens, one for phones), "panels" (small ones), "curves", an "image" (a
+    PNG's bytes); "folded" blocks. `more` is a picture's caption, an image's description, or the title of folded blocks.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """Panels beside each other; `key` names what is compared. The page shows them over one of `axes`."""
+    """Panels side by side; `key` is the legend. The page shows them over one of `axes`."""
 
     panels: tuple[Panel, ...]
     axes: tuple[str, ...]
@@ -64,12 +64,12 @@ class Report:
 
 
 def drawn(draw: Callable[..., Picture | None], *of: Any, caption: bool | str = False) -> list[Block]:
-    """What `draw` makes of `of` for either width; nothing where it makes nothing. `caption`: what is said below it, or
-    whether it is what the picture says of itself."""
+    """A block with what `draw` returns for `of` at both widths; no block if it returns None. `caption`: the text below
+    it, or whether to use the picture's `alt`."""
     wide, narrow = draw(*of, WIDE), draw(*of, NARROW)
     if wide is None:
         return []
-    alt = wide.alt if caption and len(wide.alt) <= LONGEST_CAPTION else ""  # beyond, a table says the same
+    alt = wide.alt if caption and len(wide.alt) <= LONGEST_CAPTION else ""  # for longer ones, a table says the same
     return [Block("drawn", (wide, narrow), caption if isinstance(caption, str) else alt)]
 
 
@@ -89,11 +89,11 @@ def as_html(report: Report) -> str:
 
 
 def write_markdown(report: Report, path: Path) -> None:
-    """`path`, and its pictures in the folder `NAME_files` beside it. Raises RequestError where it cannot write."""
+    """Write `path`, and its pictures to the folder `NAME_files` beside it. Raises RequestError if it cannot."""
     beside, numbers = path.with_name(f"{_slug(path.stem)}_files"), count(1)
 
     def keep(title: str, content: Picture | bytes) -> Markup:
-        """Where it lies, seen from the Markdown."""
+        """Write the picture; returns its path relative to the Markdown."""
         beside.mkdir(exist_ok=True)
         name = f"{next(numbers):02}_{_slug(title)}.{'svg' if isinstance(content, Picture) else 'png'}"
         write(beside / name, svg_file(content) if isinstance(content, Picture) else content)
@@ -103,7 +103,7 @@ def write_markdown(report: Report, path: Path) -> None:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Raises RequestError where the file cannot be written."""
+    """Write a file. Raises RequestError if it cannot."""
     try:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
@@ -115,7 +115,7 @@ def markdown(name: str) -> Template:
 
 
 def template(name: str, safe: Callable[[str], str]) -> Template:
-    """Every text that goes into it goes through `safe` first."""
+    """A template that passes every text through `safe`."""
     engine = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, autoescape=True, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True, finalize=lambda one: safe(one) if type(one) is str else one,
@@ -129,7 +129,7 @@ def template(name: str, safe: Callable[[str], str]) -> Template:
 
 
 def _linked(words: str) -> Markup:
-    """Its web addresses as links; these are not loaded."""
+    """`words` with web addresses as links, which are not loaded."""
     address = r"(https?://(?:[^\s,;:()&]|&amp;)+)"
     return Markup(re.sub(address, r'<a href="\1" rel="noreferrer">\1</a>', escaped(words)))
 
@@ -139,5 +139,5 @@ def _lines(code: str) -> Markup:
 
 
 def _slug(words: str) -> str:
-    """For a file's name: letters, digits and dashes."""
+    """`words` as a file name: letters, digits and dashes."""
     return re.sub("[^a-z0-9]+", "-", words.lower())[:40].strip("-") or "picture"

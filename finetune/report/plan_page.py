@@ -24,35 +24,35 @@ if TYPE_CHECKING:
     from finetune.plan.plan import Plan
     from finetune.plan.search import Found
 
-Scaling = Sequence[tuple[int, float, float]]  # ranks, samples a second, the same if nothing were lost
+Scaling = Sequence[tuple[int, float, float]]  # ranks, samples per second, the same with ideal scaling
 
 
 def write_page(path: Path, plan: Plan, found: Found | None = None, *, scaling: Scaling = (), notes: Sequence[str] = (),
                command: str = "") -> None:  # fmt: skip
-    """Raises RequestError where the file cannot be written."""
+    """Write the page. Raises RequestError if the file cannot be written."""
     summary = [
         Block("verdict" if plan.fits else "bad", verdict(plan)),
-        Block("words", f"{seconds_words(plan.seconds.total)} a step. {' '.join(more_words(plan))}"),
+        Block("words", f"{seconds_words(plan.seconds.total)} per step. {' '.join(more_words(plan))}"),
     ]
     failing = []
     if found is not None and found.failing:
         rows = tuple((one.words, one.why_not or "") for one in found.failing)
-        title, columns = "At the smallest batch that was looked at", ("layout", "why not")
+        title, columns = "At the smallest batch that was considered", ("layout", "why not")
         failing.append(Block("table", Table(title, columns, rows, texts=columns, folding=columns[1:])))
     sections = [
         Section("The plan", tuple(summary)),
-        Section("To be noted", tuple(Block("words", note) for note in notes)),
+        Section("Notes", tuple(Block("words", note) for note in notes)),
         *pictured(plan, found, scaling),
         Section("Layouts that do not fit", tuple(failing)),
-        Section("Time of a step", (Block("table", step_table(plan)),)),
-        Section("What it is computed from", (Block("formulas", None),)),
+        Section("Step time", (Block("table", step_table(plan)),)),
+        Section("How it is computed", (Block("formulas", None),)),
         Section(f"The machine's profile: {plan.machine.name}", (Block("facts", _profile(plan)),)),
     ]
     write(path, as_html(Report(headline(plan), tuple(one for one in sections if one.blocks), command)))
 
 
 def write_png(path: Path, plan: Plan, found: Found | None = None, *, scaling: Scaling = ()) -> None:
-    """The page's pictures, one below the other. Raises RequestError where the file cannot be written."""
+    """Write the page's pictures, one below the other. Raises RequestError if the file cannot be written."""
     said = folded(headline(plan), WIDE, 13, indent="")
     words = [Word(0, 26 + 18 * index, line, size=13) for index, line in enumerate(said)]
     words.append(Word(0, 32 + 18 * len(said), verdict(plan), size=13, colour=INK if plan.fits else LIMIT, bold=True))
@@ -62,7 +62,7 @@ def write_png(path: Path, plan: Plan, found: Found | None = None, *, scaling: Sc
 
 
 def pictured(plan: Plan, found: Found | None, scaling: Scaling) -> list[Section]:
-    """All that there is something to draw for, with its numbers below it."""
+    """A section for each picture that there is something to draw for, with its numbers below."""
     peaks = tuple((name, phase, gib(moment.bytes), moment.where)
                   for name, rank in rank_kinds(plan) for phase, moment in rank.peaks.items())  # fmt: skip
     highest = Table("The peak of each phase, in GiB", ("ranks", "phase", "GiB", "at"), peaks, texts=("phase", "at"))
@@ -76,17 +76,17 @@ def pictured(plan: Plan, found: Found | None, scaling: Scaling) -> list[Section]
     if schedule is not None and schedule.events:
         shown.append(drawn(lanes, schedule, "The pipeline's schedule", caption=True))
     if found is not None and found.fitting:
-        seen = Block("muted", f"{found.seen:,} layouts were looked at.")
+        seen = Block("muted", f"{found.seen:,} layouts were considered.")
         shown.append([*drawn(throughput, found, plan), Block("table", layout_table(plan, found)), seen])
     if len(scaling) > 1:
         rows = tuple((f"{n:,}", number(rate), number(ideal), f"{rate / ideal:.1%}") for n, rate, ideal in scaling)
-        table = Table("Samples a second over all ranks", ("ranks", "planned", "ideal", "share"), rows)
+        table = Table("Samples per second over all ranks", ("ranks", "planned", "ideal", "share"), rows)
         shown.append([*drawn(scaling_curve, scaling, caption=True), Block("table", table)])
     return [Section(blocks[0].value[0].title, tuple(blocks)) for blocks in shown]
 
 
 def _profile(plan: Plan) -> list[tuple[str, str]]:
-    """Where the machine's numbers come from, as its file says."""
+    """The sources of the machine's numbers, from its profile."""
     machine = plan.machine
     values = {
         "memory_bytes": f"{gib(machine.memory_bytes)} GiB; ",

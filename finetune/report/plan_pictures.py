@@ -1,4 +1,4 @@
-"""Pictures of a plan: memory by kind and over a step, a pipeline's schedule, the layouts, scaling over ranks."""
+"""Charts of a plan: memory by kind and over a step, a pipeline's schedule, the layouts, scaling over ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from finetune.plan.plan import Plan
     from finetune.plan.search import Candidate, Found
 
-OTHER = "#8c8c8c"  # a kind that is not among them
+OTHER = "#8c8c8c"  # for an unknown kind
 PHASES = {"forward": "#2a6f97", "backward": "#e07a30", "optimizer": "#5b8c5a", "saving": "#8e6bbf"}
 WORK = {FORWARD: "#2a6f97", BACKWARD: "#e07a30", SEND: "#5b8c5a", RECEIVE: "#a7c957"}
-MOST_WORK = 1.2  # boxes of a schedule, to a pixel of its width
+MOST_WORK = 1.2  # boxes of a schedule per pixel of its width
 
 
 def by_kind(name: str, held: dict[str, int], unit: Unit = gib, group: str = "") -> Bar:
@@ -49,7 +49,7 @@ def memory_bars(plan: Plan, title: str, width: float) -> Picture:
 
 
 def host_bars(plan: Plan, width: float) -> Picture:
-    alt = f"A node's ranks hold {gib(plan.host_bytes)} GiB of the {gib(plan.host_limit_bytes)} GiB of its host."
+    alt = f"A node's ranks use {gib(plan.host_bytes)} GiB of its host's {gib(plan.host_limit_bytes)} GiB."
     held = {("a node", "host"): plan.host}
     return _bars(Picture("Memory of a node's host, by kind", alt, width), held, plan.host_limit_bytes)
 
@@ -60,7 +60,7 @@ def _bars(picture: Picture, held: dict[tuple[str, str], dict[str, int]], limit: 
 
 
 def memory_over_time(plan: Plan, width: float) -> Picture:
-    """Of the fullest rank: its memory behind each part of the model, and the peak, which may lie between two."""
+    """The fullest rank's memory after each part of the model, and its peak, which may be between two parts."""
     rank = plan.fullest
     name = next(name for name, one in rank_kinds(plan) if one.peak.bytes == rank.peak.bytes)
     peak, steps = rank.step_peak, rank.timeline
@@ -96,7 +96,7 @@ def memory_over_time(plan: Plan, width: float) -> Picture:
 
 
 def peak_index(rank: RankMemory) -> int:
-    """Where in its timeline the peak lies: at the place of its name, else where its phase holds the most."""
+    """The index of the peak in the timeline: at the part that it names, else where its phase uses the most memory."""
     peak, steps = rank.step_peak, rank.timeline
     part = peak.where.rpartition(" of ")[2]
     same = [i for i, (phase, _, _) in enumerate(steps) if phase == peak.phase] or list(range(len(steps)))
@@ -112,7 +112,7 @@ def lanes(schedule: Schedule, title: str, width: float) -> Picture:
            f"{seconds_words(schedule.makespan)}, {schedule.bubble_share:.1%} of it neither forward nor backward; "
            f"micro-batches in flight by stage: {', '.join(map(str, schedule.in_flight))}.")  # fmt: skip
     if until < end:
-        alt += f" Drawn are the first {seconds_words(until)}."
+        alt += f" The chart shows the first {seconds_words(until)}."
     rows: dict[str, list[Piece]] = {f"stage {stage}": [] for stage in range(schedule.stages)}
     for one in work:
         if one.start < until:
@@ -121,20 +121,20 @@ def lanes(schedule: Schedule, title: str, width: float) -> Picture:
             piece = Piece(one.start * 1e3, one.end * 1e3, WORK[one.kind], f"stage {one.stage}: {says}", text)
             rows[f"stage {one.stage}"].append(piece)
     legend = [(kind, WORK[kind]) for kind in WORK if any(event.kind == kind for event in work)]
-    words = "milliseconds since the step began"
+    words = "milliseconds since the start of the step"
     return timeline(Picture(title, alt, width), rows, until * 1e3, words, [*legend, ("idle", GRID)])
 
 
 def throughput(found: Found, plan: Plan, width: float) -> Picture:
-    """Samples a second against the peak, over all candidates. The front is numbered, and named below."""
+    """Samples per second against the peak, for all candidates. The Pareto front is numbered, and listed below."""
     ahead, limit = front(found.fitting), plan.limit_bytes / GIB
     most = max(c.plan.peak_bytes / GIB for c in found.fitting)
     off_scale = limit > OFF_SCALE * most
     end = most * 1.1 if off_scale else limit * 1.12
     far = any(c.plan.peak_bytes / GIB > end for c in found.failing)
-    alt = f"The front, from the smallest: {'; '.join(map(_described, ahead))}."
+    alt = f"The Pareto front, from the smallest: {'; '.join(map(_described, ahead))}."
     picture = Picture("Throughput against memory, over the layouts", alt, width)
-    too_large = "does not fit" + (", or by far (at the edge)" if far else "")
+    too_large = "does not fit" + (" (at the edge: by far)" if far else "")
     y = picture.legend([("fits", MUTED), ("on the front", ACCENT), (too_large, LIMIT)], 0) + 10
     across = Scale(0, end, 52, width - 10)
     up = _rates_scale([c.samples_per_second for c in (*found.fitting, *found.failing)], y + 230, y)
@@ -153,7 +153,7 @@ def throughput(found: Found, plan: Plan, width: float) -> Picture:
 
 
 def _rates_scale(rates: Sequence[float], start: float, end: float) -> Scale:
-    """From 0, but where all rates are alike."""
+    """From 0, unless all rates are similar."""
     low, high = (0.0, max(rates)) if min(rates) < max(rates) / 2 else (min(rates), max(rates))
     spread = (high - low) or high
     return Scale(low and low - 0.15 * spread, high + 0.15 * spread, start, end)
@@ -179,7 +179,7 @@ def _described(one: Candidate) -> str:
 
 
 def _numbers(picture: Picture, points: list[Point]) -> None:
-    """Above the dots; where these lie too close, one for several: "1-3"."""
+    """Numbers above the dots; where dots are too close, one for several, as in "1-3"."""
     groups: list[list[int]] = []
     for index, (x, y) in enumerate(points):
         last = points[groups[-1][0]] if groups else (-1e9, 0.0)
@@ -194,7 +194,7 @@ def _numbers(picture: Picture, points: list[Point]) -> None:
 
 
 def front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those than which no other is both faster and smaller (or the same), from the smallest on."""
+    """The Pareto front: those that no other beats in both speed and memory, from the smallest on."""
     best: list[Candidate] = []
     for one in sorted(candidates, key=lambda c: (c.plan.peak_bytes, -c.samples_per_second)):
         if not best or one.samples_per_second > best[-1].samples_per_second:
@@ -203,7 +203,7 @@ def front(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def scaling_curve(points: Sequence[tuple[int, float, float]], width: float) -> Picture:
-    """Samples a second over ranks, beside what ideal scaling would give; both axes are logarithmic."""
+    """Samples per second over ranks, beside ideal scaling; both axes are logarithmic."""
     last = points[-1]
     alt = f"At {last[0]:,} ranks {number(last[1])} samples/s, {last[1] / last[2]:.0%} of the ideal {number(last[2])}."
     picture = Picture(f"Scaling to {last[0]:,} ranks", alt, width)
@@ -228,6 +228,6 @@ def scaling_curve(points: Sequence[tuple[int, float, float]], width: float) -> P
         if x - shown > 40:
             shown = x
             picture.add(Word(x + 4, up(rate) + 17, f"{rate / ideal:.0%}", colour=ACCENT, bold=True))
-    picture.add(Word(0, up.start + 34, "ranks; at the dots, shares of the ideal", colour=MUTED))
+    picture.add(Word(0, up.start + 34, "ranks; at the dots, percent of the ideal", colour=MUTED))
     picture.height = up.start + 42
     return picture

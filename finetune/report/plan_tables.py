@@ -1,4 +1,4 @@
-"""A plan's tables: memory, a step's time, layouts; and all of it on a terminal, as wide as that is."""
+"""A plan's tables: memory, step time, layouts; and their output on a terminal, fitted to its width."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from finetune.plan.plan import Plan
     from finetune.plan.search import Candidate, Found
 
-AS_FAST = 1e-3  # a plan is no better than this
+AS_FAST = 1e-3  # plans are not more precise than this
 LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES = "layout", "micro", "accum", "ckpt", "stages"
 PEAK, OF_LIMIT, STEP, RATE, RELATIVE = "peak GiB", "of limit", "step s", "samples/s", "relative"
-WHY = "why slower, a sample"
+WHY = "why slower, per sample"
 
 
 def show(plan: Plan, found: Found | None = None, mends: Sequence[Candidate] = (), notes: Sequence[str] = (),
          console: Console | None = None) -> None:  # fmt: skip
-    """Print it all. `mends`: what would make a plan fit that does not."""
+    """Print everything. `mends`: candidates that would fit, if the plan does not."""
     from rich.console import Console
 
     console = console or Console()
@@ -66,9 +66,9 @@ def _show_layouts(console: Console, plan: Plan, found: Found) -> None:
         if WHY not in shown.columns:
             for line in slower_words(found):
                 _say(console, f"  {line}")
-        _say(console, f"  {found.seen:,} layouts were looked at.")
+        _say(console, f"  {found.seen:,} layouts were considered.")
     if found.failing:
-        _say(console, "\nThese do not fit, at the smallest batch that was looked at:", "bold")
+        _say(console, "\nThese do not fit, at the smallest batch that was considered:", "bold")
         for one in found.failing:
             _say(console, f"  {one.words}: {one.why_not}")
 
@@ -78,14 +78,14 @@ def _say(console: Console, text: str, style: str | None = None) -> None:
 
 
 def memory_table(plan: Plan, kinds: Sequence[tuple[str, RankMemory]]) -> Table:
-    """Two columns for each kind of rank: at rest, that is between two steps, and at the peak."""
+    """Two columns for each kind of rank: at rest (between steps), and at the peak."""
     columns = tuple(f"{name}\n{when}" for name, _ in kinds for when in ("at rest", "at peak"))
     held = [moment for _, rank in kinds for moment in (rank.resident, rank.peak.by_kind)]
     return _held_table("Memory of each kind of rank, in GiB (2**30 bytes)", columns, held, plan.limit_bytes)
 
 
 def _held_table(title: str, columns: tuple[str, ...], held: Sequence[dict[str, int]], limit: int) -> Table:
-    """A row for each kind of memory, and what they come to."""
+    """A row for each kind of memory, then total, limit and headroom."""
     kept, sums = in_order({kind for one in held for kind, size in one.items() if size}), [sum(o.values()) for o in held]
     form = _form(max(sums))
     rows = [(spelled(kind), *(form(one.get(kind, 0)) for one in held)) for kind in kept]
@@ -95,7 +95,7 @@ def _held_table(title: str, columns: tuple[str, ...], held: Sequence[dict[str, i
 
 
 def memory_table_that_fits(plan: Plan, width: int) -> tuple[Table, bool]:
-    """Where there are too many stages for the terminal: the fullest, the first, the last and what else has room."""
+    """The memory table; with too many stages for the terminal, only the fullest, first, last and others that fit."""
     kinds, fullest = rank_kinds(plan), plan.peak_bytes
     kept, left_out = list(kinds), False
     while (table := memory_table(plan, kept)).width > width and len(kept) > 1:
@@ -116,19 +116,19 @@ def summary_table(plan: Plan) -> Table:
 
 
 def _shortly(moment: str) -> str:
-    """With the last two of a module's names, so that a row has room in 80 columns."""
+    """With only the last two parts of a module's name, so that a row fits into 80 columns."""
     what, of, module = moment.rpartition(" of ")
     return what + of + ".".join(module.split(".")[-2:])
 
 
 def host_table(plan: Plan) -> Table:
-    """Of the node that has most there."""
+    """Host memory of the node that uses the most."""
     title = "Memory of a node's host, or of its disks for NVMe, in GiB"
     return _held_table(title, ("a node",), [plan.host], plan.host_limit_bytes)
 
 
 def _form(most: float) -> Callable[[float], str]:
-    """For all figures of a table: two places, or five where the largest is below 1 GiB."""
+    """A formatter for all of a table's numbers: two decimals, or five if the largest is below 1 GiB."""
     places = 2 if most >= GIB else 5
     least = 10**-places
 
@@ -144,12 +144,12 @@ def step_table(plan: Plan) -> Table:
     total = plan.seconds.total
     parts = [(name, seconds) for name, seconds in plan.seconds.parts.items() if seconds]
     rows = [(spelled(name), seconds_words(seconds), f"{seconds / total:.1%}") for name, seconds in parts]
-    rows.append(("a step", seconds_words(total), "100.0%"))
-    return Table("Time of a step, by what it does", ("part", "time", "share"), tuple(rows), total=len(parts))
+    rows.append(("step", seconds_words(total), "100.0%"))
+    return Table("Step time, by part", ("part", "time", "share"), tuple(rows), total=len(parts))
 
 
 def layout_table(plan: Plan, found: Found) -> Table:
-    """What fits, the fastest first. Columns that say the same of all are left out."""
+    """The layouts that fit, fastest first. Some columns are left out if all rows have the default."""
     best, rows = found.fitting[0], []
     for place, one in enumerate(found.fitting, 1):
         job, peak = one.plan.job, one.plan.peak_bytes
@@ -162,7 +162,7 @@ def layout_table(plan: Plan, found: Found) -> Table:
             _why(best, one),
         ))  # fmt: skip
     columns = ("#", LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES, PEAK, OF_LIMIT, STEP, RATE, RELATIVE, WHY)
-    title = f"Layouts that fit, of {gib(plan.limit_bytes)} GiB a rank, the fastest first"
+    title = f"Layouts that fit into {gib(plan.limit_bytes)} GiB per rank, fastest first"
     table = Table(title, columns, tuple(rows), expendable=(OF_LIMIT, WHY, STEP), texts=(LAYOUT, WHY), folding=(WHY,))
     usual = {ACCUMULATION: "1", CHECKPOINTING: "no", STAGES: "1"}
     return table.without([name for name, said in usual.items() if {row[columns.index(name)] for row in rows} == {said}])
@@ -178,7 +178,7 @@ def _why(best: Candidate, other: Candidate) -> str:
 
 
 def slower_words(found: Found) -> list[str]:
-    """Where there is no room for a column: for each part, the places that lose most by it."""
+    """For terminals without room for the WHY column: for each part, the layouts that lose the most by it."""
     places: dict[str, list[str]] = {}
     for place, one in enumerate(found.fitting[1:], 2):
         if not _is_as_fast(found.fitting[0], one):

@@ -1,4 +1,4 @@
-"""Sentences about a plan; its kinds of memory and of ranks, in the order in which tables and pictures show them."""
+"""Sentences about a plan; its kinds of memory and of ranks, in the order of tables and charts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from finetune.plan.plan import Plan
     from finetune.plan.step import Moment
 
-# As they are stacked, from what stays to what comes and goes. Any two are at least 18 apart in CIELAB, also as people
-# see them who lack one kind of cone (Machado et al., "A Physiologically-based Model for Simulation of Color Vision
-# Deficiency", 2009); a test computes it.
+# In stacking order, from permanent to transient. Any two are at least 18 apart in CIELAB, also for people who lack one
+# kind of cone (Machado et al., "A Physiologically-based Model for Simulation of Color Vision Deficiency", 2009); a test
+# computes it.
 COLOURS = {
     PARAMETERS: "#0a4dd4", GATHERED: "#22abf4", MASTERS: "#b376a8", STATES: "#00844a", GRADIENTS: "#db941e",
     BUCKETS: "#882255", PIPE: "#60ea9c", WORKSPACE: "#83ad91", BUFFERS: "#734a9a", BATCH: "#d1cefc",
@@ -35,7 +35,7 @@ def in_order(kinds: Iterable[str]) -> list[str]:
 
 
 def rank_kinds(plan: Plan) -> list[tuple[str, RankMemory]]:
-    """By name; neighbours that hold the same are one, though but one of them saves weights."""
+    """Ranks by name; adjacent ones with the same memory are grouped, even if only one of them saves weights."""
     groups: list[list[RankMemory]] = []
     for rank in plan.ranks:
         if groups and _held(groups[-1][0]) == _held(rank):
@@ -52,7 +52,7 @@ def _held(rank: RankMemory) -> tuple[object, ...]:
 
 
 def fills_host(plan: Plan) -> bool:
-    """Whether a table of it is worth its lines: with offload, or where it is a tenth of what there is."""
+    """Whether host memory is worth a table: with offload, or if it exceeds a tenth of the limit."""
     return any(any(rank.host.values()) for rank in plan.ranks) or plan.host_bytes > plan.host_limit_bytes / 10
 
 
@@ -68,7 +68,7 @@ def headline(plan: Plan) -> str:
     ranks = "1 rank" if job.world_size == 1 else f"{job.world_size:,} ranks"
     return plain(
         f"{model.family}, {count_words(model.parameters)} parameters, {job.precision}, {engine_words(plan)} on {ranks} "
-        f"of {plan.machine.name}{more}, {batch}; {job.global_batch:,} {samples} a step."
+        f"of {plan.machine.name}{more}, {batch}; {job.global_batch:,} {samples} per step."
     )
 
 
@@ -78,7 +78,7 @@ def verdict(plan: Plan) -> str:
     if room < 0:
         return f"It does not fit: {held}, {gib(-room)} GiB too much."
     if not plan.fits:
-        return f"It does not fit: {gib(plan.host_bytes)} GiB of host memory a node, of {gib(plan.host_limit_bytes)}."
+        return f"It does not fit: {gib(plan.host_bytes)} GiB of host memory per node, of {gib(plan.host_limit_bytes)}."
     return f"It fits: {held} ({plan.peak_bytes / plan.limit_bytes:.0%}), {gib(room)} GiB are left."
 
 
@@ -103,11 +103,11 @@ def more_words(plan: Plan) -> list[str]:
     if seconds.communication:
         hidden = max(0.0, seconds.communication - seconds.exposed_communication)
         lines.append(
-            f"Collectives take {seconds_words(seconds.communication)} in all, of which computation hides "
-            f"{seconds_words(hidden)}."
+            f"Collectives take {seconds_words(seconds.communication)} in total; computation hides "
+            f"{seconds_words(hidden)} of it."
         )
     if plan.host_bytes and not fills_host(plan):
-        lines.append(f"On the host: up to {gib(plan.host_bytes)} of {gib(plan.host_limit_bytes)} GiB a node.")
+        lines.append(f"On the host: up to {gib(plan.host_bytes)} of {gib(plan.host_limit_bytes)} GiB per node.")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The published figures beside ours, as ratios: machines differ, and what a layout costs may be compared."""
+"""Published figures to compare with ours, as ratios: machines differ, but relative costs of layouts are comparable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ THROUGHPUT, AVERAGE_MEMORY = "throughput", "average memory"
 
 @dataclass(frozen=True)
 class Published:
-    """`figure` of a layout by that of DDP of the same model; or, of `by_stages`, by the same layout of so many."""
+    """A layout's `figure` relative to DDP of the same model or, with `by_stages`, to the same layout with so many
+    stages."""
 
     model: str
     layout: str
@@ -33,7 +34,7 @@ def study() -> dict[str, Any]:
 
 
 def published(model: str, layout: str, stages: int, figure: str) -> float | None:
-    """By DDP; None where it is not known as a number."""
+    """The ratio to DDP; None if it was not published as a number."""
     for one in ratios(study()["figures"]):
         if (one.model, one.layout, one.stages, one.figure, one.by_stages) == (model, layout, stages, figure, None):
             return one.ratio
@@ -41,7 +42,7 @@ def published(model: str, layout: str, stages: int, figure: str) -> float | None
 
 
 def ratios(figures: Sequence[dict[str, Any]]) -> list[Published]:
-    """Of all figures that have something to be compared with."""
+    """The ratios of all figures that have a base to compare with."""
     found = []
     for one in figures:
         model, layout, stages = one["model"], one["layout"], _stages(one)

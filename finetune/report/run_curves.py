@@ -1,4 +1,4 @@
-"""The curves of one run, or of several over each other."""
+"""The curves of one run, or of several overlaid."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ LOSS = "loss"
 TITLES = {
     LOSS: "Loss",
     "learning_rate": "Learning rate",
-    "grad_norm": "Norm of the gradients",
-    "real_tokens_per_second": "Tokens a second, all ranks",
-    "samples_per_second": "Samples a second, all ranks",
-    "step_seconds": "Seconds a step",
+    "grad_norm": "Gradient norm",
+    "real_tokens_per_second": "Tokens per second, all ranks",
+    "samples_per_second": "Samples per second, all ranks",
+    "step_seconds": "Seconds per step",
     "kl": "KL",
     "eval_kl": "KL to the reference",
-    "comm_bytes_per_step": "Bytes that rank 0 sends for gradients, a step",
+    "comm_bytes_per_step": "Bytes that rank 0 sends for gradients, per step",
 }
-# Of the evaluation's own speed, and what is on an axis already, or the same in every row.
+# The evaluation's own speed, what is on an axis already, and what is the same in every row.
 NOT_DRAWN = set(
     "step epoch time eval_loss eval_runtime eval_samples_per_second eval_steps_per_second eval_samples "
     "eval_model_preparation_time total_flos num_input_tokens_seen padding_share "
@@ -35,7 +35,7 @@ MOST_PANELS = 14
 
 
 def curves_of(runs: Sequence[RunFolder]) -> Curves | None:
-    """None where nothing has been logged."""
+    """None if nothing has been logged."""
     drawn = [run for run in runs if run.logged]
     if not drawn:
         return None
@@ -51,19 +51,19 @@ def curves_of(runs: Sequence[RunFolder]) -> Curves | None:
 
 
 def training_curves(rows: Sequence[dict[str, Any]], metric: str) -> list[Picture]:
-    """Loss of training and evaluation over steps, and `metric` of the evaluation (its name in the logs)."""
+    """Training and evaluation loss over steps, and the evaluation's `metric` (its name in the logs)."""
     run = RunFolder("training", Path(), list(rows))
     return [draw(panel, STEP, WIDE) for key in (LOSS, metric) if (panel := _panel([run], key))]
 
 
 def _keys(runs: Iterable[RunFolder]) -> list[str]:
-    """What there is to draw: the loss, what evaluation says, how the optimizer fares, how fast it is, the rest."""
+    """The keys to draw: the loss, evaluation metrics, learning rate and gradient norm, speed, the rest."""
     seen = {
         key: None for run in runs for row in run.logged
         for key, value in row.items() if key not in NOT_DRAWN and as_number(value) is not None
     }  # fmt: skip
     if any(as_number(row.get("eval_loss")) is not None for run in runs for row in run.logged):
-        seen[LOSS] = None  # a short run may be evaluated before it logs a loss of training
+        seen[LOSS] = None  # a short run may be evaluated before it logs a training loss
     if "real_tokens_per_second" in seen:
         seen.pop("samples_per_second", None)
     known = list(TITLES)
@@ -81,7 +81,7 @@ def _panel(runs: Sequence[RunFolder], key: str) -> Panel | None:
         if key == LOSS and (curve := _curve(run, "eval_loss", evaluated, 1 if one else index, dashed=True)):
             curves.append(curve)
     if key != LOSS and all(len(points) < 2 for curve in curves for points in curve.points.values()):
-        return None  # the results say it
+        return None  # a single value is in the results
     title = TITLES.get(key) or spelled(key.removeprefix("eval_")).capitalize()
     title += " of the evaluation" if key.startswith("eval_") else ""
     return Panel(title, tuple(curves), key == LOSS and len(runs) == 1, key == LOSS) if curves else None
@@ -95,17 +95,16 @@ def _curve(run: RunFolder, key: str, name: str, index: int, dashed: bool) -> Cur
         for axis, place in at.items():
             some = points.setdefault(axis, [])
             if some and some[-1][0] == place:
-                some.pop()  # the evaluation at the end repeats that of the last step
+                some.pop()  # the final evaluation repeats that of the last step
             some.append((place, value))
     return Curve(name, colour_of(index), points, dashed) if points else None
 
 
 def places(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Of each row the place on each axis that its run can be drawn over.
+    """Each row's position on each axis that its run can be drawn over.
 
-    A row's `step_seconds` and its figures a second are means over the steps since the row before
-    (`finetune.training.speed`), so evaluation and saving do not count as training. A run without them is timed by the
-    clock of its rows.
+    A row's `step_seconds` and rates are means over the steps since the previous row (`finetune.training.speed`), so
+    evaluation and saving do not count as training. A run without them is timed by its rows' timestamps.
     """
     found, at = list[dict[str, float]](), dict.fromkeys((TOKENS, SAMPLES, SECONDS), 0.0)
     last_step, clock, lost = 0.0, None, set[str]()

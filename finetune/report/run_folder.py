@@ -1,4 +1,4 @@
-"""What a run folder holds, as far as it can be read: a run may be unfinished, a file torn, and the rest still tells."""
+"""The content of a run folder, as far as it can be read: a run may be unfinished, or a file damaged."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from finetune.run.files import RUN_RECORD
 from finetune.safe_read import read_bytes, read_json_lines, read_json_object, read_yaml
 
 METRICS, RESULTS, ENVIRONMENT, RECIPE = "metrics.jsonl", "all_results.json", "environment.json", RUN_RECORD
-MARKS = (METRICS, RESULTS, "train_results.json", "eval_results.json", ENVIRONMENT, RECIPE)  # of a run folder
-LONGEST_TEXT = 20_000  # letters of samples.md or of the card that are shown
+MARKS = (METRICS, RESULTS, "train_results.json", "eval_results.json", ENVIRONMENT, RECIPE)  # any marks a run folder
+LONGEST_TEXT = 20_000  # letters shown of samples.md and of the card
 LARGEST_PICTURE_BYTES = 2_000_000
 MOST_PICTURES = 50
 
 
 @dataclass
 class RunFolder:
-    """`notes` say what could not be read. Everything in it is text and numbers from somewhere else."""
+    """`notes` say what could not be read. All content is untrusted text and numbers."""
 
     name: str
     folder: Path
@@ -48,7 +48,7 @@ class RunFolder:
 
     @property
     def logged(self) -> list[dict[str, Any]]:
-        """All but the Trainer's last row, of means over the whole run."""
+        """All rows but the Trainer's last, which has means over the whole run."""
         return [row for row in self.rows if "train_runtime" not in row]
 
     @property
@@ -57,7 +57,7 @@ class RunFolder:
 
     @property
     def ranks(self) -> int:
-        """Of which the memory was written down; 1 where it was not."""
+        """The number of ranks whose memory was recorded; 1 without a record."""
         return len(as_list(self.results.get("peak_memory_gib_per_rank"))) or 1
 
 
@@ -66,7 +66,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path, name: str) -> RunFolder:
-    """Never raises for what is in the folder; it is said in `notes`."""
+    """Never raises for the folder's content; problems go into `notes`."""
     run = RunFolder(name, folder)
     notes, recipe = run.notes, folder / RECIPE
     run.rows = read_lines(folder / METRICS, notes)
@@ -84,18 +84,16 @@ def read_run(folder: Path, name: str) -> RunFolder:
         if data.startswith(b"\x89PNG\r\n\x1a\n"):
             run.pictures[picture.relative_to(folder).as_posix()] = data
     if not run.finished:
-        notes.append(
-            "It has not ended, or ended early: its results are not there." if run.rows else "It has no results."
-        )
+        notes.append("It is unfinished, or ended early: it has no results." if run.rows else "It has no results.")
     return run
 
 
 def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """JSON objects, one a line; nothing where there is no file. A kill tears the last line: it is left out and said."""
+    """JSON objects, one per line; none without a file. A line left incomplete by a kill is skipped, with a note."""
     found, torn = _tried(path, notes, lambda: read_json_lines(path, path.parent)) or ((), 0)
     rows = [row for _, row in found if isinstance(row, dict)]
     if torn := torn + len(found) - len(rows):
-        notes.append(f"{path.name}: {torn:,} {'line' if torn == 1 else 'lines'} left out, torn or no JSON object.")
+        notes.append(f"{path.name}: skipped {torn:,} {'line' if torn == 1 else 'lines'}, incomplete or not an object.")
     return rows
 
 
@@ -104,19 +102,19 @@ def read_json(path: Path, notes: list[str], inside: Path | None = None) -> dict[
 
 
 def _tried(path: Path, notes: list[str], read: Callable[[], Any]) -> Any:
-    """What `read` gives of a file; None where there is none, or none that is read, which is said."""
+    """What `read` returns for a file; None if there is no file, or if it cannot be read, with a note."""
     if not os.path.lexists(path):
         return None
     try:
         return read()
     except RequestError as error:
         reason = re.sub(rf"^{re.escape(str(path))}(:\d+:\d+)?: ", "", str(error))
-        notes.append(f"{path.name}: left out, it {reason}")
+        notes.append(f"{path.name}: skipped, it {reason}")
         return None
 
 
 def without_secrets(found: Mapping[str, Any]) -> dict[str, Any]:
-    """With "***" in place of what must not be shown (`finetune.privacy`), at any depth."""
+    """`found` with secrets replaced by "***" (`finetune.privacy`), at any depth."""
     return {str(key): _shown(str(key), value) for key, value in found.items()}
 
 
@@ -131,9 +129,9 @@ def _shown(key: str, value: Any) -> Any:
 
 
 def read_text(path: Path, notes: list[str]) -> str:
-    """Its last letters where there are too many, without tokens; "" for what is no file."""
+    """The end of the text if it is too long, without access tokens; "" without a file."""
     content: bytes = _tried(path, notes, lambda: read_bytes(path, inside=path.parent)) or b""
     text = content.decode("utf-8", errors="replace")
     if len(text) > LONGEST_TEXT:
-        notes.append(f"{path.name}: of {len(text):,} letters the last {LONGEST_TEXT:,} are shown.")
+        notes.append(f"{path.name}: only the last {LONGEST_TEXT:,} of {len(text):,} letters are shown.")
     return TOKEN.sub(HIDDEN, text[-LONGEST_TEXT:])

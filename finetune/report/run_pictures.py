@@ -1,4 +1,4 @@
-"""Pictures of a run: the memory that its ranks took, where a profiled step's time went, a pipeline's schedule."""
+"""Charts of a run: its ranks' memory, where a profiled step's time went, a pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from finetune.report.shapes import Picture
 from finetune.report.table import Table
 from finetune.report.text import GIB, as_dict, as_list, as_number, gib, number, seconds_words, shortened, spelled
 
-MOST_RANKS, MOST_LABELS, MOST_STAGES = 8, 60, 1024  # of a run
+MOST_RANKS, MOST_LABELS, MOST_STAGES = 8, 60, 1024  # shown of a run
 KINDS = [FORWARD, BACKWARD, SEND, RECEIVE, IDLE]
-Ranks = Sequence[tuple[str, dict[str, float]]]  # of each rank the mean seconds a step, by part
+Ranks = Sequence[tuple[str, dict[str, float]]]  # each rank's mean seconds per step, by part
 
 
 def rank_bars(measured: Sequence[tuple[str, Sequence[float]]], width: float) -> Picture:
-    """`measured`: a run's name and the peak of each of its ranks in bytes."""
+    """`measured`: each run's name, and the peak of each of its ranks in bytes."""
     alt = "; ".join(f"{name}: {', '.join(map(gib, sizes[:MOST_RANKS]))} GiB" for name, sizes in measured)
     rows = [Bar(f"rank {rank}", [(sizes[rank] / GIB, ACCENT, f"rank {rank}: {gib.said(sizes[rank])}")],
                 gib(sizes[rank]), name if len(measured) > 1 else "")
@@ -30,7 +30,7 @@ def rank_bars(measured: Sequence[tuple[str, Sequence[float]]], width: float) -> 
 
 
 def shown_ranks(sizes: Sequence[float], most: int) -> list[int]:
-    """Of more than `most`, the first and the fullest."""
+    """All ranks; of more than `most`, the first ones and the fullest."""
     if len(sizes) <= most:
         return list(range(len(sizes)))
     fullest = max(range(len(sizes)), key=lambda rank: sizes[rank])
@@ -46,7 +46,7 @@ def share_bars(rows: Sequence[dict[str, Any]], width: float) -> Picture:
 
 
 def profile_blocks(found: dict[str, Any]) -> list[Block]:
-    """What `--profile` found, from profile/summary.json. Nothing for what is no profile."""
+    """The result of `--profile`, from profile/summary.json; nothing if that is not a profile."""
     ranks = _ranks(found.get("ranks"))
     if not ranks:
         return []
@@ -54,7 +54,7 @@ def profile_blocks(found: dict[str, Any]) -> list[Block]:
     words = f"Means over {len(steps)} traced steps." if isinstance(steps, list) else "Means over the traced steps."
     untraced = as_number(found.get("untraced_step_seconds"))
     if untraced is not None:
-        words += f" A step that is not traced takes {seconds_words(untraced)}."
+        words += f" An untraced step takes {seconds_words(untraced)}."
     return [*drawn(part_bars, ranks), Block("table", part_table(ranks)), Block("muted", words)]
 
 
@@ -98,7 +98,7 @@ def part_bars(ranks: Ranks, width: float, title: str = "One step, by part and ra
         for name, seconds in ranks[:MOST_RANKS]
     ]  # fmt: skip
     legend = [(shortened(spelled(part)), colour_of(index)) for index, part in enumerate(names)]
-    return bars(Picture(title, f"{first}: {alt}.", width), rows, "milliseconds a step", legend)
+    return bars(Picture(title, f"{first}: {alt}.", width), rows, "milliseconds per step", legend)
 
 
 def _ms(seconds: float) -> str:
@@ -106,7 +106,7 @@ def _ms(seconds: float) -> str:
 
 
 def schedule_blocks(found: dict[str, Any]) -> list[Block]:
-    """A pipeline's step, planned and measured, from schedule.json. Nothing for what is no schedule."""
+    """A pipeline's step, planned and measured, from schedule.json; nothing if that is not a schedule."""
     blocks = []
     for name in ("planned", "measured"):
         if schedule := _schedule(found.get(name)):

@@ -1,4 +1,4 @@
-"""What `finetune plan` says of a run that has been, on the machine that it ran on."""
+"""What `finetune plan` predicts for a finished run, on the machine that it ran on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from finetune.report.run_folder import RunFolder
 from finetune.report.text import as_list, as_number
 from finetune.run.launch import Launch
 
-# What a recipe.yaml leads to that no run has written.
+# What a recipe.yaml that no run wrote can raise.
 BROKEN = ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, OSError
 
 
 def plan_of_run(run: RunFolder) -> Plan | None:
-    """None where no plan can be made, which is said in the run's notes."""
+    """None if no plan can be made; the run's notes say why."""
     if not run.recipe:
         return None
     try:
@@ -28,14 +28,14 @@ def plan_of_run(run: RunFolder) -> Plan | None:
         job, _, _ = job_of(run_of_record(run.folder, launch), machine)
         return plan(_as_it_was(run, job), machine)
     except FinetuneError as error:
-        run.notes.append(f"Nothing is planned beside it: {first_line(error)}")
+        run.notes.append(f"There is no plan beside it: {first_line(error)}")
     except BROKEN as error:
-        run.notes.append(f"Nothing is planned beside it: recipe.yaml gives {first_line(error)}")
+        run.notes.append(f"There is no plan beside it: recipe.yaml gives {first_line(error)}")
     return None
 
 
 def tokens_a_sample(run: RunFolder) -> float | None:
-    """On the mean, padding included, which is computed with as well. None of what is no text."""
+    """The mean, including padding, which is computed on as well. None if the samples are not texts."""
     names = ("real_tokens_per_second", "samples_per_second", "padding_share")
     real, samples, padding = (as_number(run.results.get(name)) for name in names)
     if not real or not samples or padding is None or padding >= 1:
@@ -44,21 +44,21 @@ def tokens_a_sample(run: RunFolder) -> float | None:
 
 
 def has_one_length(run: RunFolder) -> bool:
-    """Of all samples. If not, the peak is that of the longest batch, which nobody has written down."""
+    """Whether all samples have the same length. If not, the longest batch sets the peak, and its length is unknown."""
     tokens, padding = tokens_a_sample(run), as_number(run.results.get("padding_share"))
     return tokens is None or (not padding and abs(tokens - round(tokens)) < 1e-6 * tokens)
 
 
 def _as_it_was(run: RunFolder, job: Job) -> Job:
-    """With samples as long as the run's were on the mean: a plan before the run counts each as long as it may be."""
+    """`job` with the run's mean sample length: a plan before the run assumes the maximum length."""
     tokens = tokens_a_sample(run)
     if tokens is None or round(tokens) >= job.sample_tokens:
         return job
     run.notes.append(
-        f"Planned for samples of {max(1, round(tokens)):,} tokens, as the run's were on the mean, and not of the "
-        f"{job.sample_tokens:,} that they may have."
+        f"Planned for samples of {max(1, round(tokens)):,} tokens, the run's mean, rather than the maximum of "
+        f"{job.sample_tokens:,}."
     )
-    share = tokens / job.sample_tokens  # of what is read and of what is written alike
+    share = tokens / job.sample_tokens  # for sources and targets alike
     targets = None if job.targets is None else max(1, round(share * job.targets))
     return replace(job, tokens=max(1, round(share * job.tokens)), targets=targets)
 

@@ -1,4 +1,4 @@
-"""The sections of a report on runs: one, or several beside each other."""
+"""The sections of a report on one run, or on several side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from finetune.report.text import GIB, as_dict, as_list, as_number, duration, gib
 
 TILES = {
     "eval_f1": "entity F1", "eval_accuracy": "accuracy", "eval_f1_macro": "macro F1", "eval_pearson": "Pearson",
-    "eval_bits_per_byte": "bits a byte", "eval_loss": "eval loss", "real_tokens_per_second": "tokens/s",
+    "eval_bits_per_byte": "bits per byte", "eval_loss": "eval loss", "real_tokens_per_second": "tokens/s",
     "samples_per_second": "samples/s", "step_seconds_median": "step, s", "peak_memory_gib": "peak GiB",
 }  # fmt: skip
 MOST_TILES = 6
@@ -27,12 +27,12 @@ SAMPLE = re.compile(r"^## Step (\d+)\n\n(`{3,})\n(.*?)\n\2$", re.MULTILINE | re.
 SPEED = ("real_tokens_per_second", "samples_per_second", "step_seconds_median", "step_seconds_p95", "mfu",
          "padding_share", "peak_memory_gib", "train_runtime")  # fmt: skip
 MEASURED_ON_GPU = "Measured on a GPU: the allocator's peak."
-MEASURED_ON_CPU = "Measured on a CPU: the largest resident set of the process, Python and its libraries included."
+MEASURED_ON_CPU = "Measured on a CPU: the peak resident set of the process, including Python and its libraries."
 SHOWN_BY_SVG = {"confusion_matrix.png", "schedule.png", "training_curve.png"}
 
 
 def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
-    plans = [plan_of_run(run) for run in runs]  # which may add to a run's notes
+    plans = [plan_of_run(run) for run in runs]  # may add to a run's notes
     curves = curves_of(runs)
     sections = [
         Section("Runs" if len(runs) > 1 else "The run", tuple(_overview(runs))),
@@ -50,7 +50,7 @@ def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
 
 
 def _of_each(runs: Sequence[RunFolder], blocks: Callable[[RunFolder], list[Block]]) -> tuple[Block, ...]:
-    """Under the run's name, where there are several."""
+    """The blocks of all runs; with several, each under its name."""
     found: list[Block] = []
     for run in runs:
         if made := blocks(run):
@@ -59,9 +59,9 @@ def _of_each(runs: Sequence[RunFolder], blocks: Callable[[RunFolder], list[Block
 
 
 def verdict(run: RunFolder) -> str:
-    """How far it came, in a line."""
+    """How far it got, in one line."""
     if not run.finished:
-        return f"Not ended, at step {run.steps:,}."
+        return f"Not finished, at step {run.steps:,}."
     seconds = as_number(run.results.get("train_runtime"))
     words = f"Done: {run.steps:,} steps" + (f" in {duration(seconds)}" if seconds else "")
     return words + (f" on {run.ranks} ranks." if run.ranks > 1 else ".")
@@ -89,21 +89,21 @@ def _overview(runs: Sequence[RunFolder]) -> list[Block]:
 
 
 def _beside(runs: Sequence[RunFolder]) -> Table:
-    """A row each, with what one looks for first."""
+    """A row per run, with the most important values."""
     metric = next(name for name in TILES if name == "eval_loss" or any(name in run.results for run in runs))
     speed = ("real_tokens_per_second", "samples_per_second", "step_seconds_median", "peak_memory_gib")
     keys = list(dict.fromkeys(("eval_loss", metric, "train_loss", *speed)))
     keys = [key for key in keys if any(as_number(run.results.get(key)) is not None for run in runs)]
     rows = tuple(
-        (run.name, "done" if run.finished else "not ended", f"{run.steps:,}",
+        (run.name, "done" if run.finished else "not finished", f"{run.steps:,}",
          *(said(run.results.get(key)) for key in keys)) for run in runs
     )  # fmt: skip
     columns = ("run", "state", "steps", *(TILES.get(key, spelled(key)) for key in keys))
-    return Table("Beside each other", columns, rows, texts=("state",))
+    return Table("Side by side", columns, rows, texts=("state",))
 
 
 def card_heading(run: RunFolder) -> str:
-    """The first heading of its model card."""
+    """The first heading of the model card."""
     line = next((line for line in run.card.splitlines() if line.startswith("# ")), "")
     return line[2:].replace("\\", "").strip()
 
@@ -154,7 +154,7 @@ def _planned_words(pairs: Sequence[tuple[RunFolder, Plan]]) -> str:
     return (
         f"Planned by finetune plan from the run's flags and model, for the shipped profile of {machines}; another "
         "machine of that kind may be faster or slower. Planned bytes are those of tensors; a CPU run measures the "
-        "process with its libraries, so the two are not divided."
+        "process with its libraries, so there is no ratio of the two."
     )
 
 
@@ -169,7 +169,7 @@ def _schedule(run: RunFolder) -> list[Block]:
 
 
 def _samples(run: RunFolder) -> list[Block]:
-    """The last one, and the others folded; or the text as it is, if not of `finetune.training.samples`."""
+    """The last sample, and the others folded; or the raw text, if `finetune.training.samples` did not write it."""
     blocks = [block for step, _, text in SAMPLE.findall(run.samples)
               for block in (Block("muted", f"At step {step}:"), Block("code", text))]  # fmt: skip
     if not blocks:

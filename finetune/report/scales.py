@@ -1,4 +1,4 @@
-"""From numbers to pixels, and the ticks that say so."""
+"""Axes: scales from numbers to pixels, and their ticks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune.report.shapes import SMALL, Line, Picture, Word, letters
 
 @dataclass(frozen=True)
 class Scale:
-    """From numbers to pixels."""
+    """Maps numbers to pixels."""
 
     low: float
     high: float
@@ -48,7 +48,7 @@ def ticks_below(picture: Picture, scale: Scale, top: float, bottom: float, words
         beyond = x + letters(text, SMALL) / 2 > picture.width
         word = Word(picture.width if beyond else x, bottom + 14, text, "end" if beyond else "middle", MUTED)
         picture.add(Line(((x, top), (x, bottom)), GRID, 1), word)
-    start = max(0.0, min(scale.start, picture.width - letters(words, SMALL)))  # farther left where it would be cut off
+    start = max(0.0, min(scale.start, picture.width - letters(words, SMALL)))  # farther left if it would be cut off
     picture.add(Word(start, bottom + 29, words, colour=MUTED))
 
 

@@ -1,7 +1,7 @@
-"""What pictures are made of: shapes. `finetune.report.svg` writes them as SVG and PNG.
+"""The shapes that make up a picture. `finetune.report.svg` writes them as SVG and PNG.
 
-Places and sizes are in pixels from the upper left corner. A colour is "#rrggbb", or one of the page's own (INK, ...),
-which are others by day and by night.
+Positions and sizes are in pixels from the upper left corner. A color is "#rrggbb", or one of the page's own (INK, ...),
+which differ between light and dark mode.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from finetune.report.colours import INK
 
-LETTER = 0.58  # of the size: what a letter of a sans serif takes on average, rather more than less
+LETTER = 0.58  # of the font size: the average width of a sans serif letter, rounded up
 SMALL, NORMAL = 11.0, 12.0
-WIDE, NARROW = 860.0, 340.0  # pixels of a picture on a screen, and on a telephone
+WIDE, NARROW = 860.0, 340.0  # pixels of a picture on a large screen, and on a phone
 Point = tuple[float, float]
 
 
@@ -31,7 +31,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Line:
-    """`filled`: what its points enclose."""
+    """`filled`: fill the polygon of its points."""
 
     points: tuple[Point, ...]
     colour: str = INK
@@ -55,7 +55,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Word:
-    """`anchor` is "start", "middle" or "end"; `y` that of the base line."""
+    """`anchor` is "start", "middle" or "end"; `y` is that of the baseline."""
 
     x: float
     y: float
@@ -71,7 +71,7 @@ Shape = Box | Line | Dot | Word
 
 @dataclass
 class Picture:
-    """`alt` says in words what is to be seen."""
+    """`alt` describes the picture in words."""
 
     title: str
     alt: str
@@ -83,7 +83,7 @@ class Picture:
         self.shapes += shapes
 
     def legend(self, entries: Iterable[tuple[str, str]], y: float) -> float:
-        """Squares and their names, in as many rows as it takes; where it ends."""
+        """Add squares and their names, in as many rows as needed; returns the y below them."""
         x = 0.0
         for text, colour in entries:
             size = 18 + letters(text, SMALL) + 14
@@ -95,11 +95,11 @@ class Picture:
 
 
 def letters(text: str, size: float) -> float:
-    """About how wide a text is."""
+    """The approximate width of a text in pixels."""
     return LETTER * size * len(text)
 
 
 def folded(text: str, width: float, size: float = SMALL, indent: str = "    ") -> list[str]:
-    """In lines of at most `width` pixels, as far as words allow."""
+    """`text` in lines of at most `width` pixels, as far as words allow."""
     most = int(width / letters("x", size))
     return textwrap.wrap(text, most, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]

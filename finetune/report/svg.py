@@ -1,4 +1,4 @@
-"""A picture's shapes as SVG, and as PNG by matplotlib."""
+"""A picture's shapes as SVG, and as PNG through matplotlib."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from finetune.report.colours import DAY, NIGHT, variables
 from finetune.report.shapes import Box, Dot, Line, Picture, Shape, Word
 
 PIXELS_PER_INCH, POINTS_PER_INCH, PNG_DOTS_PER_INCH = 96, 72, 180
-MARGIN, HEAD, GAP = 20.0, 38.0, 18.0  # of a PNG: around it, a picture's title, between two pictures
-# Fonts with the letters that matplotlib's own lacks, in the order in which they are tried, where they are installed.
+MARGIN, HEAD, GAP = 20.0, 38.0, 18.0  # of a PNG: around it, for a picture's title, between two pictures
+# Fonts with letters that matplotlib's own lacks, tried in this order if installed.
 MORE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Micro Hei", "Noto Sans Arabic", "Noto Sans Devanagari")
 
 LOOK = "text{white-space:pre;font-size:11px;fill:var(--ink)}polyline{fill:none;stroke-width:1px;stroke:var(--grid)}"
 
 
 def svg(picture: Picture, kind: str, name: str) -> str:
-    """`kind` is the class: the page shows the "wide" one or the "narrow" one. `name` is no other picture's."""
+    """`kind` is the CSS class: the page shows either the "wide" or the "narrow" one. `name` is unique in the page."""
     size = f"{picture.width:.0f} {picture.height:.0f}"
     sides = 'width="{}" height="{}"'.format(*size.split())
     return (
@@ -32,7 +32,7 @@ def svg(picture: Picture, kind: str, name: str) -> str:
 
 
 def svg_file(picture: Picture) -> str:
-    """A file of its own, which follows the reader's day and night where it is shown."""
+    """A standalone file, which follows the reader's light or dark mode."""
     style = (
         f":root{{{variables(DAY)}font-family:system-ui,sans-serif}}"
         f"@media(prefers-color-scheme:dark){{:root{{{variables(NIGHT)}}}}}svg{{background:var(--ground)}}{LOOK}"
@@ -42,7 +42,7 @@ def svg_file(picture: Picture) -> str:
 
 
 def _shape(shape: Shape) -> str:
-    """What `LOOK` says anyway is left out."""
+    """The shape as SVG, without what `LOOK` sets by default."""
     colour = shape.colour if shape.colour.startswith("#") else f"var(--{shape.colour})"
     if isinstance(shape, Box):
         more = f' opacity="{shape.opacity:g}"' if shape.opacity < 1 else ""
@@ -71,7 +71,7 @@ def _style(look: str) -> str:
 
 
 def _titled(tag: str, title: str) -> str:
-    """The end of a shape, with what is shown where the pointer rests on it."""
+    """The end of a shape, with its tooltip."""
     return f"><title>{escaped(title)}</title></{tag}>" if title else "/>"
 
 
@@ -80,7 +80,7 @@ def escaped(text: str) -> str:
 
 
 def write_png(path: Path, pictures: Sequence[Picture], words: Sequence[Word] = ()) -> None:
-    """One below the other, in the colours of the day, below `words`. Raises RequestError where it cannot be written."""
+    """Write the pictures one below the other, in light mode, below `words`. Raises RequestError if it cannot."""
     from matplotlib import font_manager, rc_context
     from matplotlib.figure import Figure
 
@@ -105,13 +105,13 @@ def write_png(path: Path, pictures: Sequence[Picture], words: Sequence[Word] = (
 
 
 def _paint(axes: Any, shapes: Sequence[Shape], down: float) -> None:
-    """On axes whose unit is a pixel, `down` pixels below, and over what is there. Boxes in one go: they may be many."""
+    """Paint on top, shifted down by `down`, on axes whose unit is a pixel. Boxes are batched: there may be many."""
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgba
     from matplotlib.patches import Ellipse, Rectangle
 
     points = POINTS_PER_INCH / PIXELS_PER_INCH
-    level: dict[str, Any] = {"zorder": 1}  # one for all: then they are drawn in the order in which they come
+    level: dict[str, Any] = {"zorder": 1}  # the same for all, so that they are drawn in order
     for _, some in groupby(shapes, type):
         run = list(some)
         if boxes := [one for one in run if isinstance(one, Box)]:

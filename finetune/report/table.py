@@ -1,4 +1,4 @@
-"""A table of texts, for a terminal, a page and Markdown."""
+"""A table of texts, for terminals, pages and Markdown."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from finetune.report.text import cell
 if TYPE_CHECKING:
     from rich.console import Console
 
-GAP = 2  # columns between two
+GAP = 2  # characters between columns
 
 
 @dataclass(frozen=True)
 class Table:
-    """Texts. Where there is little room, columns go in the order of `expendable`; the first is text, the rest are
-    numbers, but for `texts`; those in `folding` may take several lines. `total`: the rows from this one on sum up those
-    before."""
+    """If space is short, columns are dropped in the order of `expendable`. The first column is text, the rest are
+    numbers, except `texts`; cells in `folding` columns may take several lines. Rows from `total` on are totals."""
 
     title: str
     columns: tuple[str, ...]
@@ -58,7 +57,7 @@ class Table:
 
     @property
     def markdown(self) -> str:
-        """With the alignment of the page: texts to the left, numbers to the right."""
+        """Aligned as on the page: texts to the left, numbers to the right."""
         rows = ["| " + " | ".join(map(cell, row)) + " |" for row in (self.columns, *self.rows)]
         rules = ("---" if self.is_text(index) else "---:" for index in range(len(self.columns)))
         return "\n".join((rows[0], f"|{'|'.join(rules)}|", *rows[1:]))

@@ -1,4 +1,4 @@
-"""Text from anywhere, numbers and units: as they stand on terminals, pages and pictures, and in Markdown."""
+"""Format untrusted text, numbers and units for terminals, pages, pictures and Markdown."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from finetune.errors import plain
 
 MIB, GIB = 2**20, 2**30
-LONGEST = 160  # letters of a table's cell
+LONGEST = 160  # letters in a table's cell
 LONG_NAME = 34
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Of bytes, the same for all of a table's column or of a picture."""
+    """A unit of bytes, the same for a whole table column or picture."""
 
     name: str
     size: int
 
     def __call__(self, size: float | None) -> str:
-        """The number alone; "" where there is none."""
+        """The number without the unit; "" for None."""
         if size is None:
             return ""
         value = size / self.size
@@ -37,11 +37,11 @@ class Unit:
         return f"{self.name} (2**{self.size.bit_length() - 1} bytes)"
 
 
-gib = Unit("GiB", GIB)  # to a few MiB, or where all is small to a few KiB
+gib = Unit("GiB", GIB)  # precise to a few MiB, for small sizes to a few KiB
 
 
 def unit_for(most: float | None) -> Unit:
-    """GiB, or MiB where the most is below a tenth of one GiB."""
+    """GiB, or MiB if the largest size is below 0.1 GiB."""
     return Unit("MiB", MIB) if most and most < GIB / 10 else gib
 
 
@@ -54,7 +54,7 @@ def number(value: float | None) -> str:
 
 
 def fixed(value: float | None, form: str = ".2f", unit: float = 1.0) -> str:
-    """With as many places as `form` says; "" where there is none."""
+    """A number in the format `form`; "" for None."""
     return "" if value is None else format(value / unit, form)
 
 
@@ -70,7 +70,7 @@ def count_words(value: int) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    """In the unit that leaves one to three figures before the point."""
+    """In the unit that leaves one to three digits before the point."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{seconds / size:,.4g} {unit}"
@@ -85,7 +85,7 @@ def duration(seconds: float) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """A number that can be drawn; None for anything else, also one that is not finite or too large for a float."""
+    """A number that can be drawn; None for anything else, including one that is not finite or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -95,17 +95,17 @@ def as_number(value: Any) -> float | None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Empty for what is none."""
+    """The list, or an empty one for anything else."""
     return value if isinstance(value, list) else []
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """Empty for what is none."""
+    """The dict, or an empty one for anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def said(value: Any) -> str:
-    """A value of any file, for a cell: short; "" for what is not there."""
+    """A value from any file as a short cell text; "" for None."""
     if value is None:
         return ""
     found = as_number(value)
@@ -116,12 +116,12 @@ def said(value: Any) -> str:
 
 
 def shortened(name: str, most: int = LONG_NAME) -> str:
-    """With its end, which is what tells runs apart."""
+    """Shortened in the middle, since names of runs often differ at the end."""
     return name if len(name) <= most else f"{name[: most // 3]}…{name[len(name) - (most - most // 3 - 1) :]}"
 
 
 def fenced(text: str) -> str:
-    """A block of Markdown that shows `text` as it is, whatever fences it has itself."""
+    """A Markdown block that shows `text` verbatim, whatever fences it contains."""
     text = "\n".join(map(plain, text.split("\n")))
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -129,6 +129,6 @@ def fenced(text: str) -> str:
 
 
 def cell(text: Any) -> str:
-    """One line that neither ends a table cell nor starts markup, nor moves the cursor of who reads it by `cat`."""
+    """One line that neither ends a table cell nor starts markup, and has no terminal control characters."""
     line = plain(" ".join(str(text).split()), "")
     return re.sub(r"([\\|<>`*_\[\]#!])", r"\\\1", line)

@@ -1,4 +1,4 @@
-"""Reads run folders and benches, and writes their report.
+"""Read run and benchmark folders, and write their report.
 
 write([Path("runs/seq_cls"), Path("runs/other")], html=Path("report.html"), command="finetune report ...")
 """
@@ -20,8 +20,8 @@ from finetune.report.run_sections import card_heading, run_sections
 def write(
     paths: Sequence[Path], html: Path | None = None, markdown: Path | None = None, command: str = ""
 ) -> list[str]:
-    """Write what is asked for, of run folders and bench folders in any mixture, and give what could not be read, to be
-    said. Raises RequestError for a path that is neither, and where a file cannot be written."""
+    """Write the requested reports on any mix of run and benchmark folders; returns notes on what could not be read.
+    Raises RequestError for a path that is neither, and if a file cannot be written."""
     runs, benches = read(paths)
     sections = [section for bench in benches for section in bench_sections(bench, named=len(benches) > 1)]
     report = Report(_title(runs, benches), (*sections, *(run_sections(runs) if runs else ())), command)
@@ -34,7 +34,7 @@ def write(
 
 
 def read(paths: Sequence[Path]) -> tuple[list[RunFolder], list[Bench]]:
-    """Raises RequestError for a path that is neither a run's folder nor a bench's."""
+    """The runs and benchmarks at `paths`. Raises RequestError for a path that is neither."""
     given = {path.parent if path.is_file() else path: path for path in reversed(paths)}
     folders = list(dict.fromkeys(path.parent if path.is_file() else path for path in paths))
     names = _names(folders)
@@ -46,19 +46,19 @@ def read(paths: Sequence[Path]) -> tuple[list[RunFolder], list[Bench]]:
             runs.append(read_run(folder, name))
         elif not folder.is_dir():
             found = "is neither a folder nor a regular file" if folder.exists() else "there is no such folder"
-            raise RequestError(f"{folder}: {found}. Give the --output_dir of a run or of a bench.")
+            raise RequestError(f"{folder}: {found}. Give the --output_dir of a run or of a benchmark.")
         else:
             path = given[folder]
             what = "it" if path == folder else f"is a file, and its folder {folder}"
             raise RequestError(
-                f"{path}: {what} holds neither a run (metrics.jsonl, all_results.json, ...) nor a bench "
+                f"{path}: {what} holds neither a run (metrics.jsonl, all_results.json, ...) nor a benchmark "
                 "(results.jsonl). Give the --output_dir of a recipe, or of `finetune bench`."
             )
     return runs, benches
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """As short as tells them apart: the folder's name, with those above it where two have the same."""
+    """The shortest distinct names: the folder's own, with parent folders if two are the same."""
     parts = [folder.absolute().parts[1:] or ("/",) for folder in folders]
     depths = range(1, max(map(len, parts), default=1) + 1)
     named = [["/".join(one[-depth:]) for one in parts] for depth in depths]
@@ -70,6 +70,6 @@ def _title(runs: Sequence[RunFolder], benches: Sequence[Bench]) -> str:
     if len(names) == 1 and runs:
         heading = card_heading(runs[0])
         return f"{names[0]}: {heading}" if heading else names[0]
-    words = f"{len(names)} runs" if not benches else "Bench" if len(names) == 1 else f"{len(names)} folders"
+    words = f"{len(names)} runs" if not benches else "Benchmark" if len(names) == 1 else f"{len(names)} folders"
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return f"{words}: {shown}"

@@ -1,5 +1,4 @@
-"""Extractive question answering: the model with its loss, answers from scores of tokens, and what a run leaves to
-read."""
+"""Extractive question answering: the model and its loss, answers from token scores, and the report of a run."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ from finetune.training.thresholds import save_thresholds
 from finetune.training.trainer import FinetuneTrainer
 
 SAMPLES = {"predictions": ["one text", ""], "references": [["one text", "another"], []]}
-LABELS_A_WINDOW = 3  # the answer's first token, its last, and how many tokens there are
-SHOWN_ROWS = 8  # of the model card
+LABELS_A_WINDOW = 3  # the answer's first token, its last token, and the window's number of tokens
+SHOWN_ROWS = 8  # in the model card
 USE = """import torch
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
@@ -57,8 +56,8 @@ print(context[offsets[first][0] : offsets[last][1]])"""
 def span_loss(
     outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """A `compute_loss_func`: the mean over the global batch's windows of the cross entropies of `labels` (B, 3), first
-    and last token, among a window's own tokens, whose number is the third. A model's own loss counts padding in."""
+    """A `compute_loss_func`: cross entropy of the answer's first and last token, averaged over the global batch's
+    windows. `labels` (B, 3) are first token, last token and number of tokens. A model's own loss includes padding."""
     sizes = labels[:, 2]
     total = outputs["start_logits"].new_zeros((), dtype=torch.float32)
     for name, places in (("start_logits", labels[:, 0]), ("end_logits", labels[:, 1])):
@@ -73,15 +72,15 @@ def span_loss(
 
 
 def both_scores(logits: Any, labels: torch.Tensor | None) -> torch.Tensor:
-    """The Trainer's `preprocess_logits_for_metrics`: of each token's two scores one tensor (B, T, 2)."""
+    """The Trainer's `preprocess_logits_for_metrics`: stack each token's two scores into one tensor (B, T, 2)."""
     return torch.stack([one.float() for one in logits[:2]], dim=-1)
 
 
 def span_model(session: Session, source: Source, data: QuestionData) -> Any:
-    """The model with its adapter. Build it after `start`: ZeRO-3 shards then. Raises RequestError."""
+    """The model with its adapter. Build it after `start`, so that ZeRO-3 shards it. Raises RequestError."""
     kept = kept_as(session.run, source.adapter, session.training.bf16)
     model = _built(session, source, data, kept)
-    model.accepts_loss_kwargs = False  # the recipe's loss divides by itself
+    model.accepts_loss_kwargs = False  # the recipe's loss does its own division
     return with_adapter(model, session[AdapterArguments], source.adapter, session.run.task.adapter)
 
 
@@ -91,28 +90,28 @@ def _built(session: Session, source: Source, data: QuestionData, kept: Kept = IN
     if not session.training.do_train and not trained:
         raise RequestError(
             "--do_train False evaluates a trained model, but --model_name_or_path "
-            f"{'is not given' if config is None else 'is of no model that answers questions'}. Give one that was "
+            f"{'is not given' if config is None else 'names no model that answers questions'}. Give one that was "
             "trained on such data."
         )
     if config is None:
         share = span_shape(session.run.value)["qa_dropout"]
         return DistilBertForQuestionAnswering(scratch_config(arguments, source, data.tokenizer, {"qa_dropout": share}))
     if session.training.do_train and hasattr(config, "thresholds"):
-        del config.thresholds  # of the weights that were
+        del config.thresholds  # they belong to the weights before training
     config.num_labels = 2
     fit_to(data.tokenizer, config)
     if kept.in_4bit:
         with torch.device("meta"):
             kept = replace(kept, whole=tuple(heads_of(kind.from_config(config))))
     is_local = source.hub_id is None
-    makes_head = session.training.do_train or source.adapter is not None  # which has its own
+    makes_head = session.training.do_train or source.adapter is not None  # an adapter brings its own head
     return load_weights(kind, str(source.pretrained), config, is_local, arguments, kept, has_new_head=makes_head)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The best answers to a question, the likeliest first, each with its characters in the context and its score, and
-    by how much no answer scores higher than the best."""
+    """The best answers to a question, most likely first, each as (start character, end character, score), and by how
+    much "no answer" outscores the best of them."""
 
     row: int
     id: str
@@ -123,7 +122,7 @@ class Answer:
     truth: tuple[str, ...] | None
 
     def text(self, threshold: float) -> str:
-        """Empty where no answer is given."""
+        """The answer; empty if none is given."""
         if not self.spans or self.null_difference > threshold:
             return ""
         first, last, _ = self.spans[0]
@@ -131,7 +130,7 @@ class Answer:
 
 
 def answers_of(windows: Any, scores: npt.NDArray[Any], asked: AnswerArguments) -> list[Answer]:
-    """Of the scores (N, T, 2) of windows the answers to their questions, in the order of the questions' rows."""
+    """Answers from the scores (N, T, 2) of windows, in the order of the questions' rows."""
     of: dict[int, list[int]] = {}
     for place, row in enumerate(windows[ROW][:]):
         of.setdefault(row, []).append(place)
@@ -155,7 +154,7 @@ def answers_of(windows: Any, scores: npt.NDArray[Any], asked: AnswerArguments) -
 def _spans(
     window: Mapping[str, Any], score: npt.NDArray[Any], asked: AnswerArguments
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """Characters from and to, and the score, of a window's likeliest spans of at most so many tokens."""
+    """Start and end characters, and the score, of a window's likeliest spans of at most `max_answer_length` tokens."""
     firsts, lasts = np.asarray(window[FIRST]), np.asarray(window[LAST])
     (places,) = np.nonzero(lasts > firsts)
     score = score[places]
@@ -168,8 +167,8 @@ def _spans(
 
 
 class AnswerMetrics:
-    """A `compute_metrics` that gives the exact loss of windows; and `of_answers`, what the metrics called `names` say
-    of texts."""
+    """A `compute_metrics` that returns the exact loss over windows; `of_answers` applies the metrics called `names` to
+    the answers' texts."""
 
     labels: Labels = SPANS
 
@@ -190,20 +189,20 @@ class AnswerMetrics:
 
     @property
     def greater_is_better(self) -> dict[str, bool]:
-        """Every figure of an evaluation, and whether the greater of two is the better one."""
+        """Every metric of an evaluation, and whether greater is better."""
         return {LOSS: False, **{figure: better for metric in self.metrics for figure, better in metric.figures.items()}}
 
 
 def metrics_of_answers(session: Session) -> AnswerMetrics:
-    """Those that --metrics names, or SQuAD's; the Trainer is told of the best. Raises RequestError."""
+    """The metrics that --metrics names, or SQuAD's; tells the Trainer how to compare models. Raises RequestError."""
     metrics = AnswerMetrics(session[AnswerArguments].metrics or ("squad",))
     settle_best_metric(session.training, metrics, session.run.given)
     return metrics
 
 
 class AnswerTrainer(FinetuneTrainer):
-    """Answers the questions of each set that it evaluates. `found` has the answers to those of the last, by the prefix
-    of its figures; `threshold` is by how much no answer has to score higher to be given."""
+    """Answers the questions of each set that it evaluates. `found` maps a metric prefix to the latest answers;
+    "no answer" is given where it outscores the best answer by more than `threshold`."""
 
     def judge_answers(self, session: Session, source: Source, metrics: AnswerMetrics) -> None:
         """Call it before the trainer is used."""
@@ -213,13 +212,13 @@ class AnswerTrainer(FinetuneTrainer):
             given = _carried(source.config)
         self.takes_none = asked or given is not None
         if self.takes_none and not asked:
-            session.say(f"note: the model was trained to give no answer, too, and does so here (threshold {given:.4g})")
+            session.say(f"note: the model was trained to give no answer if there is none (threshold {given:.4g})")
         self.chooses = self.takes_none and given is None
         self.threshold = math.inf if not self.takes_none else 0.0 if given is None else given
         self.found: dict[str, list[Answer]] = {}
 
     def more_figures(self, dataset: Any, prefix: str) -> dict[str, float]:
-        """What the answers are judged by."""
+        """The metrics of the answers."""
         answers = self.found[prefix] = answers_of(dataset, np.asarray(self.looped.predictions), self.asked)
         if any(one.truth is None for one in answers):
             return {}
@@ -230,17 +229,17 @@ class AnswerTrainer(FinetuneTrainer):
 
 
 def _carried(config: Any) -> float | None:
-    """The threshold of a trained model, whose config a stranger may have written."""
+    """The threshold in a trained model's config; the config is untrusted, so its type is checked."""
     found: Any = getattr(config, "thresholds", None)
     is_one = isinstance(found, list) and len(found) == 1 and isinstance(found[0], int | float)
     return float(found[0]) if is_one else None
 
 
 def best_threshold(answers: Sequence[Answer]) -> float:
-    """Where the most questions are answered exactly, as SQuAD's metric counts it, or rightly not at all; of several
-    such places that nearest 0, and halfway between two questions."""
+    """The threshold at which most questions are answered exactly, as SQuAD's metric counts it, or rightly left without
+    an answer. It lies halfway between two questions; among several equally good ones, the nearest to 0."""
     ordered = sorted(answers, key=lambda one: one.null_difference)
-    # Below a threshold answers are given: of the first k questions.
+    # Questions below the threshold, the first k of them, get an answer.
     right = [float(normalized(one.text(math.inf)) in map(normalized, one.truth or ())) for one in ordered]
     rightly_none = [float(not one.truth) for one in ordered]
     gains = np.cumsum([0.0, *np.subtract(right, rightly_none)])
@@ -252,7 +251,7 @@ def best_threshold(answers: Sequence[Answer]) -> float:
 
 
 def write_answer_report(session: Session, data: QuestionData, source: Source, trainer: AnswerTrainer) -> list[str]:
-    """`predictions.jsonl`, the picture of the training and README.md with some of the answers."""
+    """Write `predictions.jsonl`, the training curve, and README.md with some of the answers."""
     folder, account, threshold = session.folder, data.account, trainer.threshold
     if "predict" in trainer.found:
         write_answers(folder / "predictions.jsonl", trainer.found["predict"], threshold)
@@ -262,10 +261,10 @@ def write_answer_report(session: Session, data: QuestionData, source: Source, tr
     if held_out:
         shown = held_out[:: max(1, len(held_out) // SHOWN_ROWS)][:SHOWN_ROWS]
         rows = [(one.question, " | ".join(one.truth or ()), one.text(threshold)) for one in shown]
-        tables = [("Of the held-out questions, what is right and what the model answered:",
+        tables = [("Some held-out questions, with the right answers and the model's:",
                    [("question", "answers", "the model's"), *rows])]  # fmt: skip
     stride = f"Longer contexts are read in windows of {account.max_seq_length} tokens"
-    none = f"No answer is given where none scores higher by more than {threshold:.4g}" if trainer.takes_none else ""
+    none = f"A question gets no answer if that scores higher by more than {threshold:.4g}" if trainer.takes_none else ""
     card = Card(
         task="question answering",
         pipeline_tag=session.run.task.name,
@@ -281,8 +280,8 @@ def write_answer_report(session: Session, data: QuestionData, source: Source, tr
 
 
 def write_answers(path: Path, answers: Sequence[Answer], threshold: float) -> None:
-    """A line of JSON for each question, in input order: what is answered, with which share of the scores of the best
-    answers, where it stands in the context, and these; the true answers where they are known."""
+    """Write one line of JSON per question, in input order: the answer, its probability among the best answers, these
+    answers with their positions in the context, and the true answers where known."""
     lines = []
     for one in answers:
         values = [value for *_, value in one.spans]

@@ -1,4 +1,4 @@
-"""DeepSpeed compiles its ops when they are first used: which of them a run needs, and whether somebody is at it."""
+"""DeepSpeed compiles its ops on first use: which ops a run needs, and whether a process is compiling them now."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
 
-# A lock that no process here has open may be that of another host or container that shares the folder; the slowest op,
+# A lock that no process here has open may belong to another host or container that shares the folder. The slowest op,
 # async_io, took five minutes to compile on two busy cores.
 STALE_BUILD_SECONDS = 900.0
-SAID_AFTER_SECONDS = 5.0  # what is built already is loaded in less
+SAID_AFTER_SECONDS = 5.0  # an op that is already built loads in less
 LOOKS_EVERY_SECONDS = 1.0
 
 
 def ops_of(config: dict[str, Any], has_cuda: bool) -> set[str]:
-    """The folders of the ops that a run by this config compiles (deepspeed 0.19.8, op_builder/, NAME)."""
+    """The folder names of the ops that a run with this config compiles (deepspeed 0.19.8, op_builder/, NAME)."""
     asked = Config(config)
     devices = {asked.offload(what) for what in ("offload_optimizer", "offload_param")}
     kind = str(asked.get("optimizer.type") or "adamw").lower()
@@ -36,26 +36,26 @@ def ops_of(config: dict[str, Any], has_cuda: bool) -> set[str]:
 
 
 def stale_builds(ops: Collection[str] | None = None) -> list[tuple[Path, float]]:
-    """Locks, of these ops or of any, that a process left which was killed while it compiled or loaded one, and their
-    ages in seconds. torch waits for such a lock without end and without a word (torch/utils/file_baton.py); the process
-    that made it has it open for as long as it builds."""
+    """Locks of these ops (None: of any) left by a process that was killed while it compiled or loaded one, and their
+    ages in seconds. torch waits for such a lock forever and silently (torch/utils/file_baton.py). The process that
+    made the lock holds it open while it builds."""
     held = _open_files()
     old = [(lock, age) for lock, age in _locks(ops) if age > STALE_BUILD_SECONDS]
     return [(lock, age) for lock, age in old if str(lock.resolve()) not in held]
 
 
 def refuse_stale_builds(ops: Collection[str]) -> None:
-    """Raises RequestError where this run would wait for a build that nobody does."""
+    """Raises RequestError if this run would wait for a build that no process is doing."""
     for lock, age in stale_builds(ops):
         raise RequestError(
-            f"{lock}: a build of DeepSpeed's {lock.parent.name} was cut off {age / 60:.0f} minutes ago, and this run "
-            "would wait for it without end: no process here has the file open. Delete it, unless another machine is "
+            f"{lock}: a build of DeepSpeed's {lock.parent.name} was interrupted {age / 60:.0f} minutes ago, and this "
+            "run would wait for it forever: no process here has the file open. Delete it, unless another machine is "
             "compiling in this folder right now."
         )
 
 
 def tell_of_builds(ops: Collection[str]) -> None:
-    """From now on say, on this rank, which of these ops is being compiled, and when it is done."""
+    """From now on, print on this rank which of these ops is being compiled, and when it is done."""
     if ops:
         threading.Thread(target=_tell, args=(frozenset(ops),), name="builds", daemon=True).start()
 
@@ -82,7 +82,7 @@ def _at_work(op: str, lock: Path) -> str:
     if str(lock.resolve()) in _open_files():
         return f"compiling DeepSpeed's {op}, once on this machine; this takes minutes"
     return (
-        f"waiting for a build of DeepSpeed's {op} that no process here is at: one that was killed has left {lock}. "
+        f"waiting for a build of DeepSpeed's {op} that no process here is running: a killed one left {lock}. "
         "Stop this run, delete the file and start again, unless another machine or container is compiling there now."
     )
 
@@ -90,14 +90,14 @@ def _at_work(op: str, lock: Path) -> str:
 def _locks(ops: Collection[str] | None) -> Iterator[tuple[Path, float]]:
     home = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     for name in ["*"] if ops is None else sorted(ops):
-        for depth in ("", "*/"):  # torch puts a folder of the Python and CUDA versions between, unless told where
+        for depth in ("", "*/"):  # torch adds a folder for the Python and CUDA versions, unless the variable is set
             for lock in home.glob(f"{depth}{name}/lock"):
-                with suppress(OSError):  # a build that has just ended
+                with suppress(OSError):  # the build has just ended
                     yield lock, time.time() - lock.stat().st_mtime
 
 
 def _open_files() -> set[str]:
-    """What the processes that we may look at have open; empty where the system does not say."""
+    """Files that processes visible to us have open; empty on a system without /proc."""
     found = set()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):

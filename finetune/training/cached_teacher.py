@@ -1,14 +1,15 @@
-"""What a teacher says of the training tokens, asked once before training by all ranks and kept in the cache: of each
-learnt token the log-probabilities of its k likeliest tokens and that of all others together, at the temperature of the
-run. Then no teacher is in memory.
+"""A teacher's predictions for the training tokens, computed once before training by all ranks and cached: for each
+learnt token, the log-probabilities of the k likeliest tokens and of all others together, at the run's temperature.
+The teacher is not in memory during training.
 
-The others count as one bucket: what is learnt is
+The other tokens form one bucket. The loss is
 
     KL_k = sum over the k of p log(p / q) + p' log(p' / q')
 
-with p' and q' what teacher and student give all others. It is the divergence of both distributions once these are
-joined, and so a lower bound (Cover & Thomas, Elements of Information Theory, 2.7.1, the log sum inequality):
-KL - KL_k = p' KL(the teacher's others || the student's others), each scaled to 1. With k = vocabulary they are equal.
+where p' and q' are the probabilities that teacher and student give to the bucket. This is the divergence of the two
+distributions after merging these tokens, hence a lower bound (Cover & Thomas, Elements of Information Theory, 2.7.1,
+the log sum inequality): KL - KL_k = p' KL(the teacher's others || the student's others), each scaled to 1. With
+k = vocabulary they are equal.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from finetune.training.checkpoints.writing import every, leads, rank, ranks, tog
 from finetune.training.distilling import Say, Teacher
 from finetune.training.run_folder import write_whole
 
-PIECE_TOKENS = 2**16  # are kept at a time, so that a run that is killed goes on there
-OPEN_PIECES = 64  # of the 1024 files that a process may commonly have
-LEAST = -1e4  # for the logarithm of 0
+PIECE_TOKENS = 2**16  # tokens per cached file; a killed run continues after the last whole file
+OPEN_PIECES = 64  # a process may commonly open 1024 files
+LEAST = -1e4  # stands for the logarithm of 0
 Records: TypeAlias = npt.NDArray[Any]  # of `record_type`, one for each learnt token
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The `k` likeliest of the first `classes` tokens, at this `temperature`, of `rows`, which `collator` batches:
-    `piece_rows` of them to a file in `folder`, and `batch` of them to a forward pass."""
+    """A request for the `k` likeliest of the first `classes` tokens, at this `temperature`, for all `rows`, which
+    `collator` batches: `piece_rows` rows per file in `folder`, `batch` rows per forward pass."""
 
     rows: Any
     collator: Any
@@ -58,7 +59,8 @@ class Asked:
         return [range(at, min(at + self.piece_rows, count)) for at in range(0, count, self.piece_rows)]
 
     def file(self, piece: range, of: str) -> Path:
-        """Of its "records", or of their "counts" in each row; by its rows, for another --block_size cuts others."""
+        """The file of a piece's "records", or of their "counts" per row. Its name holds the row numbers, as another
+        --block_size makes other pieces."""
         return self.folder / f"{piece.start}-{piece.stop}.{of}.npy"
 
     def make_folder(self) -> None:
@@ -67,17 +69,17 @@ class Asked:
 
 
 class TopK:
-    """What is kept, mapped into memory: only what is read takes any. The map of a file has a descriptor, so a few are
-    open."""
+    """The cached predictions, memory-mapped: only what is read uses memory. Each map holds a file descriptor, so only
+    a few stay open."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked, self._files = asked, [asked.file(piece, "records") for piece in asked.pieces]
         self.ends = [np.cumsum(np.load(asked.file(piece, "counts"))) for piece in asked.pieces]
         self._records = lru_cache(OPEN_PIECES)(self._mapped)
-        self.bytes = sum(self._records(number).nbytes for number in range(len(self.ends)))  # each is seen to be there
+        self.bytes = sum(self._records(number).nbytes for number in range(len(self.ends)))  # opens every file once
 
     def of_row(self, row: int) -> Records:
-        """Those of its learnt tokens, in memory."""
+        """The records of a row's learnt tokens, copied into memory."""
         number, place = divmod(row, self.asked.piece_rows)
         ends = self.ends[number]
         return np.array(self._records(number)[int(ends[place - 1]) if place else 0 : int(ends[place])])
@@ -87,7 +89,7 @@ class TopK:
         return found
 
     def say(self, rows: Tensor, device: Any) -> Say:
-        """Of the learnt tokens of these rows (B,), in their order."""
+        """The divergence from the teacher on the learnt tokens of these rows (B,), in their order."""
         found = np.concatenate([self.of_row(row) for row in rows.tolist()])
         logs, rest = (torch.from_numpy(np.ascontiguousarray(found[name])).to(device) for name in ("logs", "rest"))
         tokens = torch.from_numpy(found["tokens"].astype(np.int64)).to(device)
@@ -98,8 +100,8 @@ class TopK:
 
 
 def divergence_of_top(student: Tensor, logs: Tensor, tokens: Tensor, rest: Tensor, temperature: float) -> Tensor:
-    """The sum over N rows of KL_k (above), in nats: of the student's logits (N, V), and the teacher's log-probabilities
-    `logs` (N, k) of its likeliest `tokens` (N, k) and of the `rest` (N,), at this temperature."""
+    """KL_k (see above) summed over N rows, in nats: from the student's logits (N, V) and the teacher's
+    log-probabilities at this temperature: `logs` (N, k) of its likeliest `tokens` (N, k), `rest` (N,) of the others."""
     own = torch.nn.functional.log_softmax(student.float() / temperature, -1)
     total = (logs.exp() * (logs - own.gather(1, tokens))).sum()
     if tokens.shape[1] < own.shape[1]:
@@ -109,7 +111,7 @@ def divergence_of_top(student: Tensor, logs: Tensor, tokens: Tensor, rest: Tenso
 
 
 def likeliest(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits (N, V) the greatest log-probabilities (N, k), whose tokens (N, k), and that of all others (N,)."""
+    """From logits (N, V): the greatest log-probabilities (N, k), their tokens (N, k), and that of all others (N,)."""
     own = torch.nn.functional.log_softmax(logits.float() / temperature, -1)
     logs, tokens = own.topk(k, dim=-1)
     return logs, tokens, own.scatter(1, tokens, -torch.inf).logsumexp(1).clamp(min=LEAST)
@@ -120,17 +122,17 @@ def record_type(k: int, classes: int) -> np.dtype[Any]:
 
 
 def asked_before(asked: Asked, opened: Callable[[], Teacher], device: Any, chunk: int) -> TopK:
-    """What the cache has, and what it lacks as the teacher says it, who is `opened` only then and let go afterwards.
-    `chunk` learnt tokens have logits at a time. All ranks must call it."""
+    """The cached predictions. Missing ones are computed by the teacher, which is `opened` only if needed and freed
+    afterwards. Logits are made for `chunk` learnt tokens at a time. All ranks must call it."""
     together(asked.make_folder)
     lacks = {piece.start for piece in asked.pieces if not asked.file(piece, "records").is_file()}
-    wanted = set().union(*every(lacks))  # hosts may have caches of their own
+    wanted = set().union(*every(lacks))  # each host may have its own cache
     if wanted:
         teacher = opened()
         for piece in asked.pieces:
             if piece.start in wanted:
                 _keep(asked, piece, _answered(asked, teacher, piece, device, chunk))
-        if hasattr(teacher.model, "destroy"):  # DeepSpeed's engine, which its weights' hooks hold on to
+        if hasattr(teacher.model, "destroy"):  # DeepSpeed's engine; hooks on its weights would keep it alive
             teacher.model.destroy()
         del teacher
         gc.collect()
@@ -140,7 +142,7 @@ def asked_before(asked: Asked, opened: Callable[[], Teacher], device: Any, chunk
 
 
 def _answered(asked: Asked, teacher: Teacher, piece: range, device: Any, chunk: int) -> list[Records]:
-    """The records of each row. Every rank asks as often, as ZeRO-3 needs, and of a share of the rows."""
+    """The records of each row. Each rank takes a share of the rows, in equally many forward passes, as ZeRO-3 needs."""
     share = -(-len(piece) // ranks())
     first = rank() * share
     found: list[Records] = []
@@ -154,11 +156,11 @@ def _answered(asked: Asked, teacher: Teacher, piece: range, device: Any, chunk: 
 
 
 def _of_batch(asked: Asked, teacher: Teacher, inputs: dict[str, Tensor], chunk: int) -> Iterator[Records]:
-    """The records of a batch's learnt tokens, some at a time."""
+    """The records of a batch's learnt tokens, in chunks."""
     kind, count = record_type(asked.k, asked.classes), int((inputs["shift_labels"] != IGNORED).sum())
     answers = teacher.answers(inputs)
     yield np.empty(0, kind)
-    with torch.no_grad(), teacher.head_weights():  # not around a forward pass, which puts them away again
+    with torch.no_grad(), teacher.head_weights():  # not around the forward pass, which would release them
         for begin in range(0, count, chunk):
             logits = answers(slice(begin, begin + chunk))[:, : asked.classes]
             some = np.empty(len(logits), kind)
@@ -168,17 +170,17 @@ def _of_batch(asked: Asked, teacher: Teacher, inputs: dict[str, Tensor], chunk: 
 
 
 def _keep(asked: Asked, piece: range, records: Sequence[Records]) -> None:
-    """Rank 0 writes, and where hosts share no folder, one rank of each."""
+    """Rank 0 writes; if hosts share no folder, so does one rank per host."""
     for writes in (leads(), asked.leads_its_node):
         together(partial(_write, asked, piece, records if writes else None))
 
 
 def _write(asked: Asked, piece: range, records: Sequence[Records] | None) -> None:
-    """Raises RunError for a full disk, RequestError where the cache cannot be written to."""
+    """Raises RunError if the disk is full, RequestError if the cache is not writable."""
     if records is None or asked.file(piece, "records").is_file():
         return
     counts = np.array([len(some) for some in records], dtype=np.int64)
-    arrays = {"counts": counts, "records": np.concatenate(records)}  # the last says that both are there
+    arrays = {"counts": counts, "records": np.concatenate(records)}  # written last, so it proves that both exist
     with kept_in(asked.folder):
         for of, array in arrays.items():
             write_whole(asked.file(piece, of), partial(np.save, arr=array))

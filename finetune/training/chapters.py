@@ -1,4 +1,4 @@
-"""The chapters that all recipes share: the trainer of an engine with the run's own callbacks, and the end of a run."""
+"""Steps that all recipes share: building the trainer of either engine with its callbacks, and finishing a run."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from finetune.training.trainer import FinetuneTrainer
 
 @dataclass(frozen=True)
 class Data:
-    """What a trainer reads: `train`, `validation` and `test` where they are, `lengths` of training samples in tokens,
-    to group by, and what is saved beside the weights. Recipes' own data have the same names, and more."""
+    """What a trainer reads: the splits `train`, `validation` and `test` where they exist, `lengths` of training samples
+    in tokens to group by, and the `processor` saved with the weights. Recipes' own data have these names and more."""
 
     splits: Mapping[str, Any]
     collator: Any
@@ -63,8 +63,8 @@ def trainer_of(
     kind: type[FinetuneTrainer] = FinetuneTrainer,
     teacher: Teacher | None = None,
 ) -> FinetuneTrainer:
-    """The Trainer over `data`, which has what `Data` has. Build the model after `start`, for ZeRO-3 shards it while it
-    is built."""
+    """The Trainer over `data`, which has the attributes of `Data`. Build the model after `start`, so that ZeRO-3 can
+    shard it while it is built."""
     identity = settle_identity(session, model.config, data) if session.training.do_train else None
     train, collator = data.splits.get("train"), data.collator
     if teacher is not None and teacher.kept is not None:
@@ -100,8 +100,8 @@ def pipeline_of(
     collator: Any = None,
     dynamic: bool = False,
 ) -> PipelineTrainer:
-    """DeepSpeed's pipeline engine over the same `data`, or with another `collator`; `weights` is the folder of a
-    trained model. `dynamic` batches differ in length."""
+    """DeepSpeed's pipeline engine over the same `data`, optionally with another `collator`; `weights` is the folder of
+    a trained model. Set `dynamic` if batches differ in length."""
     arguments, run_args, launch = session[PipelineArguments], session[RunArguments], session.launch
     collator = collator or data.collator
     interval, train = run_args.activation_checkpoint_interval or 0, data.splits["train"]
@@ -138,7 +138,7 @@ def _callbacks(session: Session, own: Sequence[TrainerCallback]) -> list[Trainer
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to; None for what it was not asked for. `evaluated` has no logits of a pipeline."""
+    """The results of a run; None for what was not requested. `evaluated` of a pipeline has no logits."""
 
     trained: TrainOutput | None
     evaluated: PredictionOutput | None
@@ -156,8 +156,8 @@ def finish(
 ) -> None:
     """Train, save the model where `from_pretrained` looks for it, evaluate, predict, report and push, as the flags ask.
 
-    `samples` are the numbers of each split, for the record. `settle` is told of the last evaluation, and may give other
-    figures. `report` writes predictions, pictures and the model card on rank 0, and returns lines to say.
+    `samples` are the numbers of rows of each split, for the record. `settle` receives the last evaluation and may
+    replace its metrics. `report` writes predictions, pictures and the model card on rank 0 and returns lines to print.
     """
     training, folder, speaks, samples = session.training, session.folder, session.launch.speaks, samples or {}
     with explained_disk_errors(folder, session.launch):

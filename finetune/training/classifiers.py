@@ -1,4 +1,4 @@
-"""What the recipes of text classifiers share: the model with its loss, as the flags ask."""
+"""What the text classification recipes share: building the model and its loss from the flags."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from finetune.training.start import Session
 
 
 def text_source(session: Session, max_seq_length: int | None) -> Source:
-    """Which model, before its weights. Raises RequestError for flags that do not go with it."""
+    """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
     source = find_source(session[ModelArguments], max_seq_length)
     check_adapter(session.run, source.adapter, session.shards_weights)
     return source
 
 
 def text_classifier(session: Session, source: Source, data: ClassificationData) -> tuple[Any, Any]:
-    """The model with its adapter, and the loss in place of its own, None for its own. Raises RequestError."""
+    """The model with its adapter, and the loss that replaces its own (None: keep its own). Raises RequestError."""
     training, labels = session.training, data.labels
     adapter = session[AdapterArguments]
     model = build_classifier(

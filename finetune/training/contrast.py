@@ -1,9 +1,9 @@
 """Contrastive losses over a whole global batch, and their gradients with respect to its embeddings.
 
-A row's loss depends on all rows of a step, so no micro-batch has a loss of its own. The embeddings of all come first,
-without a graph; the loss of these gives each its gradient; then one micro-batch after another is embedded again, with a
-graph, and its gradient goes back through it (GradCache: Gao et al., arXiv 2101.06983). So the memory of a micro-batch
-is enough for any global batch, and the gradient is that of the whole.
+A row's loss depends on all rows of a step, so a micro-batch has no loss by itself. First all rows are embedded without
+a graph, and the loss gives the gradient of each embedding. Then each micro-batch is embedded again with a graph, and
+its gradients are propagated back (GradCache: Gao et al., arXiv 2101.06983). Any global batch thus fits in the memory of
+one micro-batch, and the gradient is exact.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.nn import functional
 
 from finetune.data.embedding_rows import CLASSES, SCORED
 
-BLOCK = 1024  # rows whose similarities are in memory at a time
+BLOCK = 1024  # rows compared with all others at a time, to bound memory
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """What is learnt: `kind` is PAIRS, SCORED or CLASSES of finetune.data.embedding_rows; `dims` are how many of a
-    vector's first numbers are compared, by turns; empty: all of them."""
+    """The objective: `kind` is PAIRS, SCORED or CLASSES of finetune.data.embedding_rows; `dims` are the Matryoshka
+    dimensions, how many leading numbers of a vector are compared; empty: all of them."""
 
     kind: str
     temperature: float
@@ -30,8 +30,8 @@ class Contrast:
 
 
 def contrast(vectors: Tensor, keys: Tensor, judged: Tensor, of: Contrast) -> tuple[Tensor, Tensor]:
-    """Of a global batch's vectors (N, C, D) the loss of each row (N,), and the gradient (N, C, D) of their sum. `keys`
-    (N, C) are equal where texts are; `judged` (N,) are scores, or the ids of labels. All in fp32."""
+    """The loss of each row (N,) of a global batch's vectors (N, C, D), and the gradient (N, C, D) of the losses' sum.
+    `keys` (N, C) are equal where texts are; `judged` (N,) are scores or label ids. All in fp32."""
     vectors = vectors.detach().requires_grad_()
     gradient, losses = torch.zeros_like(vectors), []
     block = len(vectors) if of.kind == SCORED else BLOCK
@@ -45,7 +45,7 @@ def contrast(vectors: Tensor, keys: Tensor, judged: Tensor, of: Contrast) -> tup
 
 
 def row_losses(vectors: Tensor, keys: Tensor, judged: Tensor, of: Contrast, rows: slice) -> Tensor:
-    """Of some of the `rows`: the mean over the dimensions (Matryoshka: Kusupati et al., arXiv 2205.13147)."""
+    """Losses of these `rows`: the mean over the dimensions (Matryoshka: Kusupati et al., arXiv 2205.13147)."""
     found = []
     for dim in of.dims or (vectors.shape[-1],):
         near = functional.normalize(vectors[..., :dim], dim=-1)
@@ -60,8 +60,8 @@ def row_losses(vectors: Tensor, keys: Tensor, judged: Tensor, of: Contrast, rows
 
 def info_nce(near: Tensor, keys: Tensor, temperature: float, rows: slice) -> Tensor:
     """Cross entropy of each row's positive among the positives and negatives of all rows (van den Oord et al., arXiv
-    1807.03748, equation 4, with cosines). What is no negative is left out: the same text as the positive or the anchor,
-    and the positives of the same anchor."""
+    1807.03748, equation 4, with cosines). False negatives are masked: texts equal to the positive or the anchor, and
+    other positives of the same anchor."""
     count, texts = keys.shape
     documents = near[:, 1:].transpose(0, 1).reshape((texts - 1) * count, -1)  # all positives, then all negatives
     of_documents = keys[:, 1:].T.reshape(-1)
@@ -76,8 +76,8 @@ def info_nce(near: Tensor, keys: Tensor, temperature: float, rows: slice) -> Ten
 
 
 def _known(keys: Tensor, rows: slice) -> Tensor:
-    """Of `rows` and all documents, positives and then negatives, whether one is a positive of the row's anchor anywhere
-    in the batch: (rows, (C - 1) N)."""
+    """Whether each document (all positives, then all negatives) is a positive of the row's anchor anywhere in the
+    batch: (rows, (C - 1) N)."""
     texts, ids = keys.unique(return_inverse=True)
     pairs = (ids[:, 0] * len(texts) + ids[:, 1]).sort().values
     asked = ids[rows, :1] * len(texts) + ids[:, 1:].T.reshape(-1)
@@ -85,8 +85,8 @@ def _known(keys: Tensor, rows: slice) -> Tensor:
 
 
 def supervised(near: Tensor, labels: Tensor, temperature: float, rows: slice) -> Tensor:
-    """Khosla et al., arXiv 2004.11362, equation 2: the mean cross entropy of the other texts of a row's label among all
-    other texts; 0 for the only one of its label."""
+    """Khosla et al., arXiv 2004.11362, equation 2: the mean cross entropy of the other texts with a row's label among
+    all other texts; 0 if no other text has the label."""
     itself = torch.eye(len(near), dtype=torch.bool, device=near.device)[rows]
     same = (labels[rows, None] == labels) & ~itself
     scores = (near[rows] @ near.T / temperature).masked_fill(itself, -torch.inf)
@@ -95,9 +95,9 @@ def supervised(near: Tensor, labels: Tensor, temperature: float, rows: slice) ->
 
 
 def cosent(near: Tensor, scores: Tensor, temperature: float) -> Tensor:
-    """log(1 + the sum of exp((a - b) / temperature)) over all two rows of which the one with the cosine `a` has the
-    smaller score (Su, kexue.fm/archives/8847; sentence-transformers' CoSENTLoss). It is one number for all rows, and
-    each has it: (N,)."""
+    """log(1 + the sum of exp((a - b) / temperature)) over all pairs of rows in which the row with cosine `a` has the
+    smaller score (Su, kexue.fm/archives/8847; sentence-transformers' CoSENTLoss). One number, repeated for each row:
+    (N,)."""
     cosines = (near[:, 0] * near[:, 1]).sum(-1) / temperature
     wrong = (cosines[:, None] - cosines)[scores[:, None] < scores]
     return torch.cat([wrong.new_zeros(1), wrong]).logsumexp(0).expand(len(near))

@@ -1,5 +1,5 @@
-"""What decides the course of a run, and whether the flags of a resumed run are those of its checkpoint, before anything
-heavy is loaded. Rows, tokenizer and model follow in `same_run`, before the first step."""
+"""The identity of a run, and whether a resumed run has the flags of its checkpoint, checked before anything heavy is
+loaded. `same_run` checks rows, tokenizer and model before the first step."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from finetune.versions import versions
 
 @dataclass(frozen=True)
 class Course:
-    """Of this launch: the run's id, its flags, and where it goes on, what its checkpoint knows of it. `before` is None
-    also for a checkpoint without a record; `changed` are flags with the value before and after."""
+    """One launch of a run: the run's id, its flags, and if it resumes, what its checkpoint recorded. `before` is also
+    None for a checkpoint without a record; `changed` maps flags to their values before and after."""
 
     run: str
     flags: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Course:
     notes: tuple[str, ...] = ()
 
     def lineage(self, changed: Mapping[str, tuple[Any, Any]]) -> tuple[Stretch, ...]:
-        """Which steps ran under which flags, this launch's included."""
+        """Which steps ran with which flags, including this launch's."""
         if self.before is None:
             return (Stretch(self.run, self.step),)
         past = tuple(s for s in self.before.lineage if s.from_step < self.step)
@@ -51,8 +51,8 @@ class Course:
 
 
 def course_of(run: Run, training: TrainingArguments, checkpoint: str | None) -> Course:
-    """All ranks must call it, once they have settled on the checkpoint. Raises RequestError for flags that differ from
-    the checkpoint's and are not taken."""
+    """All ranks must call it, once they have agreed on the checkpoint. Raises RequestError for flags that differ from
+    the checkpoint's and may not change."""
     flags = {**compared_flags(run), "bf16": bool(training.bf16), "fp16": bool(training.fp16)}
     folder = Path(run.value("output_dir")).expanduser()
     if checkpoint is None:
@@ -63,13 +63,13 @@ def course_of(run: Run, training: TrainingArguments, checkpoint: str | None) -> 
     name = Path(checkpoint).name
     if before is None:
         line = (
-            f"resume: going on from {name}, step {step}. It has no {IDENTITY} (an older version saved it), so nobody "
-            "can say whether data and flags are those of before; the model's config is compared."
+            f"resume: going on from {name}, step {step}. It has no {IDENTITY} (an older version saved it), so data and "
+            "flags cannot be compared with its own; only the model's config is."
         )
         return Course(run_id, flags, checkpoint, step, notes=(line,))
     notes = [f"resume: going on from {name}, step {step} of run {before.run[:SHOWN]}{_newer(folder, name, in_folder)}"]
     if before.run != run_id:
-        notes.append(f"resume: {folder.name} is run {run_id[:SHOWN]}, which goes on from there with flags of its own")
+        notes.append(f"resume: {folder.name} is run {run_id[:SHOWN]}, which continues from there with its own flags")
     changed = changed_flags(before, flags)
     refuse_changed(run, name, changed)
     notes += _said(changed, step)
@@ -77,12 +77,12 @@ def course_of(run: Run, training: TrainingArguments, checkpoint: str | None) -> 
     others = [name for name in here if name != "finetune" and before.versions.get(name) not in (None, here[name])]
     if others:
         listed = ", ".join(f"{name} {before.versions[name]} -> {here[name]}" for name in others)
-        notes.append(f"resume: other versions: {listed}: figures may differ in their last digits")
+        notes.append(f"resume: other versions: {listed}; metrics may differ in their last digits")
     return Course(run_id, flags, checkpoint, step, before, changed, tuple(notes))
 
 
 def tokenizer_of(checkpoint: str | None, run: Run) -> Any | None:
-    """Of a checkpoint of a model from scratch, the tokenizer that its embeddings belong to; None elsewhere."""
+    """The tokenizer that belongs to the embeddings in a checkpoint of a model from scratch; otherwise None."""
     if checkpoint is None or run.value("model_name_or_path") or run.value("tokenizer_name"):
         return None
     if not (Path(checkpoint) / "tokenizer.json").is_file():
@@ -97,11 +97,11 @@ def _look(folder: Path, checkpoint: str) -> tuple[str | None, Identity | None, i
 
 
 def _newer(folder: Path, name: str, in_folder: bool) -> str:
-    """The end of a line, with the checkpoints of the run that are newer than this one; "" where none is."""
+    """The end of a line that names the run's checkpoints newer than this one; "" if there are none."""
     found = {int(m[1]): path.name for path in folder.glob("checkpoint-*") if (m := CHECKPOINT.fullmatch(path.name))}
     step = next((step for step, there in found.items() if there == name), None) if in_folder else None
     newer = [found[other] for other in sorted(found) if step is not None and other > step]
-    return f"; newer, and not taken: {', '.join(newer)}" if newer else ""
+    return f"; newer checkpoints, not used: {', '.join(newer)}" if newer else ""
 
 
 def _said(changed: Mapping[str, tuple[Any, Any]], step: int) -> list[str]:

@@ -1,10 +1,10 @@
-"""Learning from a teacher, a frozen model: its probabilities count beside the data's own labels.
+"""Distillation from a frozen teacher: its probabilities are learnt along with the data's own labels.
 
     loss = (1 - alpha) x hard loss + alpha x T^2 x KL(teacher || student), both at temperature T
 
-(Hinton et al., arXiv 1503.02531, section 2: T^2 keeps the gradients' size whatever T is). Both parts are sums over
-rows, or learnt tokens, by their number in the global batch, as the hard loss is by itself. Where the loss of a causal
-language model is computed in chunks, so is this: logits of both models a chunk at a time, and its gradients with them.
+(Hinton et al., arXiv 1503.02531, section 2: T^2 keeps the size of the gradients independent of T). Both parts are sums
+over rows, or learnt tokens, divided by their number in the global batch, like the hard loss alone. If the loss of a
+causal language model is computed in chunks, so is this one: logits of both models and gradients, a chunk at a time.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from finetune.data.numbered import NUMBER
 from finetune.data.packing import IGNORED
 from finetune.models.chunked_loss import LossHead
 
-READ = ("input_ids", "attention_mask", "position_ids", "token_type_ids")  # of a batch, what a teacher may be given
-TAUGHT = "taught"  # among a classifier's outputs: the teacher's logits
-# Of the student's logits (N, V) of some of the learnt tokens, and which these are, the sum of divergences.
+READ = ("input_ids", "attention_mask", "position_ids", "token_type_ids")  # inputs that a teacher may receive
+TAUGHT = "taught"  # the key of the teacher's logits among a classifier's outputs
+# Takes the student's logits (N, V) of a slice of the learnt tokens, and the slice; returns the sum of divergences.
 Say = Callable[[Tensor, slice], Tensor]
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """The sum over rows of KL(teacher || student), in nats, of logits (N, classes) in fp32. Vocabularies that end in
-    rows of padding may differ in length: what both have is compared."""
+    """KL(teacher || student) summed over rows, in nats, from logits (N, classes), computed in fp32. Vocabularies may be
+    padded to different lengths: only the classes that both have are compared."""
     both = min(student.shape[-1], teacher.shape[-1])
     own, other = (nn.functional.log_softmax(x[:, :both].float() / temperature, -1) for x in (student, teacher))
     return nn.functional.kl_div(own, other, reduction="sum", log_target=True)
 
 
 class HiddenHead(nn.Linear):
-    """A teacher's head, which gives the hidden states as they are: its logits are made a chunk at a time, later."""
+    """Replaces a teacher's head and returns the hidden states unchanged: logits are made later, a chunk at a time."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
 class Kept(Protocol):
-    """What a teacher has said before training (finetune.training.cached_teacher)."""
+    """A teacher's predictions from before training (finetune.training.cached_teacher)."""
 
     def say(self, rows: Tensor, device: Any) -> Say:
-        """Of the learnt tokens of these rows (B,), in their order."""
+        """The divergence from the teacher on the learnt tokens of these rows (B,), in their order."""
 
 
 @dataclass
 class Teacher:
-    """`model` is frozen and placed, or None where what it said is `kept`; `reads` are names of what it is given,
-    `classes` where it has the student's classes among its own. `head` is the student's and `hidden` the teacher's,
-    where the loss is computed in chunks."""
+    """`model` is frozen and on its device, or None if its predictions are `kept`; `reads` names its inputs; `classes`
+    are the positions of the student's classes among its own. `head` (the student's) and `hidden` (the teacher's) are
+    set if the loss is computed in chunks."""
 
     model: Any
     alpha: float
@@ -68,11 +68,11 @@ class Teacher:
     sums: Tensor | None = None  # since the last log: hard loss, divergence, items
 
     def beside(self, student: Any) -> Callable[..., Any]:
-        """To be called in place of the student: gives its outputs, in training with the teacher's say."""
+        """A stand-in for the student: returns its outputs, in training mixed with the teacher's."""
         return partial(self._ask, student)
 
     def mixed(self, hard_loss: Any) -> Any:
-        """A `compute_loss_func` of classifiers: `hard_loss` with the teacher's say, where there is one."""
+        """A `compute_loss_func` for classifiers: `hard_loss`, mixed with the divergence where the teacher was asked."""
 
         def compute(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
             hard: Tensor = hard_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
@@ -89,21 +89,22 @@ class Teacher:
         return (1 - self.alpha) * hard + self.alpha * self.temperature**2 * soft
 
     def window(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Means of a row, or learnt token, since the last log; every rank must call it."""
+        """Means per row, or per learnt token, since the last log; every rank must call it."""
         if self.sums is None:
             return {}
         (hard, soft, items), self.sums = sum_over_ranks(self.sums).tolist(), None
         return {"hard_loss": hard / max(items, 1), "kl": soft / max(items, 1)}
 
     def answers(self, given: dict[str, Any]) -> Callable[[slice], Tensor]:
-        """Its logits (n, V) of some of a batch's learnt tokens, with its `head_weights` gathered."""
+        """A function that returns logits (n, V) of a slice of the batch's learnt tokens; call it inside
+        `head_weights`."""
         answer = self._answer(given)[given["shift_labels"] != IGNORED]
         if (head := self.hidden) is None:
             return lambda some: answer[some]
         return lambda some: nn.functional.linear(answer[some], head.weight, head.bias)
 
     def head_weights(self) -> contextlib.AbstractContextManager[Any]:
-        """Whole on each rank, those that ZeRO-3 has sharded and no forward pass gathers."""
+        """In this block the teacher's head weights are whole on each rank; no forward pass gathers them in ZeRO-3."""
         own = [] if self.hidden is None else [self.hidden.weight, self.hidden.bias]
         return _gathered([weight for weight in own if weight is not None])
 
@@ -154,7 +155,7 @@ class Teacher:
     def _lesson(
         self, say: Say, rows: Tensor, weight: Tensor, bias: Any, targets: Tensor, items: Any, chunk: int
     ) -> Tensor:
-        """What a `LossHead` gives in place of its own loss, of `rows` (B x T, hidden size)."""
+        """The loss that a `LossHead` returns in place of its own, for `rows` (B x T, hidden size)."""
         learnt = (targets != IGNORED).nonzero()[:, 0]
         total, hard, soft = _InChunks.apply(rows[learnt], weight, bias, targets[learnt], say, self.mix, chunk)
         self._count(hard, soft, len(learnt))
@@ -162,14 +163,14 @@ class Teacher:
         return total / (items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1))
 
     def _count(self, hard: Tensor, soft: Tensor, items: Any) -> None:
-        """Sums of this micro-batch, which are read at the next log: the device is not waited for."""
+        """Add this micro-batch's sums on the device; they are read at the next log, so nothing is synchronized here."""
         parts = [torch.as_tensor(part, device=soft.device).detach().double() for part in (hard, soft, items)]
         self.sums = torch.stack(parts) + (0 if self.sums is None else self.sums)
 
 
 class _InChunks(torch.autograd.Function):
-    """The mixed loss, the hard one and the divergence as sums over `rows`. Gradients are taken with each chunk, so that
-    neither its logits nor the teacher's weights are needed on the way back, when ZeRO-3 has put these away."""
+    """The mixed loss, the hard loss and the divergence as sums over `rows`. Each chunk's gradients are computed in the
+    forward pass, so the backward pass needs neither logits nor the teacher's weights, which ZeRO-3 has released."""
 
     @staticmethod
     def forward(
@@ -219,7 +220,7 @@ class _InChunks(torch.autograd.Function):
 
 
 def _gathered(weights: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Whole on each rank, those that ZeRO-3 has sharded."""
+    """In this block, weights that ZeRO-3 has sharded are whole on each rank."""
     if not any(hasattr(weight, "ds_id") for weight in weights):
         return contextlib.nullcontext()
     import deepspeed

@@ -1,5 +1,5 @@
-"""Training on texts that are near or far: the trainer, whose loss is over a step's texts of all ranks and micro-batches
-(finetune.training.contrast), and which says of itself what sentence-transformers has to know."""
+"""Contrastive training of embeddings: a trainer whose loss compares a step's texts over all ranks and micro-batches
+(finetune.training.contrast), and which saves what sentence-transformers needs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from finetune.training.retrieval import embedding_metrics
 from finetune.training.start import Session
 from finetune.training.trainer import FinetuneTrainer
 
-PLACE = "place"  # of a micro-batch in its step
+PLACE = "place"  # the index of a micro-batch in its step
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of a micro-batch of B rows the losses (B,) and the gradient (B, C, D) of the sum of all losses of its step;
-    `random` is what dropout has drawn from, None where the vectors need not be made again."""
+    """For a micro-batch of B rows: the losses (B,), and the gradient (B, C, D) of the sum of all losses of its step.
+    `random` are the random states that dropout used, None if the vectors need not be computed again."""
 
     losses: Tensor
     gradient: Tensor
@@ -40,16 +40,16 @@ class Part:
 
 
 class EmbeddingTrainer(FinetuneTrainer):
-    """Call `compare_by` before it trains or evaluates."""
+    """Call `compare_by` before training or evaluating."""
 
     source: EncoderSource
     contrast: Contrast
-    samples: list[dict[str, Any]]  # the micro-batches of the step at hand
-    parts: list[Part]  # of these, once they are known
+    samples: list[dict[str, Any]]  # the micro-batches of the current step
+    parts: list[Part]  # one for each of them, once computed
     train_dataset: Any
 
     def compare_by(self, session: Session, source: EncoderSource, of: Contrast) -> None:
-        """How texts become vectors, and what is learnt of these. Raises RequestError for flags that do not go with the
+        """Set how texts become vectors and how these are compared. Raises RequestError for flags that do not fit the
         data or the model."""
         self.source, self.contrast, self.label_names = source, of, ["labels"]
         self.compute_metrics = embedding_metrics(of, self.global_batch_size)
@@ -69,7 +69,7 @@ class EmbeddingTrainer(FinetuneTrainer):
         self.add_callback(_Mines(self))
 
     def vectors(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Of B rows of C texts, in fp32, (B, C, D). First texts are padded to the longest of them, and so on."""
+        """Vectors (B, C, D) in fp32 of B rows of C texts. The i-th texts of all rows are padded to the same length."""
         count, sides = len(inputs[KEYS]), []
         for i, width in enumerate(inputs[WIDTHS]):
             ids, mask = (inputs[name][i * count : (i + 1) * count, :width] for name in ("input_ids", "attention_mask"))
@@ -78,7 +78,7 @@ class EmbeddingTrainer(FinetuneTrainer):
         return torch.stack(sides, dim=1)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As the Trainer's. The loss looks at all micro-batches of a step, and asks which of them is at hand."""
+        """Like the Trainer's. Numbers the micro-batches: the loss needs all of a step, and the current one's place."""
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         for place, sample in enumerate(samples):
             sample[PLACE] = place
@@ -86,8 +86,8 @@ class EmbeddingTrainer(FinetuneTrainer):
         return samples, items
 
     def _look_ahead(self, model: Any) -> list[Part]:
-        """Of a step of several micro-batches: their vectors are made without a graph. Not before the first of them is
-        at hand, for only then the Trainer draws as a resumed run's checkpoint does (transformers 5.23, _run_epoch)."""
+        """Compute the vectors of all micro-batches of a step without a graph. Call it only once the first of them is
+        processed: the Trainer restores a resumed run's random states just before (transformers 5.23, _run_epoch)."""
         made, drawn = [], []
         for sample in self.samples:
             inputs = self._prepare_inputs(sample)
@@ -98,7 +98,8 @@ class EmbeddingTrainer(FinetuneTrainer):
         return [replace(part, random=states) for part, states in zip(found, drawn, strict=True)]
 
     def _contrasted(self, made: list[Tensor], samples: list[dict[str, Any]]) -> list[Part]:
-        """What each micro-batch of this rank learns from all of all ranks, which must all call it."""
+        """Losses and gradients of each micro-batch of this rank, compared with all of all ranks. All ranks must call
+        it."""
         device, sizes = self.args.device, [len(some) for some in made]
         told = [torch.cat([sample[name].to(device) for sample in samples]) for name in (KEYS, JUDGED)]
         vectors, keys, judged = (self.accelerator.gather(one) for one in (torch.cat(made), *told))
@@ -111,8 +112,8 @@ class EmbeddingTrainer(FinetuneTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """In training by the gradient that the rows' vectors have; an evaluation's loss is over all of its rows, and
-        the metrics make it."""
+        """In training, backpropagates the known gradient of the rows' vectors. An evaluation's loss is over all of its
+        rows, so the metrics compute it."""
         if PLACE not in inputs:
             vectors = self.vectors(model, inputs)
             outputs = {"logits": vectors.flatten(1), KEYS: inputs[KEYS], JUDGED: inputs[JUDGED]}
@@ -127,32 +128,32 @@ class EmbeddingTrainer(FinetuneTrainer):
             if part is None:
                 self.parts = [part] = self._contrasted([vectors.detach()], [given])
             share = (vectors * part.gradient).sum()
-            # Each row's loss by value, and as its gradient what this micro-batch has of the gradient of all losses.
+            # The value is each row's loss; the gradient is this micro-batch's share of the gradient of all losses.
             return {"logits": (part.losses + (share - share.detach()) / len(vectors)).unsqueeze(1)}
 
         return super().compute_loss(compared, inputs, return_outputs, num_items_in_batch)
 
     def write_beside(self, folder: Path) -> None:
-        """What sentence-transformers asks for."""
+        """Write the files that sentence-transformers needs."""
         size, source = self.model.config.hidden_size, self.source
         longest, usual = source.model.max_seq_length, source.default_prompt
         write_sentence_model(folder, source.pooling, size, longest, source.prompts, usual)
 
     def mine(self) -> None:
-        """Negatives of all training rows, once, by the model as it is before its first step. All ranks must call it."""
+        """Mine negatives for all training rows once, with the model before its first step. All ranks must call it."""
         rows = self.train_dataset
         assert isinstance(rows, WithNegatives)
         rows.found = mine(self, rows, self.embedded)
 
     def embedded(self, texts: list[list[int]]) -> Tensor:
-        """Vectors of texts by their token ids, (texts, D), without a gradient. All ranks must call it, with the same
+        """Vectors (texts, D), without a gradient, of texts given as token ids. All ranks must call it with the same
         texts."""
         size, world, rank, parts = self.args.eval_batch_size, self.args.world_size, self.args.process_index, []
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         for begin in range(0, len(texts), size * world):
             self.progress()
             some = order[begin : begin + size * world]
-            own = [some[min(rank * size + i, len(some) - 1)] for i in range(size)]  # the last again, to fill up
+            own = [some[min(rank * size + i, len(some) - 1)] for i in range(size)]  # pads with the last text
             rows = [{IDS: [texts[i]], KEYS: [0]} for i in own]
             inputs = self._prepare_inputs(self.data_collator(rows))
             with torch.no_grad(), self.compute_loss_context_manager():
@@ -163,7 +164,7 @@ class EmbeddingTrainer(FinetuneTrainer):
 
 
 class _Mines(TrainerCallback):
-    """Once the engine stands, and before the first step."""
+    """Mines negatives once the engine is built, before the first step."""
 
     def __init__(self, trainer: EmbeddingTrainer) -> None:
         self.trainer = trainer
@@ -173,13 +174,13 @@ class _Mines(TrainerCallback):
 
 
 def random_states(device: torch.device) -> list[Tensor]:
-    """What the next numbers are drawn from, on the CPU and the device."""
+    """The random states of the CPU and the device."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 @contextlib.contextmanager
 def replayed(states: list[Tensor] | None, device: torch.device) -> Iterator[None]:
-    """With numbers drawn from these states; what is drawn afterwards does not depend on it."""
+    """In this block random numbers come from these states; the states outside it do not change."""
     if states is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What recipes/embedding.py trains: a model without a head, and how its vectors are compared; and what it reports."""
+"""For recipes/embedding.py: a model without a head, how its vectors are compared, and the report of a run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ queries, documents = model.encode_query(["One text."]), model.encode_document(["
 print(model.similarity(queries, documents))"""
 CURVES = {PAIRS: "eval_recall_at_10", SCORED: "eval_spearman"}
 LEARNT = {
-    PAIRS: "Learnt by the cross entropy of each anchor's text among those of the global batch",
-    SCORED: "Learnt by the order of the scores in the global batch (CoSENT)",
+    PAIRS: "Trained with the cross entropy of each anchor's positive among the texts of the global batch",
+    SCORED: "Trained on the order of the scores in the global batch (CoSENT)",
 }
-OF_LABELS = "Learnt by which texts of the global batch have the same label"
+OF_LABELS = "Trained on which texts of the global batch have the same label"
 
 
 def embedding_source(session: Session) -> EncoderSource:
-    """Which model, before its weights. Raises RequestError for flags that do not go with it."""
+    """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
     asked, training, run = session[EmbeddingDataArguments], session.training, session.run
     prompts = {"query": asked.query_prompt, "document": asked.document_prompt}
     source = find_encoder_source(
@@ -47,13 +47,13 @@ def embedding_source(session: Session) -> EncoderSource:
 
 
 def contrast_of(session: Session, kind: str) -> Contrast:
-    """What the flags say of the loss."""
+    """The loss that the flags ask for."""
     asked = session[EmbeddingArguments]
     return Contrast(kind, asked.temperature, tuple(sorted(set(asked.matryoshka_dims or ()), reverse=True)))
 
 
 def embedding_model(session: Session, source: EncoderSource, data: EmbeddingData) -> Any:
-    """The model with its adapter. Raises RequestError for --matryoshka_dims that it has not."""
+    """The model with its adapter. Raises RequestError for --matryoshka_dims larger than its vectors."""
     kept = kept_as(session.run, source.model.adapter, session.training.bf16)
     model = build_encoder(session[ModelArguments], source.model, data.tokenizer, kept)
     size, dims = model.config.hidden_size, session[EmbeddingArguments].matryoshka_dims or ()
@@ -61,12 +61,12 @@ def embedding_model(session: Session, source: EncoderSource, data: EmbeddingData
         raise RequestError(
             f"--matryoshka_dims {wrong[0]}: the model's vectors have {size} numbers. Give {size} or less."
         )
-    model.accepts_loss_kwargs = False  # the trainer divides by itself
+    model.accepts_loss_kwargs = False  # the trainer's loss does its own division
     return with_adapter(model, session[AdapterArguments], source.model.adapter, session.run.task.adapter)
 
 
 def write_embedding_report(session: Session, data: EmbeddingData, source: EncoderSource) -> list[str]:
-    """`training_curve.png` and README.md; and the merged model where --merge_adapter asks for it."""
+    """Write `training_curve.png`, README.md and, with --merge_adapter, the merged model."""
     account, kind = data.account, data.labels.task
     card = Card(
         task="sentence embeddings",

@@ -1,4 +1,4 @@
-"""Token classification: what an evaluation keeps of each token, entities from tags, and what a run leaves to read."""
+"""Token classification: what an evaluation keeps of each token, entities from tags, and the report of a run."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ CALL = """print(find("Some text.", aggregation_strategy="simple"))  # "first" ke
 
 
 def kept_of_tokens(logits: Any, labels: torch.Tensor | None) -> torch.Tensor:
-    """The Trainer's `preprocess_logits_for_metrics`: of logits (B, T, tags) three figures a token (B, T, 3), however
-    many tags there are: the likeliest tag, its probability, and the cross entropy of the label; 0 where none is known,
-    as of a test file without tags."""
+    """The Trainer's `preprocess_logits_for_metrics`: reduces logits (B, T, tags) to three numbers per token (B, T, 3),
+    however many tags there are: the likeliest tag, its probability, and the cross entropy of the label (0 without
+    labels, as in a test file without tags)."""
     logits = (logits[0] if isinstance(logits, tuple) else logits).float()
     chances = logits.log_softmax(-1)
     best = chances.max(-1)
@@ -54,8 +54,8 @@ def kept_of_tokens(logits: Any, labels: torch.Tensor | None) -> torch.Tensor:
 
 
 def entity_counts(inputs: dict[str, Any], kinds: Sequence[str]) -> npt.NDArray[np.int64]:
-    """How often an entity of one type is taken for another (types + 1, types + 1): rows are true, columns predicted,
-    and the last of both is that there is no entity of just these words. `inputs` are those of an entity metric."""
+    """Confusion matrix of entity types (types + 1, types + 1): rows are true, columns predicted, and the last of each
+    means "no entity with exactly these words". `inputs` are those of an entity metric."""
     place = {kind: i for i, kind in enumerate(kinds)}
     counts: npt.NDArray[np.int64] = np.zeros((len(kinds) + 1, len(kinds) + 1), dtype=np.int64)
     for guess, truth in zip(inputs["predictions"], inputs["references"], strict=True):
@@ -66,15 +66,15 @@ def entity_counts(inputs: dict[str, Any], kinds: Sequence[str]) -> npt.NDArray[n
 
 
 def entity_table(counts: npt.NDArray[np.int64], kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """For each type precision, recall, F1 and how many entities there are, from `entity_counts`."""
+    """Precision, recall, F1 and number of entities for each type, from `entity_counts`."""
     right, support, guessed = np.diag(counts)[:-1], counts.sum(axis=1)[:-1], counts.sum(axis=0)[:-1]
     shares = [2 * right / np.maximum(of, 1) for of in (2 * guessed, 2 * support, guessed + support)]
     return named_figures(kinds, *shares, support)
 
 
 def entities(tags: Sequence[str], scores: Sequence[float], words: Sequence[str]) -> list[dict[str, Any]]:
-    """What tags say: type, words from `start` to before `end`, its characters in the words joined by blanks, and the
-    mean probability of its tags."""
+    """The entities that the tags make: type, words from `start` up to `end` (exclusive), characters in the words joined
+    by spaces, and the mean probability of the tags."""
     begins = np.cumsum([0, *(len(word) + 1 for word in words)])
     return [
         {
@@ -91,8 +91,8 @@ def entities(tags: Sequence[str], scores: Sequence[float], words: Sequence[str])
 
 
 def write_spans(path: Path, test: Any, labels: Labels, predicted: Any) -> None:
-    """A line of JSON for each sentence of the `test` split, in input order: its number in the file, words, tags and the
-    entities that they make; the true tags where they are known. Words that were cut off are tagged O."""
+    """Write one line of JSON per sentence of the `test` split, in input order: its number in the file, words, tags,
+    entities, and the true tags where known. Words that were truncated are tagged O."""
     ids, scores = predicted.predictions[..., 0].astype(np.int64), predicted.predictions[..., 1]
     lines = []
     for i, (row, words, first) in enumerate(zip(test[ROW][:], test[WORDS][:], test["first"][:], strict=True)):
@@ -111,7 +111,7 @@ def write_spans(path: Path, test: Any, labels: Labels, predicted: Any) -> None:
 def write_entity_report(
     session: Session, data: Any, source: Any, metrics: TaskMetrics, evaluated: Any | None, predicted: Any | None
 ) -> list[str]:
-    """`predictions.jsonl`, the pictures and tables of entities by type, and README.md."""
+    """Write `predictions.jsonl`, pictures and tables of entities by type, and README.md."""
     folder, account = session.folder, data.account
     if predicted is not None:
         write_spans(folder / "predictions.jsonl", data.splits["test"], data.labels, predicted)
@@ -120,7 +120,7 @@ def write_entity_report(
         kinds = tuple(name[2:] for name in data.labels.names if name.startswith("B-"))
         inputs, _ = metrics.inputs(evaluated)
         counts = entity_counts(inputs, kinds)
-        said = "Entities of the validation split, each right where words and type are:"
+        said = "Entities of the validation split; one is correct if its words and its type are:"
         tables = [write_per_label(folder, entity_table(counts, kinds), "per_type", said, pictures)]
         pictures += write_confusion(folder, counts, Labels(TOKENS, (*kinds, NO_ENTITY)))
     card = Card(

@@ -1,4 +1,4 @@
-"""How an evaluation goes, and the one that a run ends with: the training's last, where no weight has changed since."""
+"""Evaluation, and the final one of a run, which reuses the last one of training if no weight has changed since."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from finetune.training.resuming import kept_random_states
 if TYPE_CHECKING:
     from transformers import Trainer as AnyTrainer
 else:
-    AnyTrainer = object  # the Trainer's class is named beside the mixin
+    AnyTrainer = object  # classes list the Trainer's class after the mixin
 
 
 class EvaluatesOnce:
-    """For the trainer of either engine, whose `evaluate` calls `keep_evaluation`."""
+    """Mixin for the trainers of both engines; their `evaluate` calls `keep_evaluation`."""
 
     args: Any
     state: Any
@@ -25,16 +25,16 @@ class EvaluatesOnce:
     evaluated: PredictionOutput | None = None
 
     def keep_evaluation(self, output: PredictionOutput) -> None:
-        """For the end, if this is it; else its logits would fill the memory meanwhile."""
+        """Keep this evaluation if training ends here; otherwise drop it, to free its logits."""
         is_end = self.state.global_step >= self.state.max_steps or self.control.should_training_stop
         self.evaluated = output if is_end else None
 
     def evaluated_at_end(self) -> PredictionOutput:
-        """Figures over the whole evaluation set by the final weights, which have been logged. All ranks must call it.
-        A pipeline's engine gives no predictions."""
+        """The evaluation of the final weights over the whole evaluation set; its metrics have been logged. All ranks
+        must call it. A pipeline's has no predictions."""
         args, trainer = self.args, cast(Any, self)
         took_best = args.load_best_model_at_end and self.state.best_global_step != self.state.global_step
-        is_cast = args.bf16_full_eval or args.fp16_full_eval  # once the training is over (Trainer.evaluation_loop)
+        is_cast = args.bf16_full_eval or args.fp16_full_eval  # only after training (Trainer.evaluation_loop)
         if self.evaluated is None or took_best or is_cast:
             trainer.evaluate()
         assert self.evaluated is not None
@@ -42,12 +42,12 @@ class EvaluatesOnce:
 
 
 class EvaluatingMixin(EvaluatesOnce, AnyTrainer):
-    """A part of FinetuneMixin, whose `__init__` makes what is used here."""
+    """A part of FinetuneMixin, whose `__init__` sets the attributes used here."""
 
-    looped: Any = None  # what an evaluation gave, until its figures are known
+    looped: Any = None  # the output of an evaluation loop, until `evaluate` returns
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; what is learnt after it does not depend on it."""
+        """Like the Trainer's, but it leaves the random states of training unchanged."""
         with kept_random_states():
             self.looped = super().evaluation_loop(dataloader, *args, **kwargs)
             more = self.more_figures(dataloader.dataset, prefix := kwargs.get("metric_key_prefix", "eval"))
@@ -55,12 +55,12 @@ class EvaluatingMixin(EvaluatesOnce, AnyTrainer):
         return self.looped
 
     def more_figures(self, dataset: Any, prefix: str) -> dict[str, float]:
-        """For a task that judges more than what the loop gives, such as texts that the model writes of the data set.
-        All ranks call it, once the loop has its figures, which begin with `prefix`."""
+        """Override it for metrics that need more than the loop's output, such as generated texts. All ranks call it
+        after the loop, whose metrics begin with `prefix`."""
         return {}
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As the Trainer's."""
+        """Like the Trainer's."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         if self.looped is not None and not args and kwargs.keys() <= {"ignore_keys"}:
             self.keep_evaluation(PredictionOutput(self.looped.predictions, self.looped.label_ids, metrics))
@@ -68,8 +68,8 @@ class EvaluatingMixin(EvaluatesOnce, AnyTrainer):
         return metrics
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        """As the Trainer's; where the figures of each row are asked for, these alone: labels of all tokens of a large
-        evaluation set would be kept on the device to its end."""
+        """Like the Trainer's. If the metrics need only numbers per row, return only these: otherwise the labels of all
+        tokens of a large evaluation set would stay on the device until it ends."""
         self.progress()
         self.data_files.look()
         loss, logits, labels = super().prediction_step(*args, **kwargs)
@@ -78,8 +78,8 @@ class EvaluatingMixin(EvaluatesOnce, AnyTrainer):
         return loss, logits, labels
 
     def predict_in_input_order(self, dataset: Any, metric_key_prefix: str = "predict") -> PredictionOutput:
-        """As `predict`, with rows out in the order in which they came in; where the data set has a column `length`,
-        with batches of like length inside."""
+        """Like `predict`, with results in the order of the rows. If the data set has a column `length`, batches hold
+        rows of similar length."""
         if "length" not in getattr(dataset, "column_names", ()):
             return self.predict(dataset, metric_key_prefix=metric_key_prefix)
         order = np.argsort(-np.asarray(dataset["length"]), kind="stable")

@@ -1,9 +1,9 @@
-"""Whether more of a figure is better, by its name: of those for which no metric's class says it."""
+"""Whether greater is better for a metric, judged by its name where the metric's class does not say."""
 
 from __future__ import annotations
 
-LESS_IS_BETTER = ("loss", "error")  # at the end of a figure's name
-# The same of figures that no metric of --metrics makes: of language models and preferences.
+LESS_IS_BETTER = ("loss", "error")  # endings of a metric's name
+# Endings for metrics that do not come from --metrics: those of language models and preferences.
 MORE_OF_OURS = ("accuracy", "reward_margin", "reward_chosen", "logp_chosen")
 LESS_OF_OURS = (
     *LESS_IS_BETTER,
@@ -17,5 +17,5 @@ LESS_OF_OURS = (
 
 
 def more_is_better(figure: str) -> bool | None:
-    """Of a language model's or a preference's figure; None where neither is better."""
+    """For metrics of language models and preferences; None if neither is better."""
     return True if figure.endswith(MORE_OF_OURS) else False if figure.endswith(LESS_OF_OURS) else None

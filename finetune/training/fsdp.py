@@ -1,4 +1,4 @@
-"""What FSDP shards together."""
+"""Which modules FSDP shards as a unit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from finetune.run.launch import accelerate_uses_fsdp
 
 
 def settle_fsdp(trainer: Any) -> None:
-    """Name the modules whose weights FSDP gathers together, where the user names none: the layers of the model.
+    """Choose the modules whose weights FSDP gathers together, unless the user did: the layers of the model.
 
-    accelerate 1.15 shards what a model names in `_no_split_modules`, and then the input embeddings by themselves
-    (utils/fsdp_utils.py, fsdp2_prepare_model). BERT, RoBERTa, ViT and some forty others also name the module around
-    these, which would then be sharded twice; torch 2.13 refuses that with "value was None when it should not be".
-    DistilBERT names nothing, and the weights of all its layers would be gathered at once. It can go when accelerate
-    passes by embeddings that are sharded already. Raises RequestError for a model that it cannot shard.
+    accelerate 1.15 shards the modules in a model's `_no_split_modules`, and then the input embeddings separately
+    (utils/fsdp_utils.py, fsdp2_prepare_model). BERT, RoBERTa, ViT and some forty others also list the module that holds
+    the embeddings, which would then be sharded twice; torch 2.13 fails with "value was None when it should not be".
+    DistilBERT lists nothing, so the weights of all its layers would be gathered at once. Remove this once accelerate
+    skips embeddings that are already sharded. Raises RequestError for a model that FSDP cannot shard.
     """
     wants_fsdp = trainer.args.fsdp or accelerate_uses_fsdp()
     assert trainer.is_fsdp_enabled or not wants_fsdp, "FSDP was asked for, and Accelerate would run DDP"
@@ -37,6 +37,6 @@ def settle_fsdp(trainer: Any) -> None:
 
 
 def _layers(model: nn.Module) -> list[str]:
-    """The class of what stands in the longest list of modules."""
+    """The classes of the modules in the model's longest ModuleList."""
     lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) > 1]
     return sorted({type(layer).__name__ for layer in max(lists, key=len)}) if lists else []

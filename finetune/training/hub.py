@@ -1,4 +1,4 @@
-"""Pushing to the Hugging Face hub: what must be right before anything is trained, and how it fails without a loss."""
+"""Pushing to the Hugging Face hub: checks before training, and errors that lose no work."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from finetune.run.run import Run
 
 
 def check_hub(run: Run) -> None:
-    """Before a run that is to be pushed: is somebody logged in who may write? Only rank 0 asks.
+    """Before a run that will be pushed, check for a login with write access. Only rank 0 calls it.
 
-    The token comes from HF_TOKEN or the hub's login alone. Raises RequestError.
+    The token comes only from HF_TOKEN or the hub's login. Raises RequestError.
     """
     if not run.value("push_to_hub"):
         return
     said = run.said("push_to_hub")
     if run.value("hub_strategy") not in (None, "end"):
         # At each save the Trainer would copy a checkpoint's weights file by file over those of the run folder, and its
-        # arguments with all that they hold (transformers 5.23, Trainer._push_from_checkpoint).
+        # unredacted training arguments with them (transformers 5.23, Trainer._push_from_checkpoint).
         raise RequestError(
             f"{run.said('hub_strategy')}: a run is pushed once, at its end, with its card. "
             f"Leave the flag out; to push a checkpoint: {by_hand(folder='FOLDER/checkpoint-N')}."
@@ -36,28 +36,29 @@ def check_hub(run: Run) -> None:
     with explained_hub_errors(said):
         role = HfApi().whoami().get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
-        raise RequestError(f"{said}, but the token may only read. Make one that may write, and log in with it.")
+        raise RequestError(f"{said}, but the token is read-only. Create one with write access, and log in with it.")
 
 
 def open_repo(trainer: Any, create: Any) -> None:
-    """The Trainer's `init_hf_repo`, in words; and a repository that is public already is not pushed to unasked."""
+    """The Trainer's `init_hf_repo` with readable errors; refuses an existing public repository unless the user asked
+    for a public one."""
     name = trainer.args.hub_model_id or Path(trainer.args.output_dir).absolute().name
     with explained_hub_errors(f"--hub_model_id {name}"):
         create()
         is_public = not HfApi().model_info(trainer.hub_model_id).private
     if is_public and trainer.args.hub_private_repo:
         raise RequestError(
-            f"--hub_model_id {trainer.hub_model_id}: is there already, and public. Say --hub_private_repo False to "
-            "push to it, or give another name."
+            f"--hub_model_id {trainer.hub_model_id}: already exists and is public. Set --hub_private_repo False "
+            "to push to it, or give another name."
         )
 
 
 @contextmanager
 def explained_hub_errors(flag: str) -> Iterator[None]:
-    """Turn what the hub or the network says into a RequestError, before anything is trained."""
+    """Turn errors of the hub or the network into a RequestError, before training."""
     try:
         yield
-    except Exception as error:  # of the hub's client alone, whose HTTP library changes from release to release
+    except Exception as error:  # only hub calls run inside, and their HTTP library changes from release to release
         raise RequestError(
             f"{flag}: {first_line(error)}. Nothing was trained. Fix it (`finetune doctor` says whether the hub can be "
             f"reached), or leave --push_to_hub out and push later: {by_hand()}."
@@ -65,9 +66,9 @@ def explained_hub_errors(flag: str) -> Iterator[None]:
 
 
 def push(trainer: Any) -> str:
-    """Push the run folder, whose model card is written, and say so; "" on the ranks that do not push. Every rank must
-    call it. A failure loses nothing: raises RunError. The Trainer's own push would take along what of a run folder is
-    no model (transformers 5.23, Trainer.push_to_hub)."""
+    """Push the run folder with its model card, and return a line that says so ("" on ranks that do not push). Every
+    rank must call it. Raises RunError on failure, with the run saved. The Trainer's own push would include files of the
+    run folder that are not part of the model (transformers 5.23, Trainer.push_to_hub)."""
     args = trainer.args
     if not args.do_train:
         trainer.save_model()
@@ -77,7 +78,7 @@ def push(trainer: Any) -> str:
     about = {"repo_id": trainer.hub_model_id, "revision": args.hub_revision, "commit_message": "End of training"}
     try:
         HfApi().upload_folder(folder_path=args.output_dir, ignore_patterns=list(LEFT_OUT), **about)
-    except Exception as error:  # as above
+    except Exception as error:  # see explained_hub_errors
         raise RunError(
             f"the run is done and saved in {args.output_dir}, but pushing it failed: {first_line(error)}. "
             f"To try again: {by_hand(trainer.hub_model_id, args.output_dir)}"

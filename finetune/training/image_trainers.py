@@ -1,8 +1,8 @@
-"""recipes/image_cls.py by either engine: the model of the flags, its trainer, and what batch norms remember.
+"""For recipes/image_cls.py with either engine: the model, its trainer, and the running statistics of batch norms.
 
-Each rank gathers the running statistics of its own pictures. torch's DDP then overwrites them by rank 0's before each
-forward pass, and DeepSpeed does nothing (0.19.8, runtime/engine.py, _broadcast_model: parameters alone): every rank
-would evaluate another model, of which rank 0's is saved.
+Each rank collects the running statistics of its own images. torch's DDP then overwrites them with rank 0's before each
+forward pass, and DeepSpeed does nothing (0.19.8, runtime/engine.py, _broadcast_model: parameters only), so every rank
+would evaluate a different model and rank 0's would be saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from finetune.training.start import Session
 
 
 def image_trainer(session: Session, source: ImageSource, data: Any, metrics: Any) -> Any:
-    """The Trainer, or the pipeline's where --pipeline_parallel_size is given; both hold the same data and losses."""
+    """The Trainer, or with --pipeline_parallel_size the pipeline's trainer; both use the same data and losses."""
     arguments, training = session[ImageModelArguments], session.training
     config = settled_image_config(arguments, source, data, training.do_train)
     if session.run.stages is not None:
@@ -42,9 +42,9 @@ def image_trainer(session: Session, source: ImageSource, data: Any, metrics: Any
 
 
 class SharedStatistics(TrainerCallback):
-    """After each step they become the mean over ranks: what one rank would gather whose batches had the mean and the
-    variance that those of all ranks have on average. A micro-batch fades once, with the momentum of one, as each rank
-    has seen one; the variance is that inside a rank's, without what their means are apart. Use it with
+    """After each step, averages the running statistics of batch norms over ranks: the result is that of one rank whose
+    batches have the ranks' average mean and variance. The ranks' micro-batches count as one, so momentum applies once;
+    the variance is the one within ranks, without the differences between their means. Use it with
     `ddp_broadcast_buffers=False`."""
 
     def __init__(self, model: Any) -> None:
@@ -54,7 +54,8 @@ class SharedStatistics(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.norms or not distributed.is_initialized() or distributed.get_world_size() == 1:
             return
-        # Asked for anew: to move or cast a module replaces its buffers (torch 2.13, nn/modules/module.py, _apply).
+        # Looked up at each step: moving or casting a module replaces its buffers (torch 2.13, nn/modules/module.py,
+        # _apply).
         buffers: list[Any] = [buffer for norm in self.norms for buffer in (norm.running_mean, norm.running_var)]
         flat = torch.cat([buffer.float() for buffer in buffers])
         distributed.all_reduce(flat)

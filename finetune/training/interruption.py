@@ -1,4 +1,4 @@
-"""Stop when a cluster asks for it: after the step, with a checkpoint, all ranks together."""
+"""Stop on a cluster's signal: after the current step, with a checkpoint, on all ranks together."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from transformers.trainer_utils import SaveStrategy
 
 from finetune.errors import InterruptedRunError
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)  # what Slurm is asked to send; what Kubernetes and the launchers send
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)  # sent by Slurm (--signal); sent by Kubernetes and the launchers
 POLL_SECONDS = 0.2
 
 
 class StopOnSignal(TrainerCallback):
-    """SIGUSR1 or SIGTERM to any rank ends the training: the ranks finish their step, and of several also the next, save
-    a checkpoint together (none under --save_strategy no), and each raises `InterruptedRunError`. An evaluation that is
-    due at that step is left out, for the time that is left is for the checkpoint; one that runs is finished first.
+    """SIGUSR1 or SIGTERM to any rank ends training: the ranks finish their step (with several ranks, also the next),
+    save a checkpoint together (none with --save_strategy no), and each raises `InterruptedRunError`. An evaluation due
+    at that step is skipped, to leave the time for the checkpoint; one already running is finished first.
 
-    The Trainer's own `enable_jit_checkpoint` heeds SIGTERM alone, and each rank by itself: a signal to one of them has
-    it save while the others train on (transformers 5.23, trainer_jit_checkpoint.py).
+    The Trainer's own `enable_jit_checkpoint` handles only SIGTERM, and each rank separately: a rank that gets the
+    signal saves while the others go on training (transformers 5.23, trainer_jit_checkpoint.py).
 
-    A rank that has not saved `grace_seconds` after the signal ends all the same, with the same status: what sent the
-    signal would kill it soon, and a rank that hangs would hold the others for ever.
+    A rank that has not saved within `grace_seconds` of the signal exits anyway, with the same status: the sender of the
+    signal would soon kill it, and a hanging rank would block the others forever.
     """
 
     def __init__(self, grace_seconds: float = 0.0) -> None:
-        self.grace_seconds = grace_seconds  # 0: without end
+        self.grace_seconds = grace_seconds  # 0: no limit
         self.grace: threading.Thread | None = None
-        self.is_over = threading.Event()  # nobody's time runs any more
-        self.steps = 0  # finished since the training began
-        self.received = 0  # the signal, here
-        self.agreed = 0  # the signal, on every rank
+        self.is_over = threading.Event()  # the grace period no longer applies
+        self.steps = 0  # finished since training began
+        self.received = 0  # the signal that this rank received
+        self.agreed = 0  # the signal that all ranks have agreed on
         self.ballot: _Ballot | None = None
-        self.handlers: dict[signal.Signals, Any] = {}  # those before ours
+        self.handlers: dict[signal.Signals, Any] = {}  # the handlers that ours replaced
 
     @property
     def listens(self) -> bool:
-        """True as well once a signal has come: what it asked for is under way."""
+        """Also true once a signal has arrived: the stop is then under way."""
         return bool(self.handlers) or self.received > 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is threading.main_thread():  # nobody else may set a handler
+        if threading.current_thread() is threading.main_thread():  # only it may set a handler
             self.handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
         if self.grace_seconds and self.grace is None:
             self.grace = threading.Thread(target=self._wait_for_saves, daemon=True)
@@ -64,7 +64,7 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps += 1
         self.agreed = self.ballot.cast(self.received) if self.ballot else self.received
-        if self.ballot and control.should_evaluate and not self.agreed:  # which may take long: what is known this step?
+        if self.ballot and control.should_evaluate and not self.agreed:  # evaluation may take long: ask again now
             self.agreed = self.ballot.cast(self.received)
         if not self.agreed:
             return
@@ -78,7 +78,7 @@ class StopOnSignal(TrainerCallback):
             self._leave(args, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        late = self.received  # since the last step's end
+        late = self.received  # a signal since the last step ended
         if self.ballot:
             self.ballot.cast(self.received)
             late = self.ballot.cast(0)
@@ -91,10 +91,10 @@ class StopOnSignal(TrainerCallback):
         self.end_grace()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = number  # no more: the main thread may hold any lock just now, those of `threading` too
+        self.received = number  # do nothing else: the main thread may hold any lock, even those of `threading`
 
     def _wait_for_saves(self) -> None:
-        """Time runs from the signal on, and on the other ranks from when they learn of it."""
+        """The grace period starts with the signal; on other ranks, when they learn of it."""
         began = None
         while not self.is_over.wait(POLL_SECONDS):
             if began is None and (self.received or self.agreed):
@@ -103,7 +103,7 @@ class StopOnSignal(TrainerCallback):
                 self._give_up()
 
     def end_grace(self) -> None:
-        """Nobody's time runs any more, be it that the training has failed."""
+        """Stop the grace period, also after training has failed."""
         self.is_over.set()
         if self.grace is not None:
             self.grace.join()
@@ -114,7 +114,7 @@ class StopOnSignal(TrainerCallback):
         number = signal.Signals(self.agreed or self.received).name
         print(
             f"\nstopped by {number}, but not all ranks had saved within --stop_grace {self.grace_seconds:g} seconds. "
-            "--resume auto goes on from the checkpoint before.",
+            "--resume auto continues from the previous checkpoint.",
             file=sys.stderr,
             flush=True,
         )
@@ -122,20 +122,20 @@ class StopOnSignal(TrainerCallback):
 
     def _leave(self, args: Any, state: Any) -> None:
         if self.ballot:
-            distributed.barrier()  # a launcher ends all ranks when the first one ends: also one that still writes
+            distributed.barrier()  # when the first rank exits, a launcher ends the others, even while they write
         self.end_grace()
         checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
         what = f"Nothing was saved there (--save_strategy {args.save_strategy.value})."
         if checkpoint.is_dir():
-            what = f"{checkpoint.name} is saved; --resume auto goes on from it."
+            what = f"{checkpoint.name} is saved; --resume auto continues from it."
         said = f"stopped by {signal.Signals(self.agreed).name} after step {state.global_step}. {what}"
-        if state.is_world_process_zero:  # now, for what is still to be closed may take longer than there is time
+        if state.is_world_process_zero:  # printed now: closing trackers may take longer than the time left
             print(f"\n{said}", file=sys.stderr, flush=True)
         raise InterruptedRunError(said)
 
 
 class _Ballot:
-    """The largest number that any rank has cast, told a step later: nobody waits for it, and a GPU stays busy."""
+    """The largest number that any rank has cast, returned one step later, so that no rank waits and GPUs stay busy."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -143,11 +143,11 @@ class _Ballot:
         self.arrived: torch.cuda.Event | None = None
 
     def cast(self, number: int) -> int:
-        """Every rank must call it, equally often."""
+        """Every rank must call it the same number of times."""
         if self.arrived is not None:
             self.arrived.synchronize()
         before = int(self.told)
-        votes = torch.full((1,), number, dtype=torch.int32, device=self.device)  # a copy from the host would wait
+        votes = torch.full((1,), number, dtype=torch.int32, device=self.device)  # a copy from the host would block
         distributed.all_reduce(votes, distributed.ReduceOp.MAX)
         self.told.copy_(votes, non_blocking=True)
         if self.device.type == "cuda":
@@ -157,15 +157,15 @@ class _Ballot:
 
 
 def deaf_to_sigterm(first: Callable[[int], None] | None, worker: int) -> None:
-    """A data loader's `worker_init_fn`, after another one. deepspeed's launcher sends SIGTERM to all below it, workers
-    first, and so does whoever signals a process group: without its worker a rank fails where it should save."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, whose process it watches
+    """A data loader's `worker_init_fn`, which also calls the `first` one. deepspeed's launcher sends SIGTERM to all its
+    descendants, workers first, and so does a signal to a process group: a rank that loses a worker cannot save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a worker watches its rank's process and ends with it
     if first is not None:
         first(worker)
 
 
 def close_trackers(handler: Any, args: Any, state: Any, control: Any) -> None:
-    """What an interrupted run still has to tell them. What they raise is not why the run ends."""
+    """Finish the trackers of an interrupted run. Their errors are ignored, as they are not why the run ends."""
     kinds = tuple(get_reporting_integration_callbacks(args.report_to))
     for callback in handler.callbacks:
         if isinstance(callback, kinds):

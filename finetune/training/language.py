@@ -1,4 +1,4 @@
-"""What the recipes of language models share: flags that suit them, and the model as its engine trains it."""
+"""What the language model recipes share: settling their flags, and the model for either engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from finetune.training.start import Session
 
 
 def language_source(session: Session) -> CausalSource:
-    """Which model, before its weights. Raises RequestError for flags that do not go with it."""
+    """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
     arguments, run = session[CausalModelArguments], session.run
     settle_language_arguments(session.training, session[CorpusArguments], run.given)
     source = find_causal_source(arguments, session[BlockArguments].block_size)
@@ -40,8 +40,8 @@ def language_source(session: Session) -> CausalSource:
 
 
 def language_model(session: Session, source: CausalSource, data: Any) -> Any:
-    """The model with its adapter and its loss. From scratch each rank draws the weights whole, so that they are the
-    same under every stage; ZeRO-3 shards pretrained ones while they are read."""
+    """The model with its adapter and its loss. From scratch, each rank initializes all weights, so that they are the
+    same under every ZeRO stage; ZeRO-3 shards pretrained weights while they are read."""
     arguments, adapter, blocks = session[CausalModelArguments], session[AdapterArguments], session[BlockArguments]
     training = session.training
     _check(session, source, data)
@@ -49,7 +49,7 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
     base = build_causal_lm(arguments, source, data.tokenizer, training.seed, kept)
     stop_at(base, data.account.turn_ends)
     model = with_adapter(base, adapter, source.adapter, session.run.task.adapter)
-    chunk = choose_chunk_tokens(arguments.loss_chunk_tokens, base, training.device.type)  # not of a head of peft's
+    chunk = choose_chunk_tokens(arguments.loss_chunk_tokens, base, training.device.type)  # before peft wraps the head
     if chunk:
         base.accepts_loss_kwargs = True  # see use_chunked_loss
     else:
@@ -64,8 +64,8 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
 
 
 def stop_at(model: Any, ends: list[int]) -> None:
-    """Generation stops as well at the tokens by which the model learns to end its turns, here and where it is saved: a
-    base model's config knows the end of a text alone."""
+    """Make generation also stop at the tokens that end a turn, in this run and in the saved model: a base model's
+    config only knows the end of a text."""
     config = model.generation_config
     known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if set(ends) - set(known):
@@ -73,7 +73,7 @@ def stop_at(model: Any, ends: list[int]) -> None:
 
 
 def language_pipeline(session: Session, source: CausalSource, data: Any) -> PipelineModel:
-    """A GPT-lite as a list of layers, of which each rank builds those of its stage."""
+    """GPT-lite as a list of layers; each rank builds those of its stage."""
     _check(session, source, data)
     config = settled_config(session[CausalModelArguments], source, data.tokenizer)
     return gptlite_pipeline(config, seed=None if source.pretrained else session.training.seed)

@@ -1,4 +1,4 @@
-"""What the end of a run does for an adapter: says how its folder opens, and merges it into its base model."""
+"""What a run does for an adapter at its end: says how to open its folder, and merges it into its base model."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ model = {auto}.from_pretrained(folder, id2label={{int(i): name for i, name in na
 
 
 def use_of(session: Session, name: str, whole: str) -> str:
-    """Python that opens the folder of a classifier as `name`; `whole`: that for one that is no adapter."""
+    """Python that opens the folder of a classifier as `name`; returns `whole` unless the run trained an adapter."""
     task = session.run.task
     adapted = session.run.value("use_peft") and session.training.do_train
     return USE_ADAPTER.format(auto=task.auto, name=name, task=task.name) if adapted else whole
 
 
 def merged(session: Session, source: Any, data: Any, build: Callable[[], Any] | None = None) -> list[str]:
-    """The whole model, to merged/, where --merge_adapter asks for it; and the line that says so. `build` gives the base
-    of a recipe's model that is neither a classifier nor a causal one."""
+    """With --merge_adapter, write the whole model to merged/ and return the line that says so. `build` makes the base
+    model of recipes that train neither a text classifier nor a causal language model."""
     if not session.run.value("merge_adapter") or not session.training.do_train:
         return []
 
     def known() -> Any:
         if CausalModelArguments in session.run.recipe.groups:
-            return build_causal_lm(session[CausalModelArguments], source, data.tokenizer, seed=0)  # loaded, not drawn
+            return build_causal_lm(session[CausalModelArguments], source, data.tokenizer, seed=0)  # loads weights
         return build_classifier(session[ModelArguments], source, data.labels, data.tokenizer)
 
     place, labels = write_merged(session.folder, build or known, data.tokenizer), session.folder / LABELS

@@ -1,7 +1,7 @@
-"""Metrics of `evaluate`, ours by name and anybody's by path, tried on a few rows before a run begins.
+"""Metrics of `evaluate`, ours by name and the user's by path, tried on a few rows before a run begins.
 
-They are imported from where they lie. `evaluate.load` opens the same files, but copies them to the user's home first,
-and lets the ranks of a node wait a second each for one cache file whenever they compute.
+They are imported from their own location. `evaluate.load` opens the same files, but copies them to the user's home
+first, and makes each rank of a node wait a second for a shared cache file whenever it computes.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ FOLDER = Path(finetune.metrics.__file__).parent
 
 @dataclass(frozen=True)
 class Metric:
-    """One of a run's metrics: its name as given, and the figures that it has been seen to compute, with whether the
-    greater of two is the better one."""
+    """One of a run's metric modules: its name as given, and the figures that it returned on the sample, each with
+    whether greater is better."""
 
     name: str
     module: Any
     figures: Mapping[str, bool]
 
     def compute(self, inputs: Mapping[str, Any]) -> dict[str, float]:
-        """Its figures of `inputs`, of which it takes those that it has a feature for."""
+        """Its figures, from those of the `inputs` that it declares as features."""
         return {name: float(value) for name, value in _compute(self.module, inputs).items()}
 
 
 def load_metrics(
     names: Sequence[str], config: str | None, sample: Mapping[str, Any], task: str, taken: Sequence[str] = ()
 ) -> tuple[Metric, ...]:
-    """Those metrics, under the configuration `config` of `evaluate`, each tried on `sample`.
+    """Load these metrics with the configuration `config` of `evaluate`, and try each on `sample`.
 
-    Raises RequestError for one that cannot be had, that fails on rows of the `task`, or that gives what is no number or
-    what another gives, or the run itself (`taken`).
+    Raises RequestError for a metric that cannot be loaded, that fails on rows of the `task`, that returns something
+    other than numbers, or that returns a name that another metric or the run itself (`taken`) already uses.
     """
     found: list[Metric] = []
     givers = dict.fromkeys(taken, "the run itself")
@@ -55,7 +55,7 @@ def load_metrics(
         module = _open(name, config, said)
         try:
             figures = _compute(module, sample)
-        except Exception as error:  # whatever a stranger's metric raises
+        except Exception as error:  # a user's metric may raise anything
             fit = [one for one in METRICS if _fits(_open(one, config, said), sample)] if name in METRICS else []
             if fit:
                 raise RequestError(f"{said}: is not for a {task}. Of ours {', '.join(fit)} are: give some.") from error
@@ -75,7 +75,7 @@ def load_metrics(
 
 
 def _told(error: Exception, name: str) -> str:
-    """What it says, and the last line of the metric's own file that it went through."""
+    """The error's message, and the last line of the metric's own file in its traceback."""
     own = _path(name).resolve()
     lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).resolve() == own]
     where = f"line {lines[-1]}: " if lines else ""
@@ -87,24 +87,24 @@ def _path(name: str) -> Path:
 
 
 def _greater_is_better(module: Any, figure: str) -> bool:
-    """As the metric's class says by an attribute of this name, which `evaluate` does not know; else by the name."""
+    """From an attribute of this name of the metric's class (unknown to `evaluate`), or else from the figure's name."""
     return bool(getattr(module, "greater_is_better", not figure.lower().endswith(LESS_IS_BETTER)))
 
 
 def _fits(module: Any, sample: Mapping[str, Any]) -> bool:
     try:
         return bool(_compute(module, sample))
-    except Exception:  # as `evaluate` says that rows are not of a metric's features
+    except Exception:  # `evaluate` raises if the rows lack the metric's features
         return False
 
 
 def _compute(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the metric says. Scores are handed to those alone that ask for them, as ROC AUC does."""
+    """The metric's output. Only metrics that ask for scores, such as ROC AUC, get them."""
     features = module.features[0] if isinstance(module.features, list) else module.features
     wanted = {name: value for name, value in inputs.items() if name in features or name == "sample_weight"}
     for name in features.keys() & wanted.keys():
         if str(getattr(features[name], "dtype", "")).startswith("int") and np.asarray(wanted[name]).dtype.kind == "f":
-            raise TypeError(f"it takes {name} that are whole numbers, and these have fractions.")  # it would cut them
+            raise TypeError(f"it takes integer {name}, and these have fractions.")  # which it would truncate
     found = module.compute(**wanted)
     if not isinstance(found, dict) or not found:
         raise TypeError(f"its compute gives {found!r}, but must give a dictionary of numbers.")
@@ -115,11 +115,11 @@ def _open(name: str, config: str | None, said: str) -> Any:
     path = _path(name)
     if not path.is_file():
         raise RequestError(
-            f"{said}: is no metric of ours ({', '.join(METRICS)}) and no file. Give one, or the path of a Python "
-            "file with a subclass of evaluate.Metric."
+            f"{said}: is neither a built-in metric ({', '.join(METRICS)}) nor a file. Give one of these, or the path "
+            "of a Python file with a subclass of evaluate.Metric."
         )
     if path.suffix != ".py":
-        raise RequestError(f"{said}: is no Python file. Give one with a subclass of evaluate.Metric.")
+        raise RequestError(f"{said}: is not a Python file. Give one with a subclass of evaluate.Metric.")
     spec = importlib.util.spec_from_file_location(f"finetune_metric_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -129,9 +129,9 @@ def _open(name: str, config: str | None, said: str) -> Any:
         kinds = [kind for kind in vars(script).values() if _is_metric(kind) and kind.__module__ == script.__name__]
         if len(kinds) == 1:
             return kinds[0](config_name=config, keep_in_memory=True, cache_dir=str(cache_home() / "metrics"))
-    except Exception as error:  # whatever a stranger's file raises
+    except Exception as error:  # a user's file may raise anything
         raise RequestError(f"{said}: cannot be loaded: {_told(error, name)} Fix the file.") from error
-    raise RequestError(f"{said}: holds {len(kinds)} subclasses of evaluate.Metric, but must hold one.")
+    raise RequestError(f"{said}: has {len(kinds)} subclasses of evaluate.Metric, but must have one.")
 
 
 def _is_metric(kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Metrics over whole evaluation sets, computed offline. They depend on the rows alone, not on how the rows were spread
+"""Metrics over whole evaluation sets, computed offline. They depend only on the rows, not on how the rows were spread
 over batches and ranks."""
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from finetune.training.figures import more_is_better
 from finetune.training.metric_modules import Metric, load_metrics
 from finetune.training.thresholds import choose_thresholds, given_labels, save_thresholds, thresholds_of
 
-MOST_SAMPLED = 8  # classes among the rows that a metric is tried on
+MOST_SAMPLED = 8  # at most so many classes in the rows on which a metric is tried
 LOSS = "loss"
 
 
 class TaskMetrics:
     """A `compute_metrics` for the Trainer: the metrics called `names`, each through `evaluate`, or else the task's own.
 
-    It returns `loss` too, the exact mean over rows: the Trainer's own is a mean over batches, in which rows that fill
-    up the last batch of a rank count twice (transformers 5.23, Trainer.evaluation_loop). The Trainer lets it win.
-    `thresholds` (labels,) are the probabilities from which labels are given, where a row may have several. Raises
-    RequestError for a metric that cannot be had, or that fails on the task, before anything heavy.
+    It also returns `loss`, the exact mean over rows, which overrides the Trainer's: that is a mean over batches, in
+    which rows that pad a rank's last batch count twice (transformers 5.23, Trainer.evaluation_loop).
+    `thresholds` (labels,) are the probabilities from which labels are given, if a row may have several. Raises
+    RequestError early for a metric that cannot be loaded or that fails on the task.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class TaskMetrics:
         return {LOSS: loss, **self.figures(inputs)}
 
     def inputs(self, evaluated: Any) -> tuple[dict[str, Any], float]:
-        """What the metrics take of an evaluation, and its loss."""
+        """The metrics' inputs from an evaluation, and its loss."""
         return self.task.inputs(first_output(evaluated.predictions), np.asarray(evaluated.label_ids), self)
 
     def figures(self, inputs: Mapping[str, Any]) -> dict[str, float]:
-        """What the metrics say of `predictions` and `references`, without the loss."""
+        """The metrics of `predictions` and `references`, without the loss."""
         return {name: value for metric in self.metrics for name, value in metric.compute(inputs).items()}
 
     @property
     def greater_is_better(self) -> dict[str, bool]:
-        """Every figure of an evaluation, and whether the greater of two is the better one."""
+        """Every metric of an evaluation, and whether greater is better."""
         return {LOSS: False, **{figure: better for metric in self.metrics for figure, better in metric.figures.items()}}
 
 
 class CountedMetrics:
-    """The figures of a classification, and in `counts` the confusion matrix of the last evaluation (classes,
-    classes). It takes logits and ids, or with `of_sums` those of a pipeline's evaluation (1, 1 + classes^2): the loss
-    over all rows, and a confusion matrix row by row. Raises RequestError for a metric that cannot take what there is.
+    """A `compute_metrics` for classification that keeps the last evaluation's confusion matrix (classes, classes) in
+    `counts`. It takes logits and ids, or with `of_sums` the sums of a pipeline's evaluation (1, 1 + classes^2): the
+    loss over all rows and the flattened confusion matrix. Raises RequestError for a metric that cannot use these.
     """
 
     def __init__(self, classes: int, names: Sequence[str] | None = None, of_sums: bool = False) -> None:
@@ -81,45 +81,45 @@ class CountedMetrics:
 
 
 def _pairs(counts: npt.NDArray[Any]) -> dict[str, Any]:
-    """What metrics take of a confusion matrix: each pair of classes that was seen, weighed by how often."""
+    """The metrics' inputs from a confusion matrix: each pair of classes that occurred, with its count as weight."""
     truth, predicted = np.nonzero(counts)
     return {"predictions": predicted, "references": truth, "sample_weight": counts[truth, predicted]}
 
 
 def _try_on_counts(metric: Metric, classes: int) -> None:
-    """Raises RequestError where a metric fails on pairs of classes, or says other things of them than of the rows."""
+    """Raises RequestError if a metric fails on weighted pairs of classes, or gives other results than on the rows."""
     counts = np.diag(np.arange(1, classes + 1))
-    counts[0, -1] += 2  # of the first class, taken for the last
+    counts[0, -1] += 2  # the first class predicted as the last
     pairs = _pairs(counts)
     rows: dict[str, Any] = {
         name: np.repeat(pairs[name], pairs["sample_weight"]) for name in ("predictions", "references")
     }
     try:
         weighed, by_row = metric.compute(pairs), metric.compute(rows)
-    except Exception as error:  # whatever a stranger's metric raises
+    except Exception as error:  # a user's metric may raise anything
         why = f"fails on that: {type(error).__name__}: {first_line(error, 300)}"
     else:
         wrong = [name for name in by_row if not np.isclose(weighed.get(name, math.nan), by_row[name], equal_nan=True)]
         if not wrong:
             return
-        why = f"then gives another {wrong[0]} than of the rows one by one"
+        why = f"then gives another {wrong[0]} than for the rows one by one"
     raise RequestError(
-        f"--metrics {metric.name}: a pipeline's evaluation has no scores of the rows, and each pair of classes once, "
-        f"with how often as sample_weight. The metric {why}. Take sample_weight in its _compute, or drop "
+        f"--metrics {metric.name}: a pipeline's evaluation passes no scores, and each pair of classes once, with its "
+        f"count as sample_weight. The metric {why}. Use sample_weight in its _compute, or drop "
         "--pipeline_parallel_size."
     )
 
 
 def metrics_for(labels: Labels, names: Sequence[str] | None = None, trained: Any | None = None) -> TaskMetrics:
-    """The metrics called `names`, or the task's own. `trained` is the config of a model that is not trained any more,
-    and gives its labels at the thresholds that it carries."""
+    """The metrics called `names`, or the task's own. `trained` is the config of a model that is only evaluated; labels
+    are then given at the thresholds in it."""
     return TaskMetrics(labels, names, thresholds_of(trained, labels))
 
 
 def settle_thresholds(session: Any, metrics: TaskMetrics, evaluated: Any) -> Any:
-    """From here on give labels at the thresholds that suit the held-out rows best, and write them into the run folder.
-    Gives the evaluation with its figures at those. Nothing changes where rows have one label each, or where a trained
-    model has brought its own."""
+    """Choose the thresholds that are best on the held-out rows, use them from now on, and write them into the run
+    folder. Returns the evaluation with metrics at these thresholds. Does nothing if rows have one label each, or if a
+    trained model has its own thresholds."""
     if metrics.labels.task != MULTI_LABEL or not session.training.do_train:
         return evaluated
     metrics.thresholds = choose_thresholds(first_output(evaluated.predictions), np.asarray(evaluated.label_ids))
@@ -130,7 +130,8 @@ def settle_thresholds(session: Any, metrics: TaskMetrics, evaluated: Any) -> Any
 
 
 def metrics_of_run(session: Any, labels: Labels, source: Any) -> TaskMetrics:
-    """Those that --metrics names, or the task's; the Trainer is told of the best. `source` is the model's."""
+    """The metrics that --metrics names, or the task's; tells the Trainer how to compare models. `source` is the
+    model's."""
     trained = None if session.training.do_train else source.config
     metrics = metrics_for(labels, session.run.value("metrics"), trained)
     settle_best_metric(session.training, metrics, session.run.given)
@@ -138,7 +139,7 @@ def metrics_of_run(session: Any, labels: Labels, source: Any) -> TaskMetrics:
 
 
 class Judged(Protocol):
-    """What an evaluation gives, of rows with such `labels`; and of each figure whether more is better."""
+    """Metrics of rows with these `labels`, and for each metric whether greater is better."""
 
     @property
     def labels(self) -> Labels: ...
@@ -148,8 +149,8 @@ class Judged(Protocol):
 
 
 def settle_best_metric(training: Any, metrics: Judged, given: Mapping[str, Any]) -> None:
-    """Tell the Trainer which of two models is the better one: it takes the greater for all but losses. Raises
-    RequestError for a --metric_for_best_model that no evaluation will give."""
+    """Tell the Trainer whether greater is better for --metric_for_best_model; it assumes so for all but losses. Raises
+    RequestError for one that no evaluation will return."""
     name, there = training.metric_for_best_model, metrics.greater_is_better
     if name is None:
         return
@@ -161,8 +162,8 @@ def settle_best_metric(training: Any, metrics: Judged, given: Mapping[str, Any])
 
 
 def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, Any]) -> None:
-    """What the Trainer would take wrong for a language model, where it was not `given`: less is better for all metrics
-    but one, and a stream has no end of an epoch to save or evaluate at."""
+    """Correct the Trainer's defaults for a language model, unless `given`: less is better for most metrics, and a
+    stream has no epochs at whose end to save or evaluate."""
     streaming = corpus.streaming
     if training.metric_for_best_model and "greater_is_better" not in given:
         training.greater_is_better = more_is_better(training.metric_for_best_model) is True
@@ -175,9 +176,9 @@ def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, An
 def language_metrics(
     tokens_per_byte: float, tokens_per_character: float, sources: Mapping[str, int] | None = None
 ) -> Callable[[Any], dict[str, float]]:
-    """A `compute_metrics` over the rows' figures (N, 3): loss in nats, right guesses, tokens (models.chunked_loss).
-    Where the rows are of several `sources`, so many of each in this order, `NAME_loss` is of one; a pipeline's
-    evaluation has sums alone (1, 3)."""
+    """A `compute_metrics` over the rows' figures (N, 3): loss in nats, correct tokens, tokens (models.chunked_loss).
+    `sources` are the numbers of rows of each source, in order; `NAME_loss` is that source's loss. A pipeline's
+    evaluation has only sums (1, 3)."""
 
     def metrics(evaluated: Any) -> dict[str, float]:
         rows = first_output(evaluated.predictions)
@@ -200,7 +201,7 @@ def language_metrics(
 
 
 def _class_inputs(logits: npt.NDArray[Any], ids: npt.NDArray[Any], _: Any) -> tuple[dict[str, Any], float]:
-    """From logits (N, classes) and ids (N,). Of two classes the score is that of the second, as ROC AUC wants it."""
+    """From logits (N, classes) and ids (N,). With two classes the score is the second one's, as ROC AUC expects."""
     chances = log_softmax(logits, axis=-1)
     scores = np.exp(chances)
     scores = scores[:, 1] if scores.shape[1] == 2 else scores
@@ -218,13 +219,13 @@ def _many_inputs(logits: npt.NDArray[Any], truth: npt.NDArray[Any], of: TaskMetr
     """From logits (N, labels) and rows of 0 and 1 (N, labels). The loss is the mean binary cross entropy."""
     given = given_labels(logits, of.thresholds)
     inputs = {"predictions": given, "references": truth.astype(np.int64), "prediction_scores": expit(logits)}
-    with np.errstate(invalid="ignore"):  # of NaN: the end of a run says what diverged
+    with np.errstate(invalid="ignore"):  # NaN: `refuse_divergence` reports it at the end of the run
         return inputs, float((np.logaddexp(0, logits) - truth * logits).mean())
 
 
 def _token_inputs(guessed: npt.NDArray[Any], ids: npt.NDArray[Any], of: TaskMetrics) -> tuple[dict[str, Any], float]:
-    """From the figures of `finetune.training.entities.kept_of_tokens` (N, T, 3) and ids (N, T), of which IGNORED ones
-    are not judged. The loss is the mean over tokens."""
+    """From the output of `finetune.training.entities.kept_of_tokens` (N, T, 3) and ids (N, T); IGNORED ids do not
+    count. The loss is the mean over tokens."""
     judged, names = ids != IGNORED, np.asarray(of.labels.names)
     rows = [(names[guess[where].astype(int)], names[row[where]])
             for guess, row, where in zip(guessed[..., 0], ids, judged, strict=True)]  # fmt: skip
@@ -233,13 +234,13 @@ def _token_inputs(guessed: npt.NDArray[Any], ids: npt.NDArray[Any], of: TaskMetr
 
 
 def _class_sample(classes: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Every class once right, and the first once wrong."""
+    """Each class predicted correctly once, and the first class once wrongly."""
     ids = np.arange(min(classes, MOST_SAMPLED))
     return np.eye(classes)[np.append(ids, 1 % classes)], np.append(ids, 0)
 
 
 def _token_sample(tags: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """A sentence of every tag, found right, and one that has been taken for another."""
+    """Two sentences with every tag, one predicted correctly and one wrongly."""
     ids = np.stack([np.arange(tags), np.arange(tags)[::-1]])
     return np.stack([ids[:1].repeat(2, axis=0), np.ones_like(ids), np.zeros_like(ids)], axis=-1), ids
 
@@ -249,15 +250,15 @@ def _number_sample(_: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
 
 
 def _many_sample(labels: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Each label given to one row and kept from others, and one row without any."""
+    """One row per label with only that label, and one row without any, all predicted correctly."""
     truth = np.concatenate([np.eye(labels), np.zeros((1, labels))])
     return 2 * truth - 1, truth
 
 
 @dataclass(frozen=True)
 class _Task:
-    """How a task is measured: its own metrics under one of `evaluate`'s configurations, what they take, and rows to try
-    a metric on."""
+    """How a task is measured: its default metrics and their configuration in `evaluate`, what makes their inputs, and
+    sample rows to try a metric on."""
 
     metrics: tuple[str, ...]
     config: str | None
@@ -275,7 +276,7 @@ TASKS = {
 
 def confusion(predictions: Any, ids: Any, classes: int) -> npt.NDArray[Any]:
     """Counts (classes, classes): rows are true labels, columns predicted ones."""
-    from sklearn.metrics import confusion_matrix  # after training: the first step need not wait
+    from sklearn.metrics import confusion_matrix  # slow import, so not before training
 
     counts: npt.NDArray[Any] = confusion_matrix(
         np.asarray(ids), first_output(predictions).argmax(axis=-1), labels=range(classes)
@@ -284,6 +285,6 @@ def confusion(predictions: Any, ids: Any, classes: int) -> npt.NDArray[Any]:
 
 
 def first_output(predictions: Any) -> npt.NDArray[Any]:
-    """Some models give a tuple of which the logits are the first."""
+    """The logits; some models return a tuple whose first element they are."""
     first = predictions[0] if isinstance(predictions, tuple) else predictions
     return np.asarray(first, dtype=np.float64)

@@ -1,8 +1,7 @@
-"""Hard negatives: texts that the model, before it is trained, takes to be near an anchor, and that are not its
-positive.
+"""Hard negatives: texts that the model, before training, places near an anchor although they are not its positive.
 
-Candidates are the positives of all rows. One that is almost as near as the row's own positive is likely to be another
-right answer: with more than MOST of its similarity it is left out (de Souza et al., arXiv 2407.15831, TopK-PercPos).
+Candidates are the positives of all rows. A candidate almost as similar as the row's own positive is probably another
+correct answer: above MOST times that similarity it is left out (de Souza et al., arXiv 2407.15831, TopK-PercPos).
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from finetune.training.checkpoints.writing import leads, of_first
 from finetune.training.run_folder import write_whole
 
 MOST = 0.95
-BLOCK = 1024  # anchors that are compared with all candidates at a time
-KEPT = "negatives.npz"  # in the run folder, for a run that goes on
+BLOCK = 1024  # anchors compared with all candidates at a time
+KEPT = "negatives.npz"  # in the run folder, for a resumed run
 
 
 class WithNegatives:
-    """Rows of pairs with `count` negatives more each, once these are `found`: of each row the rows (N, count) whose
-    positives they are."""
+    """Rows of pairs, each with `count` negatives added once they are `found`: for each row, the rows (N, count) whose
+    positives are its negatives."""
 
     def __init__(self, rows: Any, count: int) -> None:
         self.rows, self.count = rows, count
@@ -49,8 +48,8 @@ class WithNegatives:
 
 
 def mine(trainer: Any, rows: WithNegatives, embedded: Callable[[list[list[int]]], Tensor]) -> npt.NDArray[np.int64]:
-    """Of each row the rows whose positives are its negatives, kept in the run folder. All ranks must call it. Raises
-    RequestError where a resumed run has lost them."""
+    """For each row, the rows whose positives are its negatives; saved in the run folder. All ranks must call it. Raises
+    RequestError if a resumed run cannot find them."""
     kept = Path(trainer.args.output_dir) / KEPT
     run = trainer.identity.run
     if trainer.state.global_step > 0:
@@ -67,7 +66,7 @@ def mine(trainer: Any, rows: WithNegatives, embedded: Callable[[list[list[int]]]
     near = [functional.normalize(embedded(texts), dim=-1) for texts in (anchors, positives)]
     trainer.model_wrapped.train(was_training)
     keys = torch.tensor([row[:2] for row in rows.rows[KEYS]])
-    share = -(-len(rows) // trainer.args.world_size)  # of each rank, the last of which may have less
+    share = -(-len(rows) // trainer.args.world_size)  # rows per rank; the last rank may have fewer
     begin = trainer.args.process_index * share
     own = torch.zeros(share, rows.count, dtype=torch.int64)
     blocks = hard_negatives(near[0], near[1], keys, rows.count, range(begin, min(begin + share, len(rows))))
@@ -82,7 +81,7 @@ def mine(trainer: Any, rows: WithNegatives, embedded: Callable[[list[list[int]]]
 
 
 def _read(kept: Path, run: str, shape: tuple[int, int]) -> npt.NDArray[np.int64] | None:
-    """None where it does not hold the negatives of this run."""
+    """The negatives in the file; None if they are not those of this run."""
     try:
         with np.load(kept) as stored:
             found = stored["rows"]
@@ -95,9 +94,9 @@ def _read(kept: Path, run: str, shape: tuple[int, int]) -> npt.NDArray[np.int64]
 def hard_negatives(
     anchors: Tensor, positives: Tensor, keys: Tensor, count: int, of: range
 ) -> Iterator[tuple[int, Tensor]]:
-    """The `count` rows (B, count) whose positives are nearest to the anchors of each BLOCK of the rows `of`, and the
-    first of these rows; by unit vectors (N, D) and `keys` (N, 2) that are equal where texts are. A text is taken once.
-    Where there are too few, the row itself stands, whose positive is no negative to it."""
+    """For each BLOCK of the rows `of`: its first row, and the `count` rows (B, count) whose positives are nearest to
+    its anchors. Takes unit vectors (N, D) and `keys` (N, 2), equal where texts are; each text is a candidate once. If
+    there are too few, the row itself fills the place, as its own positive is then no negative."""
     _, first = np.unique(keys[:, 1].numpy(), return_index=True)
     candidates = torch.from_numpy(np.sort(first))
     of_anchor: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The model card: what the model is, what it was trained on, how well it does, how to make it again."""
+"""The model card: what the model is, what it was trained on, how well it performs, how to reproduce it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from finetune.training.run_folder import write_text
 
 @dataclass(frozen=True)
 class Card:
-    """What a recipe has to say of its model. `table` counts the data's splits, its first row being the header; `use` is
-    Python that opens the folder; `sample` is text that the model wrote."""
+    """A recipe's part of the model card. `table` has counts for each split, after a header row; `use` is Python that
+    opens the folder; `sample` is text that the model generated."""
 
     task: str
     pipeline_tag: str
@@ -30,8 +30,8 @@ class Card:
     pictures: Sequence[tuple[str, str]]
     use: str
     sample: str = ""
-    library: str = "transformers"  # that the hub names to open it
-    tables: Sequence[tuple[str, Sequence[Sequence[Any]]]] = ()  # more of them: a sentence, a header, rows
+    library: str = "transformers"  # named on the hub as the library that opens the model
+    tables: Sequence[tuple[str, Sequence[Sequence[Any]]]] = ()  # further tables: a sentence, a header, rows
 
 
 def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any], lineage: Sequence[str] = ()) -> str:
@@ -48,7 +48,7 @@ def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any],
 
 
 def write_card(folder: Path, card: Card) -> None:
-    """README.md of a run folder, with the results and the environment that the run left there."""
+    """Write README.md of a run folder, with the results and the environment that the run recorded there."""
     environment = read_json_object(folder / "environment.json")
     known = read_run(folder)
     lineage = lineage_lines(known[1]) if known else ()
@@ -56,7 +56,7 @@ def write_card(folder: Path, card: Card) -> None:
 
 
 def results_of(folder: Path) -> dict[str, Any]:
-    """What the Trainer gathered in all_results.json; nothing where it did not."""
+    """The contents of all_results.json; empty if there is no such file."""
     path = folder / "all_results.json"
     return read_json_object(path) if path.is_file() else {}
 

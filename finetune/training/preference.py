@@ -1,7 +1,7 @@
-"""Training on preferences: the trainer, and what the policy is measured by, the reference.
+"""Training on preferences: the trainer, and the reference model that the policy is compared with.
 
-The reference is the model before its first step. With an adapter it is the model without it; else its log-probabilities
-are computed once, by all ranks, and kept in the cache; --reference online keeps a second model.
+The reference is the model before its first step. With an adapter, it is the model without the adapter. Otherwise its
+log-probabilities are computed once, by all ranks, and cached; --reference online keeps a second model instead.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from finetune.training.samples import Answers
 from finetune.training.start import Session
 from finetune.training.trainer import FinetuneTrainer
 
-# What an evaluation has of each row. A row of KTO has one answer, and of the other's columns NaN. The divergence is
-# that of `squared_log_ratio`, of KTO's rows that of its baseline.
+# An evaluation's numbers for each row. A row of KTO has one answer, and NaN in the other answer's columns. The
+# divergence is `squared_log_ratio`, or for KTO the log ratio that its baseline averages.
 COLUMNS = ("loss", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "divergence")
 
 
 def settings_of(session: Session) -> Settings:
-    """What the flags say of the loss."""
+    """The settings of the loss from the flags."""
     asked = session[PreferenceArguments]
     beta = BETAS[asked.loss] if asked.beta is None else asked.beta
     return Settings(**{name: getattr(asked, name) for name in Settings.__annotations__} | {"beta": beta})
 
 
 class PreferenceTrainer(FinetuneTrainer):
-    """Call `judge_by` before it trains or evaluates."""
+    """Call `judge_by` before training or evaluating."""
 
     settings: Settings
     reference: Reference
     margins: Tensor
-    baseline: Tensor  # of KTO, for the step at hand
+    baseline: Tensor  # KTO's, for the current step
     answers: Answers
     seen: list[Tensor]  # the columns of training rows since the last log
 
     def judge_by(self, session: Session, reference: Reference, data: PreferenceData) -> None:
-        """The loss, and what the policy is measured by."""
+        """Set the loss and the reference."""
         self.settings, self.reference, self.margins, self.seen = settings_of(session), reference, data.margins, []
         self.by_token = any(isinstance(module, LossHead) for module in self.model.modules())
         if session[PreferenceArguments].share_prompt:
@@ -82,7 +82,7 @@ class PreferenceTrainer(FinetuneTrainer):
         return super().compute_loss(judged, inputs, return_outputs, num_items_in_batch)
 
     def judge(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Of B rows the COLUMNS (B, 6)."""
+        """The COLUMNS (B, 6) of B rows."""
         count = len(inputs["desirable"])
         if self.settings.loss == "kto":
             return self._judge_single(model, inputs)
@@ -99,8 +99,8 @@ class PreferenceTrainer(FinetuneTrainer):
         return torch.stack([losses, chosen, rejected, *sides[:2], squared_log_ratio(pairs)], dim=1)
 
     def _judge_single(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """In training the answers alone, by the baseline of their step; else that of the batch, which the metrics put
-        right."""
+        """KTO: in training, only the answers, with the step's baseline; in evaluation, with the batch's baseline, for
+        which the metrics correct."""
         count, learns = len(inputs["desirable"]), torch.is_grad_enabled()
         some = first_half(inputs, count) if learns else inputs
         logps, _ = self.log_probabilities(model, some)
@@ -114,8 +114,8 @@ class PreferenceTrainer(FinetuneTrainer):
         return torch.stack([losses, *apart, others], dim=1)
 
     def log_probabilities(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Of each text's learnt tokens, in fp32: the sum of their log-probabilities and their number, (texts,) each. No
-        logits of all tokens are made, unless the model does more than its head."""
+        """The sum of log-probabilities of each text's learnt tokens, and their number, (texts,) each, in fp32. Logits
+        of all tokens are made only if the model has no chunked loss."""
         given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         targets, segments = inputs["targets"], inputs.get("segments")
         if segments is not None:
@@ -131,7 +131,7 @@ class PreferenceTrainer(FinetuneTrainer):
         return -sums[:, 0], sums[:, 2].clamp(min=1)
 
     def _of_reference(self, model: Any, inputs: dict[str, Any], like: Tensor) -> Tensor:
-        """Its log-probabilities of the same texts, without gradients."""
+        """The reference's log-probabilities of the same texts, without gradients."""
         form = self.reference.form
         if form == "none":
             return torch.zeros_like(like)
@@ -142,12 +142,12 @@ class PreferenceTrainer(FinetuneTrainer):
             return self.log_probabilities(asked, inputs)[0]
 
     def _as_reference(self) -> Any:
-        """The model without its adapter, where that is the reference."""
+        """In this block the model has no adapter, if the reference is the base model."""
         model = self.accelerator.unwrap_model(self.model)
         return model.disable_adapter() if self.reference.is_base else contextlib.nullcontext()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As the Trainer's; and KTO's baseline, over all ranks and micro-batches of the step."""
+        """Like the Trainer's; also computes KTO's baseline over all ranks and micro-batches of the step."""
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.settings.loss == "kto" and samples:
             total = torch.zeros((), device=self.args.device)
@@ -160,7 +160,7 @@ class PreferenceTrainer(FinetuneTrainer):
         return samples, items
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """With the figures of the training rows since the last log, of all ranks."""
+        """Add the metrics of all ranks' training rows since the last log."""
         if "loss" in logs and self.seen:
             rows = torch.cat(self.seen)
             sums = torch.stack([rows.nansum(0), (~rows.isnan()).sum(0)])
@@ -169,13 +169,13 @@ class PreferenceTrainer(FinetuneTrainer):
             means = dict(zip(COLUMNS, (sums[0] / sums[1]).tolist(), strict=True))
             accuracy = None if self.settings.loss == "kto" else float(right[0] / right[1])
             named = _named(means, self.settings, accuracy)
-            logs.update({name: value for name, value in named.items() if not math.isnan(value)})  # of no such row
+            logs.update({name: value for name, value in named.items() if not math.isnan(value)})  # NaN: no such row
             self.seen = []
         super().log(logs, start_time)
 
     def precompute(self) -> None:
-        """The reference's log-probabilities of all rows, from the cache or by the model as it is before its first step.
-        All ranks must call it. Raises RequestError where a resumed run has lost them."""
+        """Get the reference's log-probabilities of all rows, from the cache or from the model before its first step.
+        All ranks must call it. Raises RequestError if a resumed run cannot find them."""
         splits = [split for split in (self.train_dataset, self.eval_dataset) if split is not None]
         table, folder = concatenate_datasets(splits), cache_home() / "reference" / self.reference.key
         kept = Path(self.args.output_dir) / MISSING
@@ -185,7 +185,7 @@ class PreferenceTrainer(FinetuneTrainer):
             raise RequestError(
                 f"--resume: the reference's log-probabilities are neither in {kept} nor in {folder} ($FINETUNE_CACHE), "
                 "and the model has moved on since. Start the run again; without an adapter, "
-                "--reference online goes on, too."
+                "--reference online can continue, too."
             )
         for begin in begins:
             if begin not in found:
@@ -197,19 +197,19 @@ class PreferenceTrainer(FinetuneTrainer):
             write_whole(kept, partial(np.savez, key=np.array(self.reference.key), values=values))
 
     def _keep(self, path: Path, piece: npt.NDArray[Any]) -> None:
-        """Raises RequestError where the cache cannot be written to."""
+        """Raises RequestError if the cache is not writable."""
         with kept_in(path.parent):
             if leads():
                 write_whole(path, partial(np.save, arr=piece))
 
     def _piece(self, table: Any, rows: range) -> npt.NDArray[Any]:
-        """(rows, 2): each rank computes its share of every batch."""
+        """The reference's log-probabilities (rows, 2); each rank computes its share of every batch."""
         size, world, rank, parts = self.args.eval_batch_size, self.args.world_size, self.args.process_index, []
         with torch.no_grad(), self._as_reference(), evaluating(self.model_wrapped):
             for begin in range(rows.start, rows.stop, size * world):
                 self.progress()
                 some = range(begin, min(begin + size * world, rows.stop))
-                own = [some[min(rank * size + i, len(some) - 1)] for i in range(size)]  # the last again, to fill up
+                own = [some[min(rank * size + i, len(some) - 1)] for i in range(size)]  # pads with the last row
                 inputs = self._prepare_inputs(self.data_collator([table[i] for i in own]))
                 logps, _ = self.log_probabilities(self.model_wrapped, inputs)
                 parts.append(self.accelerator.gather(logps.reshape(2, -1).T.contiguous())[: len(some)].cpu())
@@ -218,7 +218,7 @@ class PreferenceTrainer(FinetuneTrainer):
 
 
 class _Precomputes(TrainerCallback):
-    """Once the engine stands, and before the first step."""
+    """Runs `precompute` once the engine is built, before the first step."""
 
     def __init__(self, trainer: PreferenceTrainer) -> None:
         self.trainer = trainer
@@ -237,7 +237,7 @@ def second_half(inputs: dict[str, Any], count: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Without dropout."""
+    """In this block the model is in evaluation mode, without dropout."""
     was_training = model.training
     model.eval()
     try:
@@ -247,12 +247,12 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def _in_order(margins: Any) -> Any:
-    """1 where the chosen answer has the greater reward, 1/2 where both have the same."""
+    """1 where the chosen answer has the greater reward, 1/2 where both are equal."""
     return (margins > 0) + 0.5 * (margins == 0)
 
 
 def _named(means: dict[str, float], settings: Settings, accuracy: float | None) -> dict[str, float]:
-    """Figures by name, but for the loss."""
+    """Metrics by name, without the loss."""
     own = {name: means[name] for name in COLUMNS[1:5]}
     own["reward_margin"] = own["reward_chosen"] - own["reward_rejected"]
     own |= {"kl": max(means["divergence"], 0.0)} if settings.loss in OF_REFERENCE else {}
@@ -260,8 +260,8 @@ def _named(means: dict[str, float], settings: Settings, accuracy: float | None) 
 
 
 def preference_metrics(session: Session) -> Callable[[Any], dict[str, float]]:
-    """A `compute_metrics` over the COLUMNS (N, 6). Of KTO's answers, which come one by one, the accuracy is over all
-    pairs of a desirable and an undesirable one."""
+    """A `compute_metrics` over the COLUMNS (N, 6). KTO's answers are not paired, so its accuracy is over all pairs of a
+    desirable and an undesirable answer."""
     settings = settings_of(session)
 
     def metrics(evaluated: Any) -> dict[str, float]:

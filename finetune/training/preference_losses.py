@@ -1,8 +1,8 @@
-"""The losses of preferences, each as its paper has it: of an answer's log-probability under the policy and under the
-reference to a loss and a reward. docs/preference.md says when to take which.
+"""Preference losses as in their papers: from an answer's log-probabilities under policy and reference to a loss and a
+reward. docs/preference.md says when to use which.
 
-`beta` scales rewards: how far the policy may leave the reference, or for ORPO the weight of the preference beside the
-likelihood of the chosen answer."""
+`beta` scales rewards: how far the policy may move from the reference, or for ORPO the weight of the preference relative
+to the likelihood of the chosen answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class Settings:
-    """What the flags of these names say."""
+    """The values of the flags with these names."""
 
     loss: str
     beta: float
@@ -29,8 +29,8 @@ class Settings:
 
 
 class Pairs(NamedTuple):
-    """Of B pairs, the chosen and the rejected answer: log-probabilities (B,) summed over the `tokens` (B,), those of
-    the reference (zeros without one), and by how much rewards are to differ."""
+    """The chosen and rejected answers of B pairs: log-probabilities (B,) summed over tokens, the numbers of `tokens`
+    (B,), the reference's log-probabilities (zeros without one), and the margins between rewards."""
 
     chosen: Tensor
     rejected: Tensor
@@ -50,7 +50,7 @@ class Judged(NamedTuple):
 
 
 def _ratios(pairs: Pairs, of: Settings) -> tuple[Tensor, Tensor]:
-    """log(policy / reference) of both answers; with length normalization the mean over an answer's tokens."""
+    """log(policy / reference) of both answers; with length normalization, the mean over an answer's tokens."""
     chosen, rejected = pairs.chosen - pairs.chosen_reference, pairs.rejected - pairs.rejected_reference
     if of.length_normalization:
         return chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
@@ -58,21 +58,21 @@ def _ratios(pairs: Pairs, of: Settings) -> tuple[Tensor, Tensor]:
 
 
 def squared_log_ratio(pairs: Pairs) -> Tensor:
-    """Of B pairs (B,) the mean over both answers of log(policy / reference)^2 / 2, in nats an answer.
+    """The mean over both answers of log(policy / reference)^2 / 2, for B pairs (B,), in nats per answer.
 
-    Schulman's k2 (http://joschu.net/blog/kl-approx.html). Over answers that the policy wrote it estimates KL(policy ||
-    reference), with a bias of third order in the log ratios. These answers are the data's, so it is a stand-in for
-    that: never below 0, 0 only where both models give all of them the same probability, and as far as the policy is
-    near its reference, KL on such answers. His unbiased k1 and k3 do not bear answers of others: k1 is then no
-    divergence (it is negative where both answers become less likely, as they do in DPO), and k3 has an exponential of
-    the log ratio, which one rejected answer carries away.
+    Schulman's k2 (http://joschu.net/blog/kl-approx.html). Over answers that the policy generated, it estimates
+    KL(policy || reference) with a bias of third order in the log ratios. Here the answers come from the data, so it is
+    only a proxy: never below 0, 0 only if both models give all answers the same probability, and close to the KL on
+    such answers while the policy is near its reference. His unbiased k1 and k3 do not work on such answers: k1 is then
+    no divergence (it is negative if both answers become less likely, as they do in DPO), and k3 has an exponential of
+    the log ratio, which a single rejected answer can dominate.
     """
     ratios = pairs.chosen - pairs.chosen_reference, pairs.rejected - pairs.rejected_reference
     return (ratios[0].detach() ** 2 + ratios[1].detach() ** 2) / 4
 
 
 def _preferred(logits: Tensor, smoothing: float) -> Tensor:
-    """Cross entropy of "the chosen one is better", which is wrong in a share `smoothing` of the pairs."""
+    """Cross entropy of "the chosen answer is better", assumed wrong for a share `smoothing` of the pairs."""
     return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
 
 
@@ -97,27 +97,27 @@ def simpo(pairs: Pairs, of: Settings) -> Judged:
 
 def orpo(pairs: Pairs, of: Settings) -> Judged:
     """Hong et al., arXiv 2403.07691, equations 6 and 7, with beta for its lambda: the chosen answer's negative
-    log-likelihood by token, and the odds ratio. Both are means over pairs, as their expectation is."""
+    log-likelihood per token, and the odds ratio. Both are averaged over pairs, like the paper's expectation."""
     chosen, rejected = pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
     odds = (chosen - _log_of_rest(chosen)) - (rejected - _log_of_rest(rejected))
     return Judged(-chosen + of.beta * _preferred(odds, 0.0), of.beta * chosen, of.beta * rejected)
 
 
 def _log_of_rest(logp: Tensor) -> Tensor:
-    """log(1 - p) of log p. An answer of which the model is certain has no finite odds, so it is kept from 1."""
+    """log(1 - p) from log p. p is kept below 1, because an answer with p = 1 has infinite odds."""
     return torch.log(-torch.expm1(logp.clamp(max=-1e-7)))
 
 
 def reward(pairs: Pairs, of: Settings) -> Judged:
-    """Bradley and Terry's model of scores (in `chosen` and `rejected`), with margins as Touvron et al., arXiv
+    """The Bradley-Terry model of scores (in `chosen` and `rejected`), with margins as in Touvron et al., arXiv
     2307.09288, equation 2."""
     return Judged(_preferred(pairs.chosen - pairs.rejected - pairs.margin, 0.0), pairs.chosen, pairs.rejected)
 
 
 def kto(ratios: Tensor, desirable: Tensor, baseline: Tensor, of: Settings) -> tuple[Tensor, Tensor]:
-    """Ethayarajh et al., arXiv 2402.01306, equation 8: losses and rewards (B,) of answers by themselves, some of them
-    `desirable`. `ratios` are log(policy / reference), `baseline` is z_0 of equation 7: the divergence from the
-    reference, of answers that belong to other prompts, and no gradient flows through it."""
+    """Ethayarajh et al., arXiv 2402.01306, equation 8: losses and rewards (B,) of single answers, some of them
+    `desirable`. `ratios` are log(policy / reference). `baseline` is z_0 of equation 7, the divergence from the
+    reference on answers to other prompts; no gradient flows through it."""
     rewards, z = of.beta * ratios, of.beta * baseline
     values = torch.where(
         desirable,

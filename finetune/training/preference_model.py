@@ -1,4 +1,4 @@
-"""What recipes/preference.py trains: a language model, or one of rewards, with its reference; and what it reports."""
+"""For recipes/preference.py: a language model or a reward model, its reference, and the report of a run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from finetune.training.samples import Answers
 from finetune.training.second_model import placed
 from finetune.training.start import Session
 
-FORMAT = 1  # raise it when what is cached changes
-PROMPTS = 3  # are answered, of the held-out ones
-PIECE_ROWS = 4096  # of the reference are kept at a time, so that a run that is killed goes on there
-MISSING = "reference.npz"  # in the run folder, for a run that goes on elsewhere
+FORMAT = 1  # of the cached values: raise it when they change
+PROMPTS = 3  # held-out prompts that the model answers
+PIECE_ROWS = 4096  # rows of the reference per cached file; a killed run continues after the last one
+MISSING = "reference.npz"  # in the run folder, for a run that resumes on a machine without the cache
 USE_REWARD = """import finetune.models.gptlite  # makes GPT-lite known to transformers; other models do without
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -49,8 +49,8 @@ print(model(**tokenizer(text, return_tensors="pt")).logits)  # the greater, the 
 
 @dataclass
 class Reference:
-    """`form` is "none", "adapter", "cached" or "online"; `key` names what cached values are of, `model` is a second one
-    and `values` (rows, 2) are the log-probabilities of both sides. `is_base`: it is the model without its adapter."""
+    """`form` is "none", "adapter", "cached" or "online"; `key` identifies cached values; `model` is the second model;
+    `values` (rows, 2) are the log-probabilities of both sides. `is_base`: it is the model without its adapter."""
 
     form: str
     is_base: bool = False
@@ -60,8 +60,8 @@ class Reference:
 
 
 def reference_of(session: Session, source: CausalSource) -> Reference:
-    """Its form: of a new adapter the base model, of one that is trained further the adapter as it was. Raises
-    RequestError where nobody knows what the model was before its training."""
+    """The reference's form: for a new adapter the base model, for an adapter that is trained further the adapter as it
+    was. Raises RequestError if the model before its training is not known."""
     asked, trains = session[PreferenceArguments], session.training.do_train
     has_adapter = bool(session.run.value("use_peft") or source.adapter)
     goes_on = bool(source.adapter and trains)
@@ -70,15 +70,15 @@ def reference_of(session: Session, source: CausalSource) -> Reference:
         return Reference(form, is_base=True)
     if form != "none" and not trains:
         raise RequestError(
-            f"--do_train False: --loss {asked.loss} measures a model by what it was before it was trained, and of a "
-            "whole model nobody knows that. Evaluate an adapter, or by --loss simpo, which has no reference."
+            f"--do_train False: --loss {asked.loss} compares a model with what it was before training, and for a whole "
+            "model that is not known. Evaluate an adapter, or use --loss simpo, which has no reference."
         )
     return Reference(form)
 
 
 def reference_key(session: Session, source: CausalSource, data: PreferenceData, config: Any) -> str:
-    """All that decides the reference's log-probabilities: the model, its precision, and the rows, which the data, the
-    tokenizer and the block size have made. The seed draws the weights of a new model and of new tokens."""
+    """A key of everything that affects the reference's log-probabilities: the model, its precision, and the rows, which
+    data, tokenizer and block size determine. The seed initializes the weights of a new model and of new tokens."""
     run, training = session.run, session.training
     return cache_key(
         FORMAT,
@@ -92,7 +92,7 @@ def reference_key(session: Session, source: CausalSource, data: PreferenceData, 
 
 
 def read_pieces(folder: Path, kept: Path, key: str, begins: range) -> dict[int, npt.NDArray[Any]]:
-    """What there is, by its first row."""
+    """The pieces that exist, by their first row."""
     found = {begin: np.load(path) for begin in begins if (path := folder / f"{begin}.npy").is_file()}
     if len(found) < len(begins) and kept.is_file():
         with np.load(kept) as stored:
@@ -102,13 +102,13 @@ def read_pieces(folder: Path, kept: Path, key: str, begins: range) -> dict[int, 
 
 
 def preference_source(session: Session) -> CausalSource:
-    """Which model, before its weights. Raises RequestError for flags that do not go with it."""
+    """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
     training, run = session.training, session.run
     source = find_causal_source(session[CausalModelArguments], session[PreferenceDataArguments].block_size)
     check_adapter(run, source.adapter, session.shards_weights)
     if session[PreferenceArguments].loss == "reward" and run.value("merge_adapter"):
-        raise RequestError(f"{run.said('merge_adapter')}: a model of rewards is not merged yet. Drop it.")
-    reference_of(session, source)  # refused before the data are prepared
+        raise RequestError(f"{run.said('merge_adapter')}: a reward model cannot be merged yet. Drop it.")
+    reference_of(session, source)  # raises before the data are prepared
     if training.metric_for_best_model and "greater_is_better" not in run.given:
         training.greater_is_better = more_is_better(training.metric_for_best_model) is not False
     return source
@@ -123,7 +123,7 @@ def preference_model(session: Session, source: CausalSource, data: PreferenceDat
         base = _reward_model(session, source, data.tokenizer, kept)
     else:
         base = build_causal_lm(arguments, source, data.tokenizer, training.seed, kept)
-    base.accepts_loss_kwargs = False  # the trainer divides by itself
+    base.accepts_loss_kwargs = False  # the trainer's loss does its own division
     if session[PreferenceArguments].share_prompt and session.launch.speaks:
         check_shared_prompt(base, source.block_size)
     model = with_adapter(base, session[AdapterArguments], source.adapter, run.task.adapter)
@@ -142,7 +142,7 @@ def preference_model(session: Session, source: CausalSource, data: PreferenceDat
 
 
 def _reward_model(session: Session, source: CausalSource, tokenizer: Any, kept: Any) -> Any:
-    """A classifier of one output, its score."""
+    """A classifier with one output, the score."""
     arguments = session[CausalModelArguments]
     config = settled_config(arguments, source, tokenizer)
     config.num_labels, config.problem_type = 1, "regression"
@@ -153,12 +153,12 @@ def _reward_model(session: Session, source: CausalSource, tokenizer: Any, kept: 
         draw_weights(model, session.training.seed)
         return model
     kind, is_local = AutoModelForSequenceClassification, source.hub_id is None
-    makes_head = session.training.do_train or source.adapter is not None  # which has its own
+    makes_head = session.training.do_train or source.adapter is not None  # an adapter brings its own head
     return load_weights(kind, source.pretrained, config, is_local, arguments, kept, has_new_head=makes_head)
 
 
 def answers_of(session: Session, config: Any, data: PreferenceData) -> Answers:
-    """What the model answers to some of the held-out prompts that leave it room; to none where it is one of rewards."""
+    """The model's answers to some held-out prompts that leave room for one; none from a reward model."""
     asked, room = session[PreferenceArguments], positions_of(config)
     name, rows = data.sides[0], data.splits.get("validation", [])
     places = [] if asked.loss == "reward" else [len(rows) * i // (PROMPTS + 1) for i in range(1, PROMPTS + 1)]
@@ -169,7 +169,7 @@ def answers_of(session: Session, config: Any, data: PreferenceData) -> Answers:
 
 
 def _before_and_after(answers: Answers) -> str:
-    if not answers.first:  # of a run that went on, or that did not train
+    if not answers.first:  # a resumed run, or one that did not train
         return answers.last
     return f"Before training\n\n{answers.first}\n\nAfter training\n\n{answers.last}"
 
@@ -177,11 +177,11 @@ def _before_and_after(answers: Answers) -> str:
 def write_preference_report(
     session: Session, data: PreferenceData, source: CausalSource, answers: Answers
 ) -> list[str]:
-    """`training_curve.png` and README.md; and the merged model where --merge_adapter asks for it."""
+    """Write `training_curve.png`, README.md and, with --merge_adapter, the merged model."""
     account, loss = data.account, session[PreferenceArguments].loss
     is_reward = loss == "reward"
     card = Card(
-        task="model of rewards" if is_reward else f"language model trained on preferences ({loss})",
+        task="reward model" if is_reward else f"language model trained on preferences ({loss})",
         pipeline_tag=session.run.task.name,
         **named(session, source, account),
         table=rows_table("rows", account),

@@ -1,5 +1,5 @@
 """What a run shows while it trains. On a terminal: one live line, and a table at each evaluation. Elsewhere, and with
---disable_tqdm True: a line a log, which programs parse. A notebook keeps transformers' own table."""
+--disable_tqdm True: one line per log, which programs parse. A notebook keeps transformers' own table."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from finetune.training.figures import more_is_better
 from finetune.training.speed import peak_memory_bytes
 
 NOT_SHOWN = "total_flos"
-OF_SPEED = ("_runtime", "_per_second", "_time")  # ends of an evaluation's figures that say nothing of the model
+OF_SPEED = ("_runtime", "_per_second", "_time")  # endings of evaluation results that measure speed, not the model
 SPEEDS = (("real_tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s"))
-DRAW_SECONDS = 0.1  # between two drawings
+DRAW_SECONDS = 0.1  # least time between two redraws
 
 
 class Lines(PrinterCallback):
-    """A line a log, from one rank, with numbers as numbers: transformers quotes them (5.23, trainer_callback.py)."""
+    """One line per log, from one rank, with plain numbers: transformers quotes them (5.23, trainer_callback.py)."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
@@ -39,15 +39,15 @@ class Lines(PrinterCallback):
 
 
 class LiveLine(TrainerCallback):
-    """One line, which is drawn over, from one rank; what is printed meanwhile goes above it. The training draws it: a
-    thread of its own might hold a lock while a data loader forks its workers."""
+    """A status line that is redrawn in place, on one rank; other output goes above it. The training loop redraws it: a
+    separate thread might hold a lock while a data loader forks its workers."""
 
     def __init__(self, console: Console, greater_is_better: Mapping[str, bool]) -> None:
         self.console, self.greater_is_better = console, greater_is_better
         self.live: Live | None = None
-        self.stack = contextlib.ExitStack()  # what is to be undone when it ends
-        self.logs: Mapping[str, Any] = {}  # the last of the training
-        self.before: dict[str, float] = {}  # of each metric
+        self.stack = contextlib.ExitStack()  # undone when the line ends
+        self.logs: Mapping[str, Any] = {}  # the last training log
+        self.before: dict[str, float] = {}  # each metric's previous value
         self.best: dict[str, float] = {}
         self.step = self.steps = self.first = self.batches = 0
         self.batches_in_all = 0
@@ -55,10 +55,10 @@ class LiveLine(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.logs, self.before, self.best = {}, {}, {}
-        for row in state.log_history:  # of a resumed run
+        for row in state.log_history:  # not empty in a resumed run
             self._note(metrics_of(row))
         self.step = self.first = state.global_step
-        # Drawn after the first step, in which torch's C++ warns past Python's streams, on every rank (reducer.cpp).
+        # First drawn after the first step, as torch's C++ code prints warnings in it on every rank (reducer.cpp).
         self.steps, self.began, self.is_training = state.max_steps, time.monotonic(), True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -82,7 +82,7 @@ class LiveLine(TrainerCallback):
             where = f" after step {state.global_step:,} of {state.max_steps:,}" if state.max_steps else ""
             print_table(self.console, self._table(f"evaluation{where}", metrics))
             self._note(metrics)
-        elif "train_runtime" not in logs:  # which the last line and the summary say
+        elif "train_runtime" not in logs:  # the closing log, which the last line and the summary cover
             print(rounded(logs), flush=True)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -97,7 +97,7 @@ class LiveLine(TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """The last line of a training stays."""
+        """End the live line. The last one of training stays on the screen."""
         self.stack.close()
         self.live = None
 
@@ -117,7 +117,7 @@ class LiveLine(TrainerCallback):
         self.live.refresh()
 
     def _line(self) -> Text:
-        """As much as the terminal has room for."""
+        """As many parts as fit on the terminal."""
         seconds, done = time.monotonic() - self.began, self.step - self.first
         parts = [f"step {self.step:,}/{self.steps:,}"] if self.steps else []
         if self.batches:
@@ -129,7 +129,7 @@ class LiveLine(TrainerCallback):
         parts.append(f"peak {peak_memory_bytes() / GIB:.2f} GiB")
         if not self.is_training and self.steps:
             parts.append(f"in {timedelta(seconds=round(seconds))}")
-        elif done > 0:  # a run that is rolled back may be behind its first step
+        elif done > 0:  # a run that was rolled back may be before its first step
             parts.append(f"{timedelta(seconds=round(seconds / done * (self.steps - self.step)))} left")
         while len("  ".join(parts)) >= self.console.width and len(parts) > 1:
             parts.pop(-2 if len(parts) > 2 else -1)
@@ -149,7 +149,7 @@ class LiveLine(TrainerCallback):
         self.before |= metrics
 
     def _better(self, name: str, now: float) -> float | None:
-        """The best so far; None of a figure of which neither more nor less is better."""
+        """The best value so far; None if neither more nor less is better."""
         best, figure = self.best.get(name, math.nan), name.removeprefix("eval_")
         more = self.greater_is_better.get(figure, more_is_better(figure))
         if more is None or math.isnan(best):
@@ -159,11 +159,11 @@ class LiveLine(TrainerCallback):
 
 @contextlib.contextmanager
 def _others_above(live: Live) -> Iterator[None]:
-    """Inside, what others print goes above the line, and transformers draws no bars of its own into it."""
+    """In this block other output goes above the line, and transformers draws no progress bars."""
     draws_bars, given = transformers_logging.is_progress_bar_enabled(), (sys.stdout, sys.stderr)
     transformers_logging.disable_progress_bar()
     with live:
-        live.console.show_cursor(True)  # a rank that is killed could not bring it back
+        live.console.show_cursor(True)  # a killed rank could not restore it
         proxies = sys.stdout, sys.stderr
         _move_handlers(given, proxies)
         try:
@@ -175,7 +175,7 @@ def _others_above(live: Live) -> Iterator[None]:
 
 
 def _move_handlers(before: Sequence[Any], now: Sequence[Any]) -> None:
-    """Libraries' logging handlers keep the stream that they were made with."""
+    """Redirect logging handlers of libraries, which keep the stream they were created with."""
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             if vars(handler).get("stream") in before:
@@ -183,36 +183,37 @@ def _move_handlers(before: Sequence[Any], now: Sequence[Any]) -> None:
 
 
 def metrics_of(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Those of an evaluation, without its speed."""
+    """An evaluation's metrics, without its speed."""
     numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
     return {name: value for name, value in numbers.items() if name.startswith("eval_") and not name.endswith(OF_SPEED)}
 
 
 def rounded(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """To four figures. metrics.jsonl has all of them."""
+    """Round to four significant digits. metrics.jsonl has all digits."""
     shown = {name: value for name, value in logs.items() if name != NOT_SHOWN}
     return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in shown.items()}
 
 
 def on_terminal() -> bool:
-    """Whether what is printed goes to a terminal on which a line can be drawn over."""
+    """Whether output goes to a terminal that can redraw a line."""
     return sys.stdout.isatty() and Console().is_interactive
 
 
 def terminal_of(args: Any) -> Console | None:
-    """Of a run with these training arguments, where it is to be used as such. It wraps no lines of others."""
+    """The terminal of a run with these training arguments; None if it is not to be used. It does not wrap others'
+    lines."""
     is_used = on_terminal() and not args.disable_tqdm
     return Console(soft_wrap=True, highlight=False, markup=False, emoji=False) if is_used else None
 
 
 def display(args: Any, compute_metrics: Any) -> Lines | LiveLine:
-    """For these training arguments. `compute_metrics` may say of each figure whether more is better."""
+    """The display for these training arguments. `compute_metrics` may say for each metric whether more is better."""
     console = terminal_of(args)
     return LiveLine(console, getattr(compute_metrics, "greater_is_better", {})) if console else Lines()
 
 
 def show_numbers(trainer: Trainer) -> None:
-    """Put ours in the place of transformers' own; a notebook's table stays."""
+    """Replace transformers' own display by ours; a notebook's table stays."""
     callbacks = trainer.callback_handler.callbacks
     for place, one in enumerate(callbacks):
         if type(one) in (PrinterCallback, ProgressCallback):
@@ -221,7 +222,7 @@ def show_numbers(trainer: Trainer) -> None:
 
 @contextlib.contextmanager
 def tidy_terminal(trainer: Any) -> Iterator[None]:
-    """Inside, whatever ends the run ends the live line first."""
+    """In this block, whatever ends the run first ends the live line."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What the closing chapters of a recipe ask of a trainer, whichever engine it has."""
+"""The interface that `finish` and its helpers need from a trainer of either engine."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from finetune.training.checkpoints.identity import Identity
 
 
 class Closing(Protocol):
-    """FinetuneTrainer, or any class of FinetuneMixin, and PipelineTrainer. Every method must be called on all ranks;
-    files are written by rank 0. What is returned is the same on every rank."""
+    """Implemented by FinetuneTrainer, by any class with FinetuneMixin, and by PipelineTrainer. Call every method on all
+    ranks; rank 0 writes files. Results are the same on every rank."""
 
     args: Any
     state: Any
     identity: Identity | None
     train_dataset: Any
-    sampler: Any  # the order of training; None of a stream
+    sampler: Any  # the order of training samples; None for a stream
     global_batch_size: int
 
     def watched(self) -> AbstractContextManager[Any]:
-        """Around a whole run: a rank whose process is killed ends it in words."""
+        """Around a whole run: if a rank's process is killed, the run ends with a message."""
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainOutput:
-        """Train to the end; the closing figures are its `metrics`."""
+        """Train to the end; the result's `metrics` are those of the whole training."""
 
     def evaluated_at_end(self) -> PredictionOutput:
-        """Over the evaluation set by the final weights; its figures are logged, too."""
+        """Evaluate the final weights on the evaluation set; the metrics are also logged."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The final model, where `from_pretrained` looks for it: the run folder unless told."""
+        """Save the final model where `from_pretrained` looks for it: in the run folder by default."""
 
     def save_state(self) -> None:
-        """`trainer_state.json` in the run folder."""
+        """Write `trainer_state.json` in the run folder."""
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """`train_results.json`, `eval_results.json`, ..., and all of them in all_results.json."""
+        """Write `train_results.json`, `eval_results.json`, ..., and add to all_results.json."""
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Tell the callbacks: a file, the terminal, a tracker."""
+        """Pass logs to the callbacks: metrics file, terminal, trackers."""
 
     def peak_memory_gib_per_rank(self) -> list[float]:
-        """In GiB."""
+        """The peak memory of each rank, in GiB."""
 
 
 if TYPE_CHECKING:
@@ -51,4 +51,4 @@ if TYPE_CHECKING:
     from finetune.training.trainer import FinetuneTrainer
 
     def of_any_engine(trainer: FinetuneTrainer, pipeline: PipelineTrainer) -> tuple[Closing, Closing]:
-        return trainer, pipeline  # mypy holds them to it
+        return trainer, pipeline  # mypy checks that both fit the protocol

@@ -1,4 +1,4 @@
-"""What a run leaves for a person to read: predictions, pictures, the model card."""
+"""The files that a run leaves for people to read: predictions, pictures, the model card."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHOWN_AT_THE_END = (
     "predict_pearson", "real_tokens_per_second",
 )  # fmt: skip
 SHOWN_LABELS = 50
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001  (as they are typed in Japan)
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001  (full-width forms)
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|nan)")
 
 USE_CLASSIFIER = """from transformers import pipeline
@@ -56,7 +56,7 @@ USE_IMAGES = """{known}from transformers import pipeline
 classify = pipeline("image-classification", "path/to/this/folder")
 print(classify("picture.png"))"""
 
-OWN_IMAGE_MODELS = ("alexnet", "resnet_group_norm")  # which transformers knows once their module is imported
+OWN_IMAGE_MODELS = ("alexnet", "resnet_group_norm")  # transformers knows them once their module is imported
 
 
 def write_predictions(
@@ -68,12 +68,12 @@ def write_predictions(
     row_name: str = "index",
     thresholds: Sequence[float] | None = None,
 ) -> None:
-    """One line a row, in input order: which it is, `prediction`, the `label` where known, and each class's probability.
+    """Write a CSV line per row, in input order: its name, `prediction`, `label` where known, each class's probability.
 
-    `rows` names them under `row_name`: `index` is the row's number in the file, from 0, and bad rows that were left out
-    leave gaps.
-    `logits` has shape (N, classes), or (N, 1) for regression. Where a row may have several labels, `prediction` and
-    `label` are JSON lists, and `thresholds` the probabilities from which a label is given.
+    `rows` are the names in column `row_name`: `index` is the row's number in the file, from 0, so bad rows that were
+    left out leave gaps.
+    `logits` has shape (N, classes), or (N, 1) for regression. If a row may have several labels, `prediction` and
+    `label` are JSON lists, and `thresholds` are the probabilities from which a label is given.
     """
     logits = first_output(logits)
     if labels.task == MULTI_LABEL:
@@ -95,7 +95,7 @@ def write_predictions(
 
 
 def _in_words(labels: Labels, values: Sequence[Any]) -> Sequence[Any]:
-    """Of ids, of rows of 0 and 1, or of numbers, which stay as they are."""
+    """Label names for ids or for rows of 0 and 1; numbers of a regression stay as they are."""
     if labels.task == MULTI_LABEL:
         named = ([name for name, is_given in zip(labels.names, row, strict=True) if is_given] for row in values)
         return [json.dumps(names, ensure_ascii=False) for names in named]
@@ -103,8 +103,7 @@ def _in_words(labels: Labels, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _no_formula(cell: Any) -> Any:
-    """A spreadsheet computes text that begins as a formula, which a label or a file's name may; numbers stay as they
-    are."""
+    """Quote a label or file name that a spreadsheet would evaluate as a formula; numbers stay as they are."""
     if isinstance(cell, str) and cell.startswith(FORMULA) and not NUMBER.fullmatch(cell):
         return f"'{cell}"
     return cell
@@ -116,8 +115,8 @@ CURVES = {"regression": "eval_pearson", MULTI_LABEL: "eval_f1_macro"}
 def write_report(
     session: Session, data: Any, source: Any, metrics: TaskMetrics, evaluated: Any | None, predicted: Any | None
 ) -> list[str]:
-    """`predictions.csv`, `training_curve.png`, `confusion_matrix.png` and README.md, from what the run wrote and its
-    last evaluation. Rows with several labels have `per_label.png` and `per_label.json` in place of the matrix."""
+    """Write `predictions.csv`, `training_curve.png`, `confusion_matrix.png` and README.md, from the run's files and its
+    last evaluation. If rows have several labels, `per_label.png` and `per_label.json` replace the matrix."""
     folder, thresholds = session.folder, metrics.thresholds
     if predicted is not None:
         rows, path = data.splits["test"]["row"], folder / "predictions.csv"
@@ -152,8 +151,8 @@ def write_report(
 def write_image_report(
     session: Session, data: Any, source: Any, counts: Any | None, predicted: Any | None
 ) -> list[str]:
-    """As `write_report`, of an image classifier. `counts` (classes, classes) are those of its last evaluation,
-    None without one."""
+    """Like `write_report`, for an image classifier. `counts` (classes, classes) is the confusion matrix of its last
+    evaluation, None without one."""
     folder, account, stages = session.folder, data.account, session.run.stages
     if predicted is not None:
         rows, path = data.names["test"], folder / "predictions.csv"
@@ -161,7 +160,7 @@ def write_image_report(
     pictures = pictures_of(folder, "eval_accuracy")
     if counts is not None:
         pictures += write_confusion(folder, counts, data.labels)
-    saved = folder / "config.json"  # not there in a run that did not train
+    saved = folder / "config.json"  # missing if the run did not train
     kind = read_json_object(saved)["model_type"] if saved.is_file() else source.config.model_type
     is_own = kind in OWN_IMAGE_MODELS
     known = f"import finetune.models.{kind}  # makes the model known to transformers\n" if is_own else ""
@@ -174,7 +173,7 @@ def write_image_report(
             *((name, n, account.skipped.get(name, 0)) for name, n in account.rows.items()),
         ],
         facts=[
-            f"Pictures of {account.side} x {account.side} pixels, from {', '.join(account.sizes)}.",
+            f"Images of {account.side} x {account.side} pixels, from {', '.join(account.sizes)}.",
             *([f"Trained as a pipeline of {stages} stage(s)."] if stages else []),
             *sentences(*account.notes),
             *label_counts(account.label_counts),
@@ -189,8 +188,8 @@ def write_image_report(
 def write_language_report(
     session: Session, data: Any, source: Any, samples: Samples, note: str = "", tables: Sequence[Any] = ()
 ) -> list[str]:
-    """`training_curve.png` and README.md of a language model, with what it wrote last, a `note` on how it was trained
-    and more `tables`; and the merged model where --merge_adapter asks for it."""
+    """Write `training_curve.png` and README.md of a language model, with its last sample, a `note` on how it was
+    trained and more `tables`; with --merge_adapter, also the merged model."""
     folder, account, sample = session.folder, data.account, samples.last
     said = [*merged(session, source, data), *(["sample:", sample] if sample else [])]
     blocks = f"Blocks of {account.block_size} tokens, packing {account.packing}"
@@ -222,18 +221,18 @@ def write_language_report(
 
 
 def named(session: Session, source: Any, account: Any) -> dict[str, Any]:
-    """What every model card says of the model, the recipe and the data."""
+    """The fields of a model card on model, recipe and data that all recipes share."""
     recipe = session.run.recipe.script
     return {"model": source.description, "base_model": source.hub_id, "recipe": recipe, "source": account.source}
 
 
 def sentences(*notes: str) -> list[str]:
-    """What the start line says in passing, for the model card."""
+    """Turn the notes of the start line into sentences for the model card."""
     return [f"{note[0].upper()}{note[1:]}." for note in notes if note]
 
 
 def rows_table(what: str, account: Any) -> list[Sequence[Any]]:
-    """Of each split of text, for the model card."""
+    """The model card's table of rows per text split."""
     rows = [(name, n, account.skipped.get(name, 0), account.truncated.get(name, 0)) for name, n in account.rows.items()]
     return [("split", what, "left out", f"cut to {account.max_seq_length} tokens"), *rows]
 
@@ -254,10 +253,11 @@ def label_counts(counts: Mapping[str, int]) -> list[str]:
 def write_per_label(
     folder: Path, rows: Sequence[dict[str, Any]], name: str, said: str, pictures: list[tuple[str, str]]
 ) -> tuple[str, list[Sequence[Any]]]:
-    """A picture, added to the `pictures`, and JSON; and for the model card a table, its numbers to three digits."""
+    """Write a picture, which is added to `pictures`, and JSON. Returns a table for the model card, with three
+    decimals."""
     write_png(folder / f"{name}.png", [share_bars(rows, WIDE)])
     write_json(folder / f"{name}.json", list(rows))
-    words = "Precision, recall and F1, and in brackets how often each occurs in the validation split"
+    words = "Precision, recall and F1, and in parentheses the number of occurrences in the validation split"
     pictures.append((f"{name}.png", words))
     shown = [[f"{v:.3f}" if isinstance(v, float) else v for v in row.values()] for row in rows[:SHOWN_LABELS]]
     return said, [list(rows[0]), *shown]
@@ -282,19 +282,19 @@ def pictures_of(folder: Path, metric: str) -> list[tuple[str, str]]:
 
 
 def refuse_divergence(folder: Path) -> None:
-    """Raises RunError where training has ended in a loss or gradients that are no numbers."""
+    """Raises RunError if training ended with a loss or gradients that are not finite."""
     results = results_of(folder)
     steps = [row for row in read_metrics(folder) if "grad_norm" in row] if "train_loss" in results else []
-    # A norm that is not finite is null in metrics.jsonl. Steps that a guard counts have not reached the weights.
+    # A norm that is not finite is null in metrics.jsonl. Steps in `nonfinite_steps` were skipped by a guard.
     has_diverged = bool(steps) and steps[-1]["grad_norm"] is None and not steps[-1].get("nonfinite_steps")
     if not math.isfinite(results.get("eval_loss") or 0.0) or has_diverged:
         raise RunError(
-            f"{folder}: loss or gradients are no longer numbers: training has diverged. Lower --learning_rate."
+            f"{folder}: loss or gradients are no longer finite: training has diverged. Lower --learning_rate."
         )
 
 
 def closing_line(folder: Path) -> str:
-    """The last line of a run: where it is, and how well it did."""
+    """The last line of a run: its folder and its main metrics."""
     results = results_of(folder)
     shown = ", ".join(f"{name} {results[name]:.4g}" for name in SHOWN_AT_THE_END if name in results)
     return f"done: {folder} ({shown})"

@@ -1,6 +1,6 @@
-"""What a resumed run needs beyond weights, optimizer and schedule to be bit-equal to one that was never cut: the losses
-not yet logged, what callbacks remember, saves that come after all else of their step, and evaluations that draw
-nothing. And the settings of its own flags, at the checkpoint's step."""
+"""What a resumed run needs, besides weights, optimizer and schedule, to be bit-identical to an uninterrupted one: the
+losses not yet logged, the state of callbacks, saves that come last in their step, and evaluations that leave random
+states unchanged. Also its own flags' settings, applied at the checkpoint's step."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from finetune.data.image_samples import Pictures
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.training.reshard.portable import settings_of
 
-# Of an optimizer's groups what flags say that may change; rates follow from the schedule. The rest is the optimizer's
-# own, and may be of its state, such as `setup` in torch-optimi's (optimi/stableadamw.py), which counts steps anew where
-# it is False.
+# Settings of an optimizer's groups that come from flags that may change; learning rates follow from the schedule. The
+# others belong to the optimizer and may be state, such as `setup` in torch-optimi (optimi/stableadamw.py), which
+# restarts its step count if it is False.
 FROM_FLAGS = ("betas", "beta1", "beta2", "eps", "weight_decay")
 
 
 class RunningLoss(TrainerCallback, ExportableState):
-    """The losses since the last log, and those logged before, in each checkpoint's trainer_state.json.
+    """Keeps the losses since the last log, and those logged before, in each checkpoint's trainer_state.json.
 
-    The Trainer forgets both (transformers 5.23, Trainer._inner_training_loop sets them to 0): the first loss that a
-    resumed run logs would leave out the steps before the cut, and `train_loss` all of them. Its own are private, so
-    they are added up here once more, as it adds them (Trainer._run_epoch), to the bit.
+    The Trainer loses both (transformers 5.23, Trainer._inner_training_loop sets them to 0): the first loss that a
+    resumed run logs would omit the steps before the interruption, and `train_loss` would omit all earlier steps. The
+    Trainer's sums are private, so they are repeated here, bit for bit as it adds them (Trainer._run_epoch).
     """
 
     def __init__(self) -> None:
-        self.sums: list[float] = []  # since the last log, of each rank, as of the last checkpoint
-        self.logged_step = -1  # that of the last log; -1 where nothing was kept
-        self.total = 0.0  # of the steps until then
-        self.first_step = 0  # after which they were counted
-        self.now = torch.zeros(())  # since the last log, of this rank, on its device
+        self.sums: list[float] = []  # each rank's sum since the last log, as of the last checkpoint
+        self.logged_step = -1  # the step of the last log; -1 if nothing was restored
+        self.total = 0.0  # the sum up to that step
+        self.first_step = 0  # the step after which counting began
+        self.now = torch.zeros(())  # this rank's sum since the last log, on its device
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer knows after which step it begins, and what was kept is here again."""
+        """By now the Trainer knows its first step, and a checkpoint's values have been restored."""
         step, kept = state.global_step, 0.0
         if step and 0 <= self.logged_step <= step:
             kept, self.first_step = self.of_rank(args.process_index, args.world_size), 0
@@ -52,24 +52,24 @@ class RunningLoss(TrainerCallback, ExportableState):
         self.now = torch.tensor(kept, dtype=torch.float32, device=args.device)
 
     def add(self, loss: torch.Tensor, step: int, filters: bool) -> None:
-        """That of a micro-batch; with `filters` the mean of those before in place of one that is no number."""
+        """Add a micro-batch's loss; with `filters`, one that is not finite is replaced by the mean of those before."""
         if filters:
             loss = torch.where(torch.isfinite(loss), loss, self.now / (1 + step - self.logged_step))
         self.now = self.now + loss
 
     def window(self, step: int, gather: Any) -> float:
-        """The mean of the steps since the last log, over all ranks, each of which must call it."""
+        """The mean loss of the steps since the last log, over all ranks. All ranks must call it."""
         losses = float(self._of_ranks(gather).mean())
         mean = losses / max(step - self.logged_step, 1)
         self.total, self.now, self.logged_step = self.total + losses, torch.zeros_like(self.now), step
         return mean
 
     def mean(self, step: int, gather: Any) -> float:
-        """Of all steps, whichever launch took them."""
+        """The mean loss of all steps, including those of earlier launches. All ranks must call it."""
         return (self.total + float(self._of_ranks(gather).mean())) / max(step - self.first_step, 1)
 
     def note(self, gather: Any) -> None:
-        """For a checkpoint. Every rank must call it."""
+        """Record the sums for a checkpoint. All ranks must call it."""
         self.sums = self._of_ranks(gather).tolist()
 
     def _of_ranks(self, gather: Any) -> torch.Tensor:
@@ -81,14 +81,14 @@ class RunningLoss(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": kept}
 
     def of_rank(self, rank: int, world_size: int) -> float:
-        """What this rank had; of a run of another world size each has the mean, which is what is logged."""
+        """This rank's sum; if the world size has changed, the mean over ranks, which gives the same logged loss."""
         if len(self.sums) == world_size:
             return self.sums[rank]
         return sum(self.sums) / max(len(self.sums), 1)
 
 
 class GoOn(TrainerCallback):
-    """Once the Trainer has loaded a checkpoint, and before its first step, a resumed run gets what is missing."""
+    """Completes a resumed run after the Trainer has loaded a checkpoint, before the first step."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -96,7 +96,7 @@ class GoOn(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         state.num_train_epochs = trainer.epochs
-        state.compute_steps(args, trainer.max_steps)  # which the checkpoint's have overruled
+        state.compute_steps(args, trainer.max_steps)  # the checkpoint's values have overwritten these
         if trainer.reshard:
             trainer.reshard.mend()
             trainer.own_settings.put_back(trainer.optimizer, trainer.lr_scheduler)
@@ -107,8 +107,8 @@ class GoOn(TrainerCallback):
 
 
 class Epochs(TrainerCallback):
-    """Tells the sampler which epoch it is, and pictures that change with it. accelerate 1.15 does not reach the sampler
-    in a run of several ranks that is resumed inside an epoch: SkipBatchSampler and BatchSamplerShard both stand between
+    """Sets the epoch of the sampler, and of images that change with it. accelerate 1.15 does not reach the sampler when
+    a run of several ranks is resumed inside an epoch: SkipBatchSampler and BatchSamplerShard both wrap it
     (data_loader.py, DataLoaderShard)."""
 
     def __init__(self, sampler: GlobalBatchSampler, dataset: Any) -> None:
@@ -122,9 +122,9 @@ class Epochs(TrainerCallback):
 
 
 class SavesLast(TrainerCallback):
-    """A save at the last step of an epoch waits for what is due at the epoch's end. The Trainer would save first, and a
-    run that is cut right then would go on without that evaluation: without its row, its best metric, and its say in
-    early stopping. Add it before StopOnSignal, whose saves do not wait."""
+    """Delays a save at the last step of an epoch until the evaluation and logging due at its end are done. The Trainer
+    would save first, and a run interrupted right then would resume without that evaluation: without its row, its best
+    metric, and its effect on early stopping. Add it before StopOnSignal, whose saves do not wait."""
 
     def __init__(self) -> None:
         self.waits = False
@@ -142,11 +142,11 @@ class SavesLast(TrainerCallback):
 
 
 def restore_callbacks(callbacks: Sequence[TrainerCallback], state: Any, all_of_them: bool) -> None:
-    """Give callbacks what they remembered when `state` was saved; without `all_of_them` the losses alone.
+    """Restore the callbacks' attributes from a saved `state`; without `all_of_them`, only those of RunningLoss.
 
-    In place, and without their arguments, which are those of this run: the Trainer builds them anew with those of the
-    old one, so that a new --early_stopping_patience would be passed over without a word (transformers 5.23,
-    Trainer._load_callback_state). It also fails to save where a callback is new: it looks for its old state.
+    Callbacks keep this run's arguments. The Trainer would rebuild them with the old run's, and so silently ignore a new
+    --early_stopping_patience (transformers 5.23, Trainer._load_callback_state). It also fails to save if a callback is
+    new, because it looks for its old state.
     """
     for callback in callbacks:
         if not isinstance(callback, ExportableState):
@@ -158,7 +158,7 @@ def restore_callbacks(callbacks: Sequence[TrainerCallback], state: Any, all_of_t
 
 
 def ended_early(callbacks: Sequence[TrainerCallback]) -> bool:
-    """Whether the run was stopped for want of progress when its last checkpoint was saved."""
+    """Whether early stopping had ended the run when its last checkpoint was saved."""
     return any(
         isinstance(callback, EarlyStoppingCallback)
         and callback.early_stopping_patience_counter >= callback.early_stopping_patience
@@ -168,11 +168,11 @@ def ended_early(callbacks: Sequence[TrainerCallback]) -> bool:
 
 @dataclass(frozen=True)
 class OwnSettings:
-    """Of each group of an optimizer, as the flags made it; take them once it is built, and before a checkpoint is
-    loaded: that brings back the groups' settings and the schedule's rates of before, whatever the flags say."""
+    """The settings of each optimizer group as the flags made them. Take them after building the optimizer and before
+    loading a checkpoint, which overwrites the groups' settings and the schedule's rates with the old ones."""
 
     groups: tuple[Mapping[str, Any], ...]
-    clip: float | None  # of an optimizer of DeepSpeed's that clips by itself
+    clip: float | None  # of a DeepSpeed optimizer that clips by itself
 
     @classmethod
     def of(cls, optimizer: Any) -> OwnSettings:
@@ -182,12 +182,12 @@ class OwnSettings:
         return cls(tuple(rates), clips[0] if clips else None)
 
     def put_back(self, optimizer: Any, scheduler: Any) -> None:
-        """After a checkpoint has been loaded. Where the flags are those of before, no bit changes."""
+        """Call it after a checkpoint has been loaded. If the flags have not changed, no bit changes."""
         inner, schedule = innermost(optimizer), _schedule(scheduler)
         for group, own in zip(inner.param_groups, self.groups, strict=True):
             group.update({name: value for name, value in own.items() if name in FROM_FLAGS and name in group})
         for one in around(optimizer):
-            if self.clip is not None and hasattr(one, "clip_grad"):  # ZeRO-1, 2 and BF16_Optimizer keep the old one
+            if self.clip is not None and hasattr(one, "clip_grad"):  # ZeRO-1, 2 and BF16_Optimizer restore the old one
                 one.clip_grad = self.clip
         if isinstance(schedule, LambdaLR):
             schedule.base_lrs = [own["lr"] for own in self.groups]
@@ -195,36 +195,36 @@ class OwnSettings:
             rates = [base * rule(schedule.last_epoch) for base, rule in pairs]
             for group, base, rate in zip(inner.param_groups, schedule.base_lrs, rates, strict=True):
                 group.update(initial_lr=base, lr=rate)
-            schedule.load_state_dict({**schedule.state_dict(), "_last_lr": rates})  # what is logged
+            schedule.load_state_dict({**schedule.state_dict(), "_last_lr": rates})  # the logged rates
         elif type(schedule).__module__.startswith("deepspeed."):
             schedule.step(schedule.last_batch_iteration)  # the rates of a schedule in the config, at this step
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer that takes the steps, without what accelerate and ZeRO put around it."""
+    """The optimizer that takes the steps, without the wrappers of accelerate and ZeRO."""
     return list(around(optimizer))[-1]
 
 
 def around(optimizer: Any) -> Iterable[Any]:
-    """From the outermost to the innermost."""
+    """An optimizer and those that it wraps, from the outermost to the innermost."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "optimizer", None)
 
 
 def _schedule(scheduler: Any) -> Any:
-    while hasattr(scheduler, "scheduler"):  # accelerate's
+    while hasattr(scheduler, "scheduler"):  # accelerate's wrapper
         scheduler = scheduler.scheduler
     return scheduler
 
 
 def replay_cpu_adam(optimizer: Any) -> None:
-    """Bring DeepSpeed's CPU Adam, which a checkpoint has been loaded into, to the digits of one that took all steps.
+    """After loading a checkpoint, make DeepSpeed's CPU Adam bit-identical to one that took all steps.
 
-    It multiplies the powers of its betas up from step to step, in fp32, and keeps them in C++ where no checkpoint has
-    them: after a resumption it takes `pow` instead, whose last digits are others, and so is every weight from then on
-    (deepspeed 0.19.8, ops/csrc/includes/cpu_adam.h, IncrementStep). Here it takes the steps once more, on one number.
-    Some microseconds a step. Let this go once DeepSpeed derives the powers from the step alone.
+    It accumulates the powers of its betas step by step, in fp32, in C++ state that no checkpoint holds. After resuming
+    it uses `pow` instead, which differs in the last digits, and so does every weight from then on (deepspeed 0.19.8,
+    ops/csrc/includes/cpu_adam.h, IncrementStep). Here it repeats the steps on a single number, which takes microseconds
+    per step. Remove this once DeepSpeed derives the powers from the step alone.
     """
     optimizer = innermost(optimizer)
     if not hasattr(optimizer, "ds_opt_adam"):
@@ -240,8 +240,8 @@ def replay_cpu_adam(optimizer: Any) -> None:
 
 @contextmanager
 def kept_random_states() -> Iterator[None]:
-    """What runs inside draws nothing from what comes after it: a data loader draws a seed even where it shuffles
-    nothing, and training would depend on how often it is evaluated."""
+    """Restore the random states after this block: a data loader draws a seed even if it does not shuffle, so training
+    would depend on how often it is evaluated."""
     before = random_states()
     try:
         yield
@@ -250,8 +250,7 @@ def kept_random_states() -> Iterator[None]:
 
 
 def random_states() -> dict[str, Any]:
-    """Python's, numpy's, and torch's on the CPU and on this rank's GPU, as a file of plain tensors and numbers takes
-    them."""
+    """The random states of Python, numpy, and torch on the CPU and on this rank's GPU, as plain tensors and numbers."""
     drawn: Any = np.random.get_state()
     kind, keys, *rest = drawn
     numpy = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
@@ -267,7 +266,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Torch's alone."""
+    """Only torch's random states."""
     cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {"cpu": torch.get_rng_state(), **cuda}
 

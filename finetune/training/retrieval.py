@@ -1,4 +1,4 @@
-"""How good embeddings are: whether a text's nearest ones are those that belong to it, and whether near means alike."""
+"""Metrics of embeddings: retrieval (are a text's matches among its nearest?) and correlation with similarity scores."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.nn import functional
 from finetune.data.embedding_rows import CLASSES, SCORED
 from finetune.training.contrast import Contrast, contrast
 
-BLOCK = 1024  # rows that are compared with all others at a time
+BLOCK = 1024  # rows compared with all others at a time
 RECALLS = (1, 5, 10)
-CUT = 10  # ranks behind it count as none in the mean reciprocal rank
+CUT = 10  # lower ranks count as 0 in the mean reciprocal rank
 
 
 def embedding_metrics(of: Contrast, global_batch_size: int) -> Callable[[Any], dict[str, float]]:
-    """A `compute_metrics` over vectors (N, C D), keys (N, C) and the bits of what is judged (N,). The loss is that of
-    training, over batches as large as training's, in an order that depends on their number alone."""
+    """A `compute_metrics` over vectors (N, C D), keys (N, C) and the bits of scores or labels (N,). The loss is
+    training's, over batches as large as training's, in an order that depends only on the number of rows."""
 
     def metrics(evaluated: Any) -> dict[str, float]:
         flat, keys, bits = (torch.from_numpy(np.ascontiguousarray(one)) for one in evaluated.predictions)
@@ -41,11 +41,11 @@ def embedding_metrics(of: Contrast, global_batch_size: int) -> Callable[[Any], d
 
 
 def figures(vectors: Tensor, keys: Tensor, judged: Tensor, kind: str) -> dict[str, float]:
-    """By name, of vectors (N, C, D)."""
+    """Metrics by name, from vectors (N, C, D)."""
     near = functional.normalize(vectors, dim=-1)
     if kind == SCORED:
         cosines = (near[:, 0] * near[:, 1]).sum(-1)
-        if len(cosines) < 2:  # which correlate with nothing
+        if len(cosines) < 2:  # correlation is undefined
             return {"spearman": math.nan, "pearson": math.nan}
         return {"spearman": float(spearmanr(cosines, judged)[0]), "pearson": float(pearsonr(cosines, judged)[0])}
     if kind == CLASSES:
@@ -63,9 +63,8 @@ def _of_ranks(ranks: Tensor) -> dict[str, float]:
 
 
 def ranks_of_positives(near: Tensor, keys: Tensor) -> Tensor:
-    """Of each row's anchor the rank (N,) of its positive among all positives and negatives, each text once, by unit
-    vectors (N, C, D). Other positives of the anchor, and its own text, are left out; of equally near ones it is the
-    last."""
+    """The rank (N,) of each anchor's positive among all positives and negatives, each text once, from unit vectors
+    (N, C, D). The anchor's other positives and its own text are left out; in a tie the positive ranks last."""
     documents, of_documents = near[:, 1:].reshape(-1, near.shape[-1]), keys[:, 1:].reshape(-1)
     unique, first = np.unique(of_documents.numpy(), return_index=True)
     corpus = documents[torch.from_numpy(first)]
@@ -88,8 +87,8 @@ def ranks_of_positives(near: Tensor, keys: Tensor) -> Tensor:
 
 
 def ranks_of_labels(near: Tensor, labels: Tensor) -> Tensor:
-    """Of each text the rank of the nearest other one of its label among all of other labels, by unit vectors (N, D). A
-    text whose label no other has is left out."""
+    """For each text, the rank of the nearest other text with its label among all texts with other labels, from unit
+    vectors (N, D). Texts whose label no other text has are left out."""
     found = []
     for begin in range(0, len(near), BLOCK):
         rows = slice(begin, begin + BLOCK)

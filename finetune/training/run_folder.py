@@ -1,5 +1,5 @@
-"""The run folder: its lock and what is deleted before a run, and what a run leaves there beside weights and
-checkpoints. Rank 0 writes. Whether it may be written, finetune.run.output_folder says."""
+"""The run folder: its lock, what is deleted before a run, and what a run writes there besides weights and checkpoints.
+Rank 0 writes. finetune.run.output_folder checks whether a run may use the folder."""
 
 from __future__ import annotations
 
@@ -40,54 +40,54 @@ from finetune.versions import versions
 ONCE = ("config", "resume", "resume_changed", "overwrite_output_dir")  # flags that a second run must not repeat
 FULL_DISK_BYTES = 16 * 2**20
 OF_CONFIGS = ("transformers.integrations.deepspeed", "accelerate.utils.dataclasses")  # they hold the DeepSpeed config
-DEEPEST = 4  # of these
+DEEPEST = 4  # levels of nested configs
 KEPT_ROWS = 1_000  # of the log, in trainer_state.json and in memory; metrics.jsonl has all
 
 
 def lock_output_dir(run: Run) -> str | None:
-    """No second run may write there from now on. Returns what is to be said. Only rank 0, after `check_output_dir`."""
+    """Lock the folder against other runs. Returns a message to print, if any. Only rank 0, after `check_output_dir`."""
     folder = Path(run.values["output_dir"]).expanduser()
     wait = RESUMED_WAITS_SECONDS if run.value("resume") else 0.0
     return lock_run_folder(folder, command_line(run.argv, run.launch), wait)
 
 
 def open_output_dir(run: Run) -> None:
-    """Make the folder, without the run that --overwrite_output_dir gives up, and without what a run that was cut off
-    left half written. Only rank 0, after `check_output_dir`."""
+    """Create the folder; delete the old run with --overwrite_output_dir, and half-written files of an interrupted run.
+    Only rank 0, after `check_output_dir`."""
     folder = Path(run.values["output_dir"]).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    lock_output_dir(run)  # of a folder that was not there before
+    lock_output_dir(run)  # a new folder could not be locked earlier
     clear_leftovers(folder)
     if run.value("overwrite_output_dir"):
         for path in folder.iterdir():
             if path.name in (NVME_FOLDER, LOCK):
-                continue  # a model that is being built swaps its parameters there already; the lock is ours
+                continue  # the model being built already offloads parameters there; the lock is ours
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 class MetricsFile(TrainerCallback):
-    """Appends every log of the Trainer to `metrics.jsonl`, one JSON object a line with `step` and `epoch`."""
+    """Appends every log of the Trainer to `metrics.jsonl`, one JSON object per line with `step` and `epoch`."""
 
     kept_at_end: Sequence[dict[str, float]] = ()  # evaluations at the last step, of a run resumed there
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A resumed run logs the steps after its checkpoint anew, and what closes the training."""
+        """Drop rows that a resumed run logs again: those after its checkpoint, and the closing ones."""
         path = Path(args.output_dir) / "metrics.jsonl"
         if state.is_world_process_zero and path.is_file():
             before = takewhile(lambda row: "train_runtime" not in row, read_metrics(path.parent))
             kept = [row for row in before if row["step"] <= state.global_step]
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
-            if state.global_step >= state.max_steps:  # the closing evaluation comes anew: its row may be there
+            if state.global_step >= state.max_steps:  # the closing evaluation runs again; its row may exist
                 self.kept_at_end = [metrics_of(row) for row in kept if row["step"] == state.global_step]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint that outlives a power cut has its rows beside it."""
+        """Flush, so that after a power failure the rows up to the checkpoint are there too."""
         path = Path(args.output_dir) / "metrics.jsonl"
         if state.is_world_process_zero and path.is_file():
             flush(path)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        del state.log_history[:-KEPT_ROWS]  # every save writes what is there, and it would grow with the run
+        del state.log_history[:-KEPT_ROWS]  # every save writes it, so it must not grow with the run
         if state.is_world_process_zero and logs:
             row = _finite({"step": state.global_step, **logs, "time": round(time.time(), 3)})
             if (figures := metrics_of(row)) and figures in self.kept_at_end:
@@ -97,7 +97,7 @@ class MetricsFile(TrainerCallback):
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl`; a last line that a kill has torn is left out."""
+    """The rows of `metrics.jsonl`; a last line that a kill left incomplete is skipped."""
     rows = []
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         try:
@@ -108,10 +108,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_records(folder: Path, run: Run, lineage: Sequence[str] = ()) -> None:
-    """`recipe.yaml`, which `--config` takes to run again, and `environment.json`. A run whose flags have changed on its
-    way has in comments which steps ran under which."""
+    """Write `recipe.yaml`, with which `--config` repeats the run, and `environment.json`. If flags changed when the run
+    was resumed, comments in `recipe.yaml` say which steps ran with which."""
     kept = {k: v for k, v in sorted(run.values.items()) if v is not None and not names_a_secret(k) and k not in ONCE}
-    if kept.get("deepspeed"):  # the engine as it was settled, whichever flag asked for it
+    if kept.get("deepspeed"):  # the resolved config, whichever flag gave it
         kept.pop("deepspeed_config", None)
     flags = yaml.safe_dump(without_home(_plain({RECIPE_KEY: run.recipe.name, **kept})), sort_keys=True)
     comments = "".join(f"# {json.dumps(line, ensure_ascii=False)[1:-1]}\n" for line in lineage)
@@ -129,7 +129,7 @@ def write_records(folder: Path, run: Run, lineage: Sequence[str] = ()) -> None:
 
 
 def command_line(argv: Sequence[str], launch: Launch) -> str:
-    """How the recipe was called, without the values of flags that name a secret."""
+    """The command line of the recipe, without the values of flags whose name suggests a secret."""
     starts = {
         "deepspeed": ["deepspeed", "--num_gpus", str(launch.local_world_size)],
         "torchrun": ["torchrun", "--nproc_per_node", str(launch.local_world_size)],
@@ -148,15 +148,15 @@ def command_line(argv: Sequence[str], launch: Launch) -> str:
 
 
 def write_arguments(folder: Path, arguments: Any) -> None:
-    """training_args.bin, a record that nobody reads back, over that of the Trainer (transformers 5.23, Trainer._save),
-    with "~" for the home folder. Its one secret, `hub_token`, is left out: a token is given by the environment here."""
+    """Overwrite the Trainer's training_args.bin (transformers 5.23, Trainer._save), a record that no code reads back,
+    with "~" for the home folder and without its one secret, `hub_token`, which here comes from the environment."""
     copied = _copied(arguments, 0)
     copied.hub_token = None
     torch.save(copied, folder / TRAINING_ARGS_NAME)
 
 
 def _copied(holder: Any, level: int) -> Any:
-    """A copy whose texts have no home folder, and so of the configs that it holds."""
+    """A copy without the home folder in its strings, nor in those of the configs that it holds."""
     made = copy.copy(holder)
     for name, value in vars(holder).items():
         is_config = type(value).__module__ in OF_CONFIGS and hasattr(value, "__dict__") and level < DEEPEST
@@ -165,8 +165,8 @@ def _copied(holder: Any, level: int) -> Any:
 
 
 def write_ds_config(folder: Path, trainer: Any) -> None:
-    """`ds_config.json` as the engine got it, every "auto" filled; nothing for a run without DeepSpeed. What NVMe
-    offload left in the run folder goes: it is of no use to another run."""
+    """Write `ds_config.json` as the engine got it, with every "auto" filled; nothing for a run without DeepSpeed. Also
+    delete what NVMe offload left in the run folder, as no other run can use it."""
     if trainer.is_deepspeed_enabled:
         own = getattr(trainer, "ds_config", None)  # a pipeline's
         plugin = None if own is not None else trainer.accelerator.state.deepspeed_plugin
@@ -175,20 +175,20 @@ def write_ds_config(folder: Path, trainer: Any) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """JSON that any parser takes: a number that is not finite becomes null."""
+    """Write standard JSON: a number that is not finite becomes null."""
     write_text(path, json.dumps(_finite(content), indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_name(path.name + ".unfinished")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
 def write_whole(path: Path, save: Callable[[Any], None]) -> None:
-    """A file that is there whole or not at all, by what `save` writes to an open one; not flushed to the disk. Where
-    two runs write it at once, the later one's stays."""
+    """Write a file atomically; `save` writes its content to an open file. It is not flushed to the disk. If two runs
+    write it at the same time, the later one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")  # hosts may have the same process ids
     try:
@@ -201,13 +201,13 @@ def write_whole(path: Path, save: Callable[[Any], None]) -> None:
 
 @contextmanager
 def explained_disk_errors(folder: Path, launch: Launch | None = None) -> Iterator[None]:
-    """Turn a full disk, in whichever library's words, one that takes nothing more, or no more memory, into one
-    sentence. What was saved before stays. `launch` is the run's, if this is one."""
+    """Turn any library's error about a full or unwritable disk, or about memory, into one message. Earlier saves
+    remain. `launch` is the run's, if this is a run."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            raise out_of_memory(error, folder, launch) from None  # the error itself holds what filled the memory
+            raise out_of_memory(error, folder, launch) from None  # the traceback would keep the memory in use
         if _is_of(folder, error):
             raise RunError(
                 f"{folder} cannot be written: {first_line(error)}. Earlier checkpoints are whole. Fix that, then "
@@ -218,22 +218,22 @@ def explained_disk_errors(folder: Path, launch: Launch | None = None) -> Iterato
         free = shutil.disk_usage(folder).free / 2**20
         raise RunError(
             f"the disk of {folder} is full ({free:.0f} MiB free), and saving failed. Earlier checkpoints are whole. "
-            "Make room, keep fewer by --save_total_limit, or save optimizer-free by --save_only_model True; then "
-            "--resume auto."
+            "Make room, keep fewer with --save_total_limit, or leave out optimizer states with --save_only_model True; "
+            "then --resume auto."
         ) from error
 
 
 def _is_of(folder: Path, error: Exception) -> bool:
-    """Of a file of the run folder, and not that the disk is full."""
+    """Whether the error is about a file of the run folder, but not a full disk."""
     if not isinstance(error, OSError) or not isinstance(error.filename, str | bytes) or disk_is_full(error):
         return False
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
 
 
 def _torch_met_a_full_disk(error: BaseException, folder: Path) -> bool:
-    """torch.save gives no errno (torch, caffe2/serialize/inline_container.cc)."""
+    """torch.save reports no errno (torch, caffe2/serialize/inline_container.cc)."""
     if not os.access(folder, os.W_OK):
-        return False  # read-only, however little is free
+        return False  # read-only, however little space is free
     return "inline_container" in str(error) and shutil.disk_usage(folder).free < FULL_DISK_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Settle the machine before anything is built: threads, precision, process group, DeepSpeed, Accelerate's state."""
+"""Set up the process before anything is built: threads, precision, process group, DeepSpeed, Accelerate's state."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 from finetune.errors import RunError, first_line
 from finetune.run.launch import Launch, join_as_single_process
 
-# The widths at which bf16 beats fp32 on a CPU. Without either it is about four times slower (docs/results/seq_cls.md);
-# torch.backends.cpu.get_cpu_capability() says AVX512 for both kinds, so the flags are read instead.
+# CPU features with which bf16 is faster than fp32. Without either it is about four times slower
+# (docs/results/seq_cls.md). torch.backends.cpu.get_cpu_capability() says AVX512 with or without them.
 BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
 
 
 def choose_precision(has_cuda: bool, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """ "bf16", "fp16" or "fp32": the fastest that trains well on this machine."""
+    """ "bf16", "fp16" or "fp32": the fastest precision that trains well on this machine."""
     if has_cuda:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     try:
@@ -33,9 +33,9 @@ def choose_precision(has_cuda: bool, cpuinfo: Path = Path("/proc/cpuinfo")) -> s
 
 
 def set_threads(launch: Launch, has_cuda: bool) -> int:
-    """Share the cores among this node's ranks, and return the threads of this one.
+    """Divide the cores among this node's ranks, and return the number of threads of this rank.
 
-    deepspeed and python give each rank a thread a core, so that ranks fight; torchrun gives one thread unless told. A
+    deepspeed and python give each rank one thread per core, so ranks compete; torchrun gives one thread by default. A
     number that the user set (OMP_NUM_THREADS other than torchrun's 1) is kept.
     """
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -50,7 +50,8 @@ def set_threads(launch: Launch, has_cuda: bool) -> int:
 
 @contextmanager
 def explained_meeting(launch: Launch) -> Iterator[None]:
-    """Inside, where the ranks meet: a network that is not as it should be is named, as `finetune doctor` names it."""
+    """Around the rendezvous of ranks: if it fails because of the network, say what is wrong, as `finetune doctor`
+    does."""
     try:
         yield
     except RuntimeError as error:  # also torch.distributed's own errors, which derive from it
@@ -61,31 +62,31 @@ def explained_meeting(launch: Launch) -> Iterator[None]:
             why_ranks_do_not_meet(address, int(port), str(error)) if launch.world_size > 1 and port.isdigit() else []
         )
         if not found:
-            raise  # not the network's fault, or none that can be seen from here
+            raise  # not a network problem, or none visible from here
         raise RunError(
-            f"the ranks do not meet at {address}:{port}: {first_line(error)}. {' '.join(found)} "
-            f"`finetune doctor --master_addr {address} --master_port {port}` on every host looks again."
+            f"the ranks cannot connect at {address}:{port}: {first_line(error)}. {' '.join(found)} To check again, run "
+            f"`finetune doctor --master_addr {address} --master_port {port}` on every host."
         ) from error
 
 
 def prepare_deepspeed(launch: Launch, has_cuda: bool, timeout_seconds: float) -> None:
     """Build Accelerate's process state for DeepSpeed. Call it before `TrainingArguments`, which must be told to use it:
-    `accelerator_config={"use_configured_state": True}`. Without DeepSpeed the Trainer does it right by itself, and a
-    state built by hand would leave the model unwrapped: each rank would train alone, and nobody would say so.
+    `accelerator_config={"use_configured_state": True}`. Without DeepSpeed the Trainer does this correctly by itself,
+    and a state built by hand would leave the model unwrapped: each rank would silently train alone.
 
-    Without a GPU Accelerate finds no backend by itself and takes every rank for the only one, so that the Trainer
-    resolves "auto" batch sizes to wrong products (accelerate 1.15, state.py, PartialState.__init__: it wants
-    `cpu=True`, which in turn rules out DeepSpeed). Naming the backend mends both.
+    Without a GPU Accelerate chooses no backend and treats every rank as the only one, so the Trainer resolves "auto"
+    batch sizes to wrong products (accelerate 1.15, state.py, PartialState.__init__: it requires `cpu=True`, which in
+    turn rules out DeepSpeed). Naming the backend fixes both.
     """
     from accelerate import PartialState
 
-    # ninja lies beside this Python when the environment is not activated, and DeepSpeed's builds look for it by PATH.
+    # DeepSpeed's builds look for ninja on PATH; if the environment is not activated, it is only beside this Python.
     here = os.path.dirname(sys.executable)
     if here not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = f"{here}{os.pathsep}{os.environ.get('PATH', '')}"
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    # The ranks of this node, which torchrun does not tell in the way that DeepSpeed's CPU accelerator reads it
-    # (deepspeed/accelerator/cpu_accelerator.py, device_count): it would take qgZ's path between nodes.
+    # The number of ranks on this node. torchrun does not set the variable that DeepSpeed's CPU accelerator reads
+    # (deepspeed/accelerator/cpu_accelerator.py, device_count), and qgZ would communicate as if between nodes.
     os.environ.setdefault("LOCAL_SIZE", str(launch.local_world_size))
     if launch.launcher == "python":
         join_as_single_process()
@@ -95,9 +96,9 @@ def prepare_deepspeed(launch: Launch, has_cuda: bool, timeout_seconds: float) ->
 
 
 def _unlink_shared_buffer(launch: Launch) -> None:
-    """On a CPU each rank has made a buffer of 66 MiB in shared memory, and nobody ever deletes it: memory is lost with
-    each run, and a later run of the same port may open what an earlier one left (deepspeed 0.19.8,
-    ops/csrc/cpu/comm/shm.cpp, shm_initialize). Once all ranks have it open, its name is not needed."""
+    """On a CPU each rank has created a buffer of 66 MiB in shared memory, which DeepSpeed never deletes: each run leaks
+    memory, and a later run on the same port may open an old buffer (deepspeed 0.19.8, ops/csrc/cpu/comm/shm.cpp,
+    shm_initialize). Once all ranks have it open, its name can go."""
     torch.distributed.barrier()
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{launch.rank}"
@@ -107,9 +108,9 @@ def _unlink_shared_buffer(launch: Launch) -> None:
 def prepare_fsdp(launch: Launch, timeout_seconds: float) -> None:
     """Build Accelerate's process state for FSDP2 on CPU ranks; the Trainer must be told to use it, as above.
 
-    Accelerate takes CPU ranks for MULTI_CPU, and for these it leaves the FSDP plugin out without a word: the run is
-    then plain DDP (accelerate 1.15, state.py, AcceleratorState.__init__, the list of types that may become FSDP). A
-    state of one of those types, on the CPU and over gloo, shards for real. Let this go once MULTI_CPU is in that list.
+    Accelerate classifies CPU ranks as MULTI_CPU, for which it silently ignores the FSDP plugin: the run is then plain
+    DDP (accelerate 1.15, state.py, AcceleratorState.__init__, the list of types that may become FSDP). With one of
+    those types, on the CPU and over gloo, it does shard. Remove this once MULTI_CPU is in that list.
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
@@ -120,7 +121,7 @@ def prepare_fsdp(launch: Launch, timeout_seconds: float) -> None:
 
 
 def quiet_libraries(launch: Launch) -> None:
-    """One rank speaks: progress bars and library chatter are for rank 0, and for a terminal."""
+    """Only rank 0 shows library messages, and progress bars only on a terminal."""
     import datasets
     import transformers
 
@@ -130,13 +131,13 @@ def quiet_libraries(launch: Launch) -> None:
     level = logging.WARNING if launch.speaks else logging.ERROR
     for name in ("transformers", "datasets", "accelerate", "DeepSpeed", "torch.distributed"):
         logging.getLogger(name).setLevel(level)
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # readers log what they raise, too
-    # torch 2.13 renames its collectives, and tells so whoever calls DeepSpeed.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # readers also log what they raise
+    # torch 2.13 renames its collectives and warns whenever DeepSpeed calls the old ones.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed\.")
-    # DeepSpeed broadcasts a pipeline's tied weights outside of no_grad; no gradient comes of it (0.19.8,
+    # DeepSpeed broadcasts a pipeline's tied weights outside of no_grad, which produces no gradients (0.19.8,
     # runtime/pipe/module.py, _synchronize_tied_weights).
     warnings.filterwarnings("ignore", category=UserWarning, message=r".*c10d::broadcast_: an autograd kernel")
-    # transformers 5.23 tells peft of names that go with version 6; the user can mend nothing.
+    # transformers 5.23 warns peft about names that version 6 removes; users cannot fix that.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecated and will be removed in v6")
     if not launch.speaks:
         warnings.simplefilter("ignore")

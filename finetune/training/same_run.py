@@ -1,4 +1,4 @@
-"""Whether a resumed run trains on the rows, with the tokenizer and the model, that its checkpoint was trained with."""
+"""Whether a resumed run has the rows, the tokenizer and the model of its checkpoint."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from finetune.training.run_folder import write_json
 from finetune.training.start import Session
 from finetune.versions import versions
 
-# Of a model's config, what says nothing of its weights or of what it computes with them.
+# Keys of a model's config that affect neither its weights nor what it computes with them.
 NO_SHAPE = """_name_or_path transformers_version dtype torch_dtype use_cache architectures thresholds _commit_hash
     _attn_implementation gradient_checkpointing label2id output_attentions output_hidden_states return_dict""".split()
-LONGEST = 200  # of a value that is kept as it is
-# Of a DeepSpeed config's optimizer and scheduler: what the flags say as well (transformers 5.23, integrations/
-# deepspeed.py, trainer_config_process, fills or holds them equal), and what comes to the same as having no section.
+LONGEST = 200  # characters; longer values are stored as a digest
+# In a DeepSpeed config's optimizer and scheduler: keys that flags also set (transformers 5.23, integrations/
+# deepspeed.py, trainer_config_process, fills them or requires equality), and types equivalent to having no section.
 OF_FLAGS = "lr betas eps weight_decay torch_adam warmup_max_lr warmup_num_steps total_num_steps".split()
 LIKE_FLAGS = {"optimizer": ("Adam", "AdamW"), "scheduler": ("WarmupDecayLR",)}
-ARITHMETIC = "arithmetic"  # what else of it has a say in what is computed
-BEGINNING = "beginning"  # what the tokenizer puts in front of each document, where it does
+ARITHMETIC = "arithmetic"  # other keys of it that affect results
+BEGINNING = "beginning"  # what the tokenizer puts at the start of each document, if anything
 LIKE_NONE = {"adam_w_mode": True, "warmup_min_lr": 0, "warmup_type": "linear"}
 
 
 def settle_identity(session: Session, config: Any, data: Any) -> Identity:
-    """What each checkpoint of this run is to say of it. All ranks must call it, before the trainer is built. Raises
-    RequestError where rows, tokenizer or model are not those that the checkpoint was trained on."""
+    """The identity that this run's checkpoints record. All ranks must call it, before the trainer is built. Raises
+    RequestError if rows, tokenizer or model differ from those of the checkpoint."""
     course, run = session.course, session.run
     facts = of_first(together(lambda: _facts(session, config, data) if leads() else {}))
     changed = dict(course.changed)
@@ -55,7 +55,7 @@ def settle_identity(session: Session, config: Any, data: Any) -> Identity:
 
 
 def write_run_record(folder: Path, identity: Identity) -> None:
-    """Into the run folder. Only rank 0."""
+    """Write the record into the run folder. Only rank 0."""
     write_json(folder / IDENTITY, run_record(identity.run, identity.lineage))
 
 
@@ -72,7 +72,7 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
             found = [_digest(path, whole) for path in named_in(given)]
             files[name] = found[0] if len(found) == 1 else digests.of_text(found)
     if streams:
-        # Nobody has read a stream yet: what is asked for stands for it, without the rows that are held out of it.
+        # A stream has not been read yet: the flags that select it represent it, and the rows held out of it.
         asked = {name: files.get(name, run.value(name)) for name in named(run.recipe.flags, (ROWS,))} | beginning
         held_out = None if run.value("validation_file") else rows["validation"]
         rows["train"] = digests.of_text([asked, held_out, training.seed])
@@ -92,11 +92,11 @@ def _digest(name: str, whole: bool) -> str:
 
 
 def _of_engine(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer and scheduler of a DeepSpeed config, where they are other than those of the flags."""
+    """The optimizer and scheduler of a DeepSpeed config, if they differ from those of the flags."""
     found = {}
     for section, kinds in LIKE_FLAGS.items():
         kind = (ds_config.get(section) or {}).get("type")
-        if section == "optimizer" and kind:  # DeepSpeed takes it in any case (runtime/config.py)
+        if section == "optimizer" and kind:  # DeepSpeed ignores case (runtime/config.py)
             kind = next((one for one in kinds if one.lower() == kind.lower()), kind)
         default = {"warmup_type": "log"} if section == "scheduler" else {}  # DeepSpeed's (runtime/lr_schedules.py)
         params = default | ((ds_config.get(section) or {}).get("params") or {})
@@ -119,28 +119,28 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
 def _compare(
     run: Run, course: Course, before: Identity, facts: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, tuple[Any, Any]]:
-    """The rows that differ and are allowed to. Raises RequestError for all else."""
+    """Differences that are allowed, of rows and DeepSpeed's config. Raises RequestError for all others."""
     name = Path(course.checkpoint or "").name
     _refuse_model(name, before.facts.get("model", {}), facts["model"])
     known = before.facts.get("tokenizer", {}).get("hash")
     if known != facts["tokenizer"]["hash"]:
         raise RequestError(
-            f"--resume: {name} was trained with another tokenizer than this run has. Its embeddings belong to the "
-            f"tokens of {name}/tokenizer.json: give the tokenizer of before, or another --output_dir to start anew."
+            f"--resume: {name} was trained with another tokenizer than this run's. Its embeddings belong to the tokens "
+            f"of {name}/tokenizer.json: give that tokenizer, or another --output_dir for a new run."
         )
     engine = facts["engine"]
     then = before.facts.get("engine", engine)
     for section in (one for one in LIKE_FLAGS if then.get(one) != engine.get(one)):
         raise RequestError(
             f"--resume: {name} was trained with another {section} in DeepSpeed's config: {shown(then.get(section))}, "
-            f"here {shown(engine.get(section))} (None is that of the flags). Give the config of before, or another "
+            f"here {shown(engine.get(section))} (None: as the flags say). Give the checkpoint's config, or another "
             "--output_dir."
         )
     other = _of_arithmetic(course, name, then, engine)
     if not digests.same_base(before.facts.get("base", facts["base"]), facts["base"]):
         raise RequestError(
             f"--resume: {name} began from other weights than those of --model_name_or_path "
-            f"{run.value('model_name_or_path')}. Give the model of before, or another --output_dir."
+            f"{run.value('model_name_or_path')}. Give the original model, or another --output_dir."
         )
     if not digests.same_base(before.facts.get("teacher", {}), facts["teacher"]):
         raise RequestError(f"--resume: {name} learnt from another --teacher, or none. Give the same one.")
@@ -150,16 +150,16 @@ def _compare(
     if not rows:
         return other
     files = [f"--{flag}" for flag, digest in facts["files"].items() if was.get(flag) not in (None, digest)]
-    why = f" ({', '.join(files)} has other content)" if files else ""
+    why = f" ({', '.join(files)} has changed)" if files else ""
     begins = None if BEGINNING in before.facts.get("tokenizer", {}) else facts["tokenizer"].get(BEGINNING)
     if begins:
         why += f" (each document now begins with {begins}, as its tokenizer has it, which an older version left out)"
     line = f"{' and '.join(rows)} are not those of {name}{why}"
     if ("train rows" in rows or _evaluation_decides(run)) and run.value("resume_changed") != "allow":
-        others = ": files, or flags that choose, cut or clean them, have changed. Give those of before,"
+        others = ": files, or flags that choose, cut or clean them, have changed. Give the original ones,"
         raise RequestError(
-            f"--resume: the {line}{'. Begin anew in' if begins else others} another --output_dir, or go on with other "
-            "data by --resume_changed allow."
+            f"--resume: the {line}{'. Start a new run in' if begins else others} another --output_dir, or continue "
+            "with the changed data by --resume_changed allow."
         )
     if leads():
         print(f"resume: from step {course.step + 1} on the {line}", flush=True)
@@ -169,7 +169,7 @@ def _compare(
 def _of_arithmetic(
     course: Course, name: str, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Keys of DeepSpeed's config that are applied, and said."""
+    """Changed keys of DeepSpeed's config that apply from now on; also prints them."""
     known = before.get(ARITHMETIC) if isinstance(before.get(ARITHMETIC, {}), dict) else {}
     changed = changed_arithmetic(name, known, now[ARITHMETIC])
     for place, (then, value) in changed.items() if leads() else ():
@@ -180,7 +180,7 @@ def _of_arithmetic(
 
 
 def _evaluation_decides(run: Run) -> bool:
-    """Whether it has a say in what is learnt or kept: its figures are then compared with those of before."""
+    """Whether evaluations affect what is learnt or kept: their metrics must then be comparable with earlier ones."""
     asked = (run.value("load_best_model_at_end"), run.value("early_stopping_patience"))
     return any(asked) or run.value("save_strategy") == "best" or str(run.value("lr_scheduler_type")) in BY_METRIC
 
@@ -195,6 +195,6 @@ def _refuse_model(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) 
     if others:
         what = "; ".join(f"{key} {shown(before[key])}, here {shown(now[key])}" for key in others[:3])
         raise RequestError(
-            f"--resume: {name} is of another model than these data and flags make: {what}. Resume with the flags and "
-            "data of before (recipe.yaml), or give another --output_dir."
+            f"--resume: {name} has another model than these data and flags make: {what}. Resume with the original "
+            "flags and data (recipe.yaml), or give another --output_dir."
         )

@@ -1,4 +1,5 @@
-"""What the model writes: a seeded sample at each evaluation, into the run folder; the recipe prints the last."""
+"""Text generated during training: a seeded sample at each evaluation, into the run folder; the recipe prints the last
+one."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ from finetune.safe_read.bounded import each_bounded
 from finetune.training.resuming import kept_random_states
 
 SAMPLES_FILE = "samples.md"
-QUESTION = "Please tell me about yourself."  # of a model of conversations, where --sample_prompt does not say
+QUESTION = "Please tell me about yourself."  # the default prompt of a chat model
 
 
 def check_sample(tokenizer: Any, arguments: SampleArguments, positions: int, is_chat: bool = False) -> None:
-    """Raises RequestError for a --sample_prompt that the tokenizer would leave out in part, or that leaves no room in
-    the model's `positions`."""
+    """Raises RequestError for a --sample_prompt with characters that the tokenizer lacks, or that leaves no room in the
+    model's `positions`."""
     for name in ("sample_tokens", "sample_temperature"):
         if getattr(arguments, name) < 0:
             raise RequestError(f"--{name} is {getattr(arguments, name)}, but it must be 0 or more.")
-    if arguments.sample_prompt != SampleArguments().sample_prompt:  # a tokenizer need not know what nobody asked for
+    if arguments.sample_prompt != SampleArguments().sample_prompt:  # the default need not be encodable
         refuse_unknown_characters(letters_of(tokenizer), arguments.sample_prompt, "--sample_prompt")
     if is_chat and not arguments.sample_tokens:
         return
@@ -41,27 +42,27 @@ def check_sample(tokenizer: Any, arguments: SampleArguments, positions: int, is_
 
 
 def asked(arguments: SampleArguments, is_chat: bool) -> str:
-    """What a sample begins with, or what a model of conversations is asked."""
+    """The start of a sample, or the question to a chat model."""
     is_default = arguments.sample_prompt == SampleArguments().sample_prompt
     return QUESTION if is_chat and is_default else arguments.sample_prompt
 
 
 def _tokens(tokenizer: Any, arguments: SampleArguments, is_chat: bool) -> list[int]:
-    """Of what is asked; of a conversation with all that its template writes before the answer."""
+    """The tokens of the prompt; for a chat model, with all that its template writes before the answer."""
     text = asked(arguments, is_chat)
     if is_chat:
         turns = [{"role": "user", "content": text}]
         try:
             (text,) = each_bounded(lambda one: rendered(tokenizer, one, None, True), [turns], "the chat template")
         except RequestError as error:
-            raise RequestError(f"no sample can be asked for: {error} --sample_tokens 0 leaves samples out.") from error
+            raise RequestError(f"no sample can be generated: {error} --sample_tokens 0 leaves samples out.") from error
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return ids if is_chat else begun(ids, beginning_of(tokenizer))
 
 
 class Samples(TrainerCallback):
-    """Appends to samples.md. Every rank generates, as ZeRO-3 needs, and rank 0 writes. A model of conversations answers
-    a turn of a user, until it ends its own."""
+    """Appends a sample to samples.md at each evaluation. Every rank generates, as ZeRO-3 needs, and rank 0 writes. A
+    chat model answers a user's turn until it ends its own."""
 
     def __init__(self, arguments: SampleArguments, folder: Path, seed: int, is_chat: bool = False) -> None:
         self.arguments, self.folder, self.seed, self.is_chat = arguments, folder, seed, is_chat
@@ -82,7 +83,7 @@ class Samples(TrainerCallback):
             file.write(f"## Step {step}\n\n{fenced(self.last)}\n\n")
 
     def write_from_folder(self, step: int) -> None:
-        """Sample from the model that the run folder holds, on the CPU: for a run of which no rank has it whole."""
+        """Sample on the CPU from the model in the run folder, for a run in which no rank holds the whole model."""
         if self.arguments.sample_tokens < 1:
             return
         model = AutoModelForCausalLM.from_pretrained(str(self.folder))
@@ -91,10 +92,10 @@ class Samples(TrainerCallback):
         self.write(step)
 
     def sample(self, model: Any, tokenizer: Any, device: torch.device) -> str:
-        """What `model` writes; torch's random state stays as it is."""
+        """Text that `model` generates; torch's random state does not change."""
         if self.prompt is None:
             self.prompt = _tokens(tokenizer, self.arguments, self.is_chat)
-        ids = self.prompt or [tokenizer.eos_token_id or 0]  # the default prompt may be of no known character
+        ids = self.prompt or [tokenizer.eos_token_id or 0]  # the default prompt may encode to nothing
         made = self.continued(model, tokenizer, device, ids, may_end=self.is_chat)
         if self.is_chat:
             answer = str(tokenizer.decode(made, skip_special_tokens=True))
@@ -102,7 +103,8 @@ class Samples(TrainerCallback):
         return str(tokenizer.decode([*ids, *made], skip_special_tokens=True))
 
     def continued(self, model: Any, tokenizer: Any, device: torch.device, ids: list[int], may_end: bool) -> list[int]:
-        """The tokens that `model` writes behind `ids`: all that are asked for, or as many until it ends its text."""
+        """The tokens that `model` generates after `ids`: --sample_tokens of them, or with `may_end` up to its own
+        end."""
         given = {
             "input_ids": torch.tensor([ids], device=device),
             "attention_mask": torch.ones(1, len(ids), device=device),
@@ -125,7 +127,7 @@ class Samples(TrainerCallback):
 
 
 class Answers(Samples):
-    """The likeliest answers to `prompts`, lists of token ids, before the first step of a run and at each evaluation."""
+    """Greedy answers to `prompts` (lists of token ids) before the first step of a run and at each evaluation."""
 
     def __init__(self, tokens: int, folder: Path, seed: int, prompts: Sequence[list[int]]) -> None:
         super().__init__(SampleArguments(sample_tokens=tokens, sample_temperature=0.0), folder, seed)
@@ -137,7 +139,7 @@ class Answers(Samples):
             self.first = self.last
 
     def sample(self, model: Any, tokenizer: Any, device: torch.device) -> str:
-        """A prompt and its answer, and so on; torch's random state stays as it is."""
+        """Each prompt with its answer; torch's random state does not change."""
         found = []
         for ids in self.prompts:
             answer = self.continued(model, tokenizer, device, ids, may_end=True)

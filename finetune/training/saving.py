@@ -1,4 +1,4 @@
-"""How a Hugging Face Trainer saves, pushes, and goes on: FinetuneMixin's half that writes and reads folders."""
+"""How a Hugging Face Trainer saves, pushes and resumes: the part of FinetuneMixin that writes and reads folders."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from finetune.training.run_folder import write_arguments, write_json
 if TYPE_CHECKING:
     from transformers import Trainer as AnyTrainer
 else:
-    AnyTrainer = object  # the Trainer's class is named beside the mixin
+    AnyTrainer = object  # classes list the Trainer's class after the mixin
 
 
 class SavingMixin(AnyTrainer):
-    """A part of FinetuneMixin, whose `__init__` makes what is used here."""
+    """A part of FinetuneMixin, whose `__init__` sets the attributes used here."""
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         if self.is_world_process_zero():
@@ -40,10 +40,11 @@ class SavingMixin(AnyTrainer):
             open_repo(self, lambda: create(*args, **kwargs))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The run's own card stays (finetune.training.model_card), where the Trainer would write its draft over it."""
+        """Do nothing: the Trainer's draft would overwrite the run's own card (finetune.training.model_card)."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's, which would push here already, without the card (transformers 5.23, Trainer.save_model)."""
+        """Like the Trainer's, which would already push here, without the card (transformers 5.23,
+        Trainer.save_model)."""
         run_folder = Path(self.args.output_dir)
         if output_dir is None or Path(output_dir) == run_folder:
             records = save_final(run_folder, self._write_model)
@@ -65,11 +66,11 @@ class SavingMixin(AnyTrainer):
             self.write_beside(folder)
 
     def write_beside(self, folder: Path) -> None:
-        """For a task whose folders hold more than weights and the tokenizer. One rank calls it."""
+        """Override it for a task that saves more than weights and the tokenizer. One rank calls it."""
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As the Trainer's, a tied weight once: below ZeRO-3 accelerate copies each name's (1.15, accelerator.py,
-        get_state_dict), so that nothing tells that they are one."""
+        """Like the Trainer's, but saves a tied weight once: below ZeRO-3 accelerate copies the weight for each name
+        (1.15, accelerator.py, get_state_dict), so the copies no longer show that they are tied."""
         if state_dict is not None:
             model = self.accelerator.unwrap_model(self.model)
             once, named = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
@@ -83,7 +84,7 @@ class SavingMixin(AnyTrainer):
         writer.keep_model(Path(output_dir), weights, lambda whole: write(output_dir, given if whole else {}))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As the Trainer's. Where only rank 0 has an optimizer to save, it may be written later."""
+        """Like the Trainer's. If only rank 0 has an optimizer to save, it may be written in the background."""
         is_plain = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
         writer = self.saves.beside.writer
         if writer is None or not is_plain or not self.args.should_save:
@@ -99,19 +100,19 @@ class SavingMixin(AnyTrainer):
         self.saves.save(lambda: write(model, trial))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As the Trainer's, which takes weights by their names and says no more than a warning of those that it does
-        not find. Raises RequestError for them."""
+        """Like the Trainer's, which matches weights by name and only warns about missing ones. Raises RequestError for
+        these."""
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             refuse_other_names(Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Where the Trainer may write and delete checkpoints: beside the one that is being written it finds none, so
-        that rotation is left to ours, also at the end of the training (transformers 5.23, _finalize_training)."""
+        """Where the Trainer may write and delete checkpoints: a folder with only the one being written, so that our
+        code does the rotation, also at the end of training (transformers 5.23, _finalize_training)."""
         return str(outer_of(self.saves.place))
 
     def _load_best_model(self) -> None:
-        """As the Trainer's, of a checkpoint that verifies; and it may be of another layout."""
+        """Like the Trainer's, but the checkpoint must verify, and may have another layout."""
         self.saves.beside.finish()
         best = best_to_load(Path(self.args.output_dir), self.state.best_model_checkpoint)
         if best is not None:
@@ -125,9 +126,9 @@ class SavingMixin(AnyTrainer):
         )
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """As the Trainer's, but no epoch is left where --max_steps have been had, or early stopping has stopped: a run
-        that is resumed at its end would take a step more (transformers 5.23, Trainer._run_epoch looks at the number of
-        steps after each of them)."""
+        """Like the Trainer's, but leaves no epoch if --max_steps are done or early stopping has ended the run: a run
+        resumed at its end would take one more step (transformers 5.23, Trainer._run_epoch checks the number of steps
+        only after each step)."""
         epochs, *others, self.max_steps = super().set_initial_training_values(args, dataloader)
         self.epochs = epochs
         if self.reshard:
@@ -141,10 +142,10 @@ class SavingMixin(AnyTrainer):
 
 @contextmanager
 def own_names(model: Any) -> Iterator[None]:
-    """In this block a model is saved under the names that it trains. transformers saves it under those of the files
-    that it knows (LayerNorm.gamma of an old BERT, encoder.layer of a ViT, each expert of a Mixtral), and its Trainer
-    does not undo that when it goes on from a checkpoint (5.23, core_model_loading.py, revert_weight_conversion, and
-    trainer.py, _load_from_checkpoint); `from_pretrained` takes both."""
+    """In this block a model is saved under the names of its own parameters. transformers saves it under those of known
+    files (LayerNorm.gamma of an old BERT, encoder.layer of a ViT, each expert of a Mixtral), and its Trainer does not
+    undo that when it resumes from a checkpoint (5.23, core_model_loading.py, revert_weight_conversion, and trainer.py,
+    _load_from_checkpoint); `from_pretrained` accepts both."""
     known = vars(model).get("_weight_conversions")
     model._weight_conversions = []
     try:
@@ -154,8 +155,8 @@ def own_names(model: Any) -> Iterator[None]:
 
 
 def refuse_other_names(checkpoint: Path, model: Any) -> None:
-    """Raises RequestError where weights of the model are not in the checkpoint under their names: it would go on with
-    others."""
+    """Raises RequestError if the checkpoint lacks weights of the model under their names: the run would continue with
+    other weights."""
     files = sorted(checkpoint.glob("model*.safetensors"))
     if hasattr(model, "peft_config") or not files:
         return
@@ -167,19 +168,19 @@ def refuse_other_names(checkpoint: Path, model: Any) -> None:
         missing = [name for name in trained_shapes(model) if name not in there]
     if missing:
         raise RequestError(
-            f"{checkpoint}: holds no {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}: it was "
-            "saved under other names than the model trains, by an earlier build. Start a new run from it, by "
+            f"{checkpoint}: lacks {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}: an earlier "
+            "version saved it under other names than the model has. Start a new run from it with "
             "--model_name_or_path."
         )
 
 
 def trained_shapes(model: Any) -> dict[str, list[int]]:
-    """The weights that a saved model must have, under the names of its file: of an adapter its own alone. Nothing is
-    known under FSDP's version 1, which flattens weights."""
+    """The shapes of the weights that a saved model must have, by their names in the file; for an adapter, only its own.
+    Empty under FSDP version 1, which flattens weights."""
     named = dict(model.named_parameters(remove_duplicate=False))
     if any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in named):
         return {}
-    names = Counter(map(id, named.values()))  # of tied weights the file has one name, whichever it is
+    names = Counter(map(id, named.values()))  # the file has any one of the names of tied weights
     whole = {name: torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for name, p in named.items()}
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict
@@ -193,7 +194,7 @@ def trained_shapes(model: Any) -> dict[str, list[int]]:
 
 
 def check_push(args: Any) -> None:
-    """A checkpoint is never pushed: its folder is renamed once it is whole."""
+    """Refuse to push checkpoints: a checkpoint's folder is renamed once it is complete."""
     if args.push_to_hub and args.hub_strategy != HubStrategy.END:
         raise RequestError(
             f"hub_strategy is {args.hub_strategy.value}, but a run is pushed once, at its end. Set it to end."

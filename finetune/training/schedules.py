@@ -1,4 +1,4 @@
-"""The schedule of the learning rate, for the Trainer and for a pipeline."""
+"""Learning rate schedules, for the Trainer and for a pipeline."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transformers import get_scheduler
 from finetune.run.schedules import Schedule, rule_of
 from finetune.training.resuming import innermost
 
-OURS = ("polynomial", *Schedule)  # that the Trainer would not build, or not on any optimizer
+OURS = ("polynomial", *Schedule)  # schedules that the Trainer cannot build, or not for every optimizer
 
 
 def make_schedule(args: Any, optimizer: Any, steps: int) -> Any:
-    """By `TrainingArguments`; `steps` are those of the whole run. It drives the optimizer inside those of accelerate
-    and ZeRO: polynomial asks for `optimizer.defaults` (transformers 5.23, optimization.py), which ZeRO's lack."""
+    """The schedule of `TrainingArguments` over all `steps` of the run. It drives the optimizer that accelerate and ZeRO
+    wrap: polynomial reads `optimizer.defaults` (transformers 5.23, optimization.py), which ZeRO's lacks."""
     inner = innermost(optimizer)
     own = rule_of(args.lr_scheduler_type, steps, args.lr_scheduler_kwargs)
     if own:

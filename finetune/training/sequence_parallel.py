@@ -1,14 +1,14 @@
 """Sequence parallelism under the Trainer: neighbouring ranks share each text, and exchange heads for tokens around
 attention (DeepSpeed's Ulysses, arXiv 2309.14509).
 
-To everything else these ranks are data parallel. Each has a part of the tokens; the loss is a sum over them divided by
-the learnt tokens of the global batch, which the Trainer counts over all ranks; ZeRO adds up gradients and shards states
-over all ranks, and so a checkpoint is that of a data-parallel run.
+In every other respect these ranks are data parallel. Each has a part of the tokens; the loss is a sum over them divided
+by the learnt tokens of the global batch, which the Trainer counts over all ranks; ZeRO sums gradients and shards states
+over all ranks, so a checkpoint is the same as in a data-parallel run.
 
-transformers 5.23 and accelerate 1.15 have a way of their own to the same exchange (`ParallelismConfig`), which is not
-used: it divides by the learnt tokens of one micro-batch (integrations/deepspeed.py, deepspeed_sp_compute_loss), so that
-uneven masks make a mean of means; its loader (deepspeed, UlyssesSPDataLoaderAdapter) gives a step other rows than one
-process takes, and cannot be resumed within an epoch; and evaluations lose their masks.
+transformers 5.23 and accelerate 1.15 have their own way to the same exchange (`ParallelismConfig`), which is not used:
+it divides by the learnt tokens of one micro-batch (integrations/deepspeed.py, deepspeed_sp_compute_loss), so uneven
+masks give a mean of means; with its loader (deepspeed, UlyssesSPDataLoaderAdapter) a step has other rows than in one
+process, and a run cannot resume within an epoch; and evaluations lose their masks.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from finetune.data.shares import WHOLE_POSITIONS, SharedRows, SharedTexts
 
 
 class SequenceParallel:
-    """Of one trainer; `size` ranks share a text, and 1 changes nothing."""
+    """Sequence parallelism of one trainer; `size` ranks share a text, and a size of 1 changes nothing."""
 
     def __init__(self, size: int, args: Any, accelerator: Any) -> None:
         self.size, self.args = size, args
-        if size > 1:  # accelerate's own config has been filled in by now
+        if size > 1:  # accelerate has filled in its config by now
             settle_batch(accelerator.state.deepspeed_plugin.deepspeed_config, size, args.world_size)
-        self.positions: Any = None  # of the micro-batch that is computed with, on this rank: (B, T / size)
-        self.mask: Any = None  # of all its tokens (B, 1, T, T), where it holds documents that are to be kept apart
+        self.positions: Any = None  # of the current micro-batch, on this rank: (B, T / size)
+        self.mask: Any = None  # for all its tokens (B, 1, T, T), if it holds documents to keep apart
 
     @property
     def readers(self) -> int:
-        """Groups of ranks that read different rows."""
+        """The number of groups of ranks; each group reads different rows."""
         return int(self.args.world_size) // self.size
 
     @property
@@ -51,16 +51,16 @@ class SequenceParallel:
         return collate if self.size == 1 else SharedTexts(collate, self.size, self.args.process_index % self.size)
 
     def begin(self, inputs: dict[str, Any], model: Any) -> None:
-        """Before a micro-batch is computed with. Takes out of `inputs` what the model does not read."""
+        """Call it before each micro-batch's forward pass. Removes from `inputs` what the model does not read."""
         if self.size == 1:
             return
         self.positions, whole = inputs.get("position_ids"), inputs.pop(WHOLE_POSITIONS, None)
-        # Flash attention looks at the positions for itself.
+        # Flash attention reads the positions itself.
         self.mask = None if whole is None or model.config._attn_implementation != "sdpa" else apart(whole)
 
     @contextlib.contextmanager
     def attending(self, model: Any) -> Iterator[None]:
-        """Inside, the attention of models in training is shared. An evaluation reads whole texts on each rank."""
+        """In this block, models in training mode share attention. An evaluation reads whole texts on each rank."""
         if self.size == 1:
             yield
             return
@@ -99,17 +99,17 @@ class SequenceParallel:
             try:
                 kwargs["position_ids"] = self.positions
                 mixed, weights = exchange(module, query, key, value, None, *args, **kwargs)  # (B, T / size, C)
-                return mixed.unflatten(-1, (query.shape[1], -1)), weights  # by head, as GPT-2 wants it
+                return mixed.unflatten(-1, (query.shape[1], -1)), weights  # by head, as GPT-2 expects it
             finally:
-                if groups is not None:  # which the exchange changes where ranks are more than key-value heads
+                if groups is not None:  # the exchange changes it if ranks outnumber key-value heads
                     module.num_key_value_groups = groups
 
         return attend
 
 
 def apart(positions: torch.Tensor) -> torch.Tensor:
-    """A mask (B, 1, T, T), true where a token may see another: one before it in its own document, of which each begins
-    at position 0; `positions` are (B, T)."""
+    """A mask (B, 1, T, T), true where a token may attend to another: itself or an earlier one of its document. Each
+    document begins at position 0; `positions` are (B, T)."""
     document = (positions == 0).cumsum(dim=1)
     length = positions.shape[1]
     before = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
@@ -117,10 +117,10 @@ def apart(positions: torch.Tensor) -> torch.Tensor:
 
 
 def settle_batch(config: dict[str, Any], size: int, world_size: int) -> None:
-    """Have DeepSpeed's config say how many samples a step has, where `size` ranks share each. Call it when
-    TrainingArguments have filled it in, for transformers takes every rank for one that reads other rows (5.23,
-    integrations/deepspeed.py, trainer_config_process)."""
+    """Set the batch size in DeepSpeed's config if `size` ranks share each sample. Call it after TrainingArguments have
+    filled the config in: transformers assumes that every rank reads different rows (5.23, integrations/deepspeed.py,
+    trainer_config_process)."""
     micro, steps = (config.get(name) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
     if size > 1 and isinstance(micro, int) and isinstance(steps, int):
-        config["sequence_parallel_size"] = size  # by which it divides its ranks (deepspeed 0.19.8, runtime/config.py)
+        config["sequence_parallel_size"] = size  # DeepSpeed divides its ranks by it (0.19.8, runtime/config.py)
         config["train_batch_size"] = micro * steps * world_size // size

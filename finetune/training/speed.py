@@ -1,4 +1,4 @@
-"""How fast a run goes and how much memory it takes: real tokens, padding, step times, peaks, FLOPs utilization."""
+"""Speed and memory of a run: real tokens, padding, step times, memory peaks, FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from finetune.data.packing import REAL_TOKENS
 from finetune.errors import RequestError
 from finetune.plan.machine import find_machine
 
-# 2 forward, 4 backward, for each parameter that a token is multiplied with; attention's own products are left out
+# 2 forward and 4 backward for each parameter that multiplies a token; attention's own products are left out
 # (Kaplan et al., arXiv 2001.08361, section 2.1).
 FLOPS_PER_PARAM_AND_TOKEN = 6
 
 
 def multiplied_parameters(model: Any) -> int:
-    """Those that a token is multiplied with: all but the embeddings, unless they are tied to a head. Whole numbers of
-    weights that ZeRO-3 has sharded, too."""
+    """The number of parameters that multiply a token: all but the embeddings, unless tied to a head. Weights that
+    ZeRO-3 has sharded count in full."""
     try:
         embedding = model.get_input_embeddings().weight
-    except (NotImplementedError, AttributeError):  # a model that reads numbers, or pictures
+    except (NotImplementedError, AttributeError):  # a model that reads numbers or images
         embedding = None
     head = model.get_output_embeddings()
     looked_up = None if head is not None and head.weight is embedding else embedding
@@ -38,26 +38,26 @@ def multiplied_parameters(model: Any) -> int:
 
 
 def peak_flops() -> float | None:
-    """The half-precision peak of this GPU in FLOP/s, by its file in finetune/plan/machines; None on a CPU or a GPU that
-    has none."""
+    """The half-precision peak of this GPU in FLOP/s, from its file in finetune/plan/machines; None on a CPU, or on a
+    GPU without a file."""
     if not torch.cuda.is_available():
         return None
     card = torch.cuda.get_device_name()
-    for name in (card, re.sub("pcie", "", card, flags=re.IGNORECASE)):  # an A100 has one peak, on any board
+    for name in (card, re.sub("pcie", "", card, flags=re.IGNORECASE)):  # an A100 has the same peak as SXM and PCIe
         with suppress(RequestError):
             return find_machine(name).peak_flops.get("fp16")
     return None
 
 
 def wall_clock(start: float) -> float:
-    """What `time.time()` would have been at `start` of `time.monotonic()`, by today's clock: for who takes a difference
-    to a clock that may have been set meanwhile (transformers 5.23, speed_metrics)."""
+    """Convert a `start` from `time.monotonic()` to `time.time()` by the clock as it is now, for code that subtracts it
+    from a clock that may have been adjusted since (transformers 5.23, speed_metrics)."""
     return time.time() - (time.monotonic() - start)
 
 
 def by_steady_clock(logs: dict[str, float], real: float) -> dict[str, float]:
-    """The Trainer's closing figures for a run of `real` seconds, where the machine's clock, by which it takes them, was
-    set during the run; else nothing."""
+    """The Trainer's closing speeds, corrected for a run of `real` seconds if the system clock, which the Trainer uses,
+    was adjusted during the run; otherwise empty."""
     told = logs["train_runtime"]
     if abs(told - real) < 1 + 0.1 * real or not told:
         return {}
@@ -66,7 +66,7 @@ def by_steady_clock(logs: dict[str, float], real: float) -> dict[str, float]:
 
 
 def peak_memory_bytes() -> int:
-    """GPU: the allocator's peak. CPU: the process's largest resident set (`ru_maxrss`), everything included."""
+    """On a GPU the allocator's peak; on a CPU the process's largest resident set (`ru_maxrss`), everything included."""
     return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else peak_rss_bytes()
 
 
@@ -77,41 +77,41 @@ def peak_rss_bytes() -> int:
 
 
 class SpeedMeter(TrainerCallback):
-    """Counts tokens and times steps. The Trainer subclass feeds it batches and adds its figures to each log.
+    """Counts tokens and times steps. The Trainer subclass feeds it batches and adds its results to each log.
 
-    A step's time runs from the end of the step before, so it holds the wait for data; evaluation and saving are left
-    out. On a GPU the host's clock sees a step when the device's queue has taken it, so single steps are approximate and
-    their sum is right.
+    A step's time runs from the end of the previous step, so it includes waiting for data; evaluation and saving are
+    left out. On a GPU the host sees a step end when its work is queued, so single steps are approximate, but their sum
+    is right.
     """
 
     def __init__(self, multiplied_parameters: int, world_size: int, sharing: int = 1) -> None:
-        self.sharing = sharing  # ranks that read a row together, each a part of it
+        self.sharing = sharing  # number of ranks that share a row
         self.flops_per_token = FLOPS_PER_PARAM_AND_TOKEN * multiplied_parameters
         self.world_size = world_size
         self.peak = peak_flops()
-        self.total_step_seconds = array("d")  # 8 bytes a step, where a list of numbers takes 32
+        self.total_step_seconds = array("d")  # 8 bytes per step; a list of floats takes 32
         self._total: Any = 0
         self._rows = self._padded = 0
-        self._real: Any = 0  # a tensor where masks tell
+        self._real: Any = 0  # a tensor if counted from masks
         self._device: Any = None
         self._window_seconds = 0.0
         self._window_steps = 0
         self._mark: float | None = None
 
     def count(self, inputs: dict[str, Any]) -> None:
-        """Add a micro-batch of this rank: rows, and of text real tokens, and tokens with padding. Nothing is
-        synchronised."""
+        """Count a micro-batch of this rank: rows, and for text real tokens and tokens with padding. Does not
+        synchronize the device."""
         if "input_ids" not in inputs:
             self._rows += find_batch_size(inputs) or 0
             return
         ids = inputs["input_ids"]  # (B, T)
         mask = inputs.get("attention_mask", inputs.get(REAL_TOKENS))
-        one_each = inputs.get("labels")  # of rows that have more than one text
+        one_each = inputs.get("labels")  # one per row, even if rows have more than one text
         self._rows += ids.shape[0] if one_each is None or one_each.dim() != 1 else len(one_each)
         self._real = self._real + (ids.numel() if mask is None else mask.sum())
-        widths = inputs.get(WIDTHS)  # of texts by their place in a row, each padded to its own longest
+        widths = inputs.get(WIDTHS)  # padded length of each of a row's texts
         self._padded += ids.numel() if widths is None else len(ids) // len(widths) * sum(widths)
-        if "decoder_input_ids" in inputs and "labels" in inputs:  # what is written counts beside what is read
+        if "decoder_input_ids" in inputs and "labels" in inputs:  # output tokens count too
             self._real = self._real + (inputs["labels"] != IGNORED).sum()
             self._padded += inputs["labels"].numel()
         self._device = ids.device
@@ -122,7 +122,7 @@ class SpeedMeter(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if torch.cuda.is_available() and (control.should_log or control.should_evaluate or control.should_save):
-            torch.cuda.synchronize()  # so that the sum over these steps is right
+            torch.cuda.synchronize()  # makes the sum over these steps right
         now = time.perf_counter()
         if self._mark is not None:
             self._window_seconds += now - self._mark
@@ -136,7 +136,7 @@ class SpeedMeter(TrainerCallback):
     on_evaluate = on_save = on_epoch_begin = on_predict = _forget_the_mark
 
     def window(self, reduce: Any) -> dict[str, float]:
-        """Figures since the last call, over all ranks; `reduce` sums a tensor over them. Every rank must call it."""
+        """Speeds since the last call, over all ranks; `reduce` sums a tensor over them. Every rank must call it."""
         if not self._window_seconds:
             return {}
         window = [float(self._rows), float(self._real), float(self._padded)]
@@ -149,7 +149,7 @@ class SpeedMeter(TrainerCallback):
         return figures
 
     def summary(self, reduce: Any) -> dict[str, float]:
-        """Figures of the whole run, over all ranks: speed, and median and p95 of step times in seconds."""
+        """Over the whole run and all ranks: speeds, and median and p95 of step times in seconds."""
         self.window(reduce)
         figures: dict[str, float] = {}
         if self.total_step_seconds:
@@ -163,6 +163,6 @@ class SpeedMeter(TrainerCallback):
         figures = {"samples_per_second": rows / self.sharing / seconds}
         if padded:
             figures |= {"real_tokens_per_second": real / seconds, "padding_share": 1 - real / padded}
-        if padded and self.peak and self.flops_per_token:  # of pictures: a convolution uses a weight many times
+        if padded and self.peak and self.flops_per_token:  # not for images: a convolution uses a weight many times
             figures["mfu"] = self.flops_per_token * real / seconds / (self.peak * self.world_size)
         return figures

@@ -1,4 +1,4 @@
-"""The first chapter of every recipe: from the run that was asked for to a settled machine and `TrainingArguments`."""
+"""The first step of every recipe: set up the machine for a run and build `TrainingArguments`."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ Group = TypeVar("Group")
 
 @dataclass(frozen=True)
 class Session:
-    """One process of one run, ready to train. `session[ModelArguments]` are the values of a group of flags."""
+    """One process of a run, ready to train. `session[ModelArguments]` are the values of a group of flags."""
 
     run: Run
     training: TrainingArguments
     checkpoint: str | None
     threads: int
-    ds_config: dict[str, Any] | None  # every "auto" filled in a pipeline run; else the Trainer fills most
-    course: Course  # which run this is, and what a resumed one was before
+    ds_config: dict[str, Any] | None  # in a pipeline run with every "auto" filled; otherwise the Trainer fills most
+    course: Course  # which run this is, and what its checkpoint recorded
 
     def __getitem__(self, group: type[Group]) -> Group:
         return self.run[group]
@@ -73,7 +73,7 @@ class Session:
         return is_deepspeed_zero3_enabled() or bool(self.training.fsdp) or accelerate_uses_fsdp()
 
     def kept_tokenizer(self) -> Any | None:
-        """Of a resumed run from scratch, its checkpoint's: the weights belong to its tokens."""
+        """The checkpoint's tokenizer, if a run from scratch is resumed: the embeddings belong to its tokens."""
         return tokenizer_of(self.checkpoint, self.run)
 
     def say(self, *lines: str) -> None:
@@ -82,14 +82,14 @@ class Session:
             print(*map(shown, lines), sep="\n", flush=True)
 
     def introduce(self, data: str, model: str) -> None:
-        """Say what is trained on what, and which flag changes it."""
+        """Print the data and the model, and which flag changes the model."""
         other = "" if self.run.value("model_name_or_path") else "; --model_name_or_path takes any other"
         self.say(data, f"model: {model}{other}")
 
 
 def start(run: Run) -> Session:
-    """Settle the machine, meet the other ranks, and build `TrainingArguments`. Raises RequestError for what only the
-    machine or the checkpoint to go on from can tell."""
+    """Set up the machine, meet the other ranks, and build `TrainingArguments`. Raises RequestError for what can only be
+    checked on the machine or against the checkpoint."""
     launch = run.launch
     end_imports()
     runtime.quiet_libraries(launch)
@@ -119,7 +119,7 @@ def start(run: Run) -> Session:
         deepspeed = replace(deepspeed, config=with_profilers(deepspeed.config, run, chosen.checkpoint))
     for_trainer = _for_trainer(run, deepspeed)
     if run.stages is not None:
-        del os.environ["ACCELERATE_USE_DEEPSPEED"]  # the process state stands; TrainingArguments would build a plugin
+        del os.environ["ACCELERATE_USE_DEEPSPEED"]  # the process state exists; TrainingArguments would add a plugin
     by_hand = uses_deepspeed or fsdp_on_cpu
     settled = {**_settled(run, has_cuda, by_hand), **precision, "deepspeed": for_trainer}
     with runtime.explained_meeting(launch):
@@ -132,29 +132,29 @@ def start(run: Run) -> Session:
     course = course_of(run, training, chosen.checkpoint)
     session = Session(run, training, chosen.checkpoint, threads, deepspeed.config if deepspeed else None, course)
     opening = _opening_line(session, deepspeed.name if deepspeed else None)
-    warning = "warning: --trust_remote_code: code that comes with the model runs here, and may do all that you may"
+    warning = "warning: --trust_remote_code: code that comes with the model runs here, with your permissions"
     session.say(*[warning] * bool(run.value("trust_remote_code")), *filter(None, said), *chosen.notes, *course.notes)
     session.say(opening, *(deepspeed.notes if deepspeed else ()))
     return session
 
 
 def _choose_devices(run: Run) -> bool:
-    """Before anything asks for the GPUs: which of them this process may see; and whether there is any."""
+    """Set which GPUs this process may see, before anything initializes them. Returns whether there are any."""
     if run.launch.launcher == "python":
-        # The Trainer would spread over all GPUs by DataParallel, which multiplies the batch and some losses unasked.
+        # The Trainer would use all GPUs with DataParallel, which silently multiplies the batch and some losses.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if run.value("use_cpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # heeded by now; accelerate would leave DeepSpeed out (1.15, state.py)
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # already applied; accelerate would skip DeepSpeed (1.15, state.py)
     has_cuda: bool = torch.cuda.is_available()
     if not has_cuda:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns on each rank when it finds out by itself
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed detects it with a warning on each rank
     check_kernels(run, has_cuda)
     return has_cuda
 
 
 def _first_alone(run: Run, ops: set[str]) -> str | None:
-    """What rank 0 does while the others wait to meet it; and what is to be said of the run folder."""
+    """What rank 0 does while the others wait for it. Returns a message about the run folder, if any."""
     said = lock_output_dir(run) if Path(run.value("output_dir")).expanduser().is_dir() else None
     builds.refuse_stale_builds(ops)
     builds.tell_of_builds(ops)
@@ -162,7 +162,7 @@ def _first_alone(run: Run, ops: set[str]) -> str | None:
 
 
 def _ops_of(run: Run, deepspeed: Loaded | None, has_cuda: bool) -> set[str]:
-    """What DeepSpeed may have to compile for this run; none without DeepSpeed."""
+    """The ops that DeepSpeed may have to compile for this run; none without DeepSpeed."""
     if deepspeed:
         return builds.ops_of(deepspeed.config, has_cuda)
     return builds.ops_of(config_of_fields(), has_cuda) if deepspeed_by_accelerate(run) else set()
@@ -172,16 +172,16 @@ def _for_trainer(run: Run, deepspeed: Loaded | None) -> dict[str, Any] | None:
     """The config that the Trainer gets."""
     if deepspeed is None or run.stages is not None:
         return None
-    # Where ranks share texts the batch has been checked, and `settle_batch` fills it.
+    # If ranks share texts, the batch has been checked, and `settle_batch` fills it in.
     return deepspeed.config | ({"train_batch_size": "auto"} if run.sequence_parallel_size > 1 else {})
 
 
 def training_arguments(run: Run, **settled: Any) -> TrainingArguments:
-    """The Trainer's own, with what the runtime `settled`."""
+    """The Trainer's own arguments, overridden by those in `settled`."""
     known = {f.name for f in fields(TrainingArguments) if f.init}
     kind = run.value("lr_scheduler_type")
     ours = Schedule(kind) if kind in tuple(Schedule) else None
-    settled |= {"lr_scheduler_type": "constant"} if ours else {}  # the Trainer's own take no other
+    settled |= {"lr_scheduler_type": "constant"} if ours else {}  # the Trainer's own accept only its names
     try:
         training = TrainingArguments(**{k: v for k, v in {**run.values, **settled}.items() if k in known})
     except ValueError as error:
@@ -191,25 +191,25 @@ def training_arguments(run: Run, **settled: Any) -> TrainingArguments:
 
 
 def _settled(run: Run, has_cuda: bool, by_hand: bool) -> dict[str, Any]:
-    """The Trainer's arguments that follow from the machine and from other flags. `by_hand` says that Accelerate's state
-    has been built here."""
+    """The Trainer's arguments that follow from the machine and from other flags. `by_hand`: Accelerate's state was
+    built here."""
     settled: dict[str, Any] = {}
     if not run.value("do_eval"):
-        settled["eval_strategy"] = "no"  # which would switch it on again
-    # Early stopping and others count on where a resumed run goes on.
+        settled["eval_strategy"] = "no"  # any other would switch do_eval on again
+    # A resumed run continues the counts of early stopping and other callbacks.
     restores = run.given.get("restore_callback_states_from_checkpoint", True)
     settled["restore_callback_states_from_checkpoint"] = restores
-    settled["log_level_replica"] = run.given.get("log_level_replica", "error")  # one rank speaks
-    settled["use_cpu"] = not has_cuda  # bf16 without a GPU is refused otherwise
+    settled["log_level_replica"] = run.given.get("log_level_replica", "error")  # only rank 0 logs
+    settled["use_cpu"] = not has_cuda  # otherwise bf16 without a GPU is refused
     settled["disable_tqdm"] = run.given.get("disable_tqdm", not on_terminal())
     accelerator: dict[str, Any] = {}
     if has_cuda:
-        accelerator["non_blocking"] = True  # batches come from pinned memory; without this the host waits for each
+        accelerator["non_blocking"] = True  # batches are in pinned memory; otherwise the host waits for each copy
     if by_hand:
         accelerator["use_configured_state"] = True
     if run.value("streaming"):
-        # Dispatching from rank 0 joins the batches of all ranks, which are padded to different lengths (accelerate
-        # 1.15, data_loader.py, DataLoaderDispatcher). Unused columns stay, for the text is tokenized by the collator.
+        # Dispatching from rank 0 concatenates the ranks' batches, which are padded to different lengths (accelerate
+        # 1.15, data_loader.py, DataLoaderDispatcher). Unused columns stay, because the collator tokenizes the text.
         accelerator["dispatch_batches"] = False
         settled["remove_unused_columns"] = False
     settled |= checkpointing(run) if run.stages is None else {}
@@ -219,7 +219,7 @@ def _settled(run: Run, has_cuda: bool, by_hand: bool) -> dict[str, Any]:
 
 
 def settle_checkpoint(run: Run, deepspeed: str | None, chosen: Chosen) -> Chosen:
-    """What the ranks agree on, which may be another than each has looked at by itself."""
+    """The checkpoint that the ranks agree on, which may differ from the one that this rank found."""
     settled = settle(run, chosen)
     if settled.checkpoint != chosen.checkpoint:
         refuse_other_batch(run, settled.checkpoint)
@@ -228,16 +228,16 @@ def settle_checkpoint(run: Run, deepspeed: str | None, chosen: Chosen) -> Chosen
 
 
 def checkpointing(run: Run) -> dict[str, Any]:
-    """The Trainer's `activation_checkpointing`, by this or its older name, or by --activation_checkpoint_interval."""
+    """The Trainer's `activation_checkpointing`, from this flag, its older name, or --activation_checkpoint_interval."""
     kwargs = checkpointing_kwargs(run)
     if kwargs is None:
         return {}
-    older = {"gradient_checkpointing": None, "gradient_checkpointing_kwargs": None}  # which would warn
+    older = {"gradient_checkpointing": None, "gradient_checkpointing_kwargs": None}  # they would warn
     return {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs or None, **older}
 
 
 def check_kernels(run: Run, has_cuda: bool) -> None:
-    """Raises RequestError for kernels that only a GPU runs."""
+    """Raises RequestError for kernels that need a GPU."""
     if has_cuda:
         return
     if run.value("use_liger_kernel"):
@@ -250,14 +250,14 @@ def check_kernels(run: Run, has_cuda: bool) -> None:
 
 
 def choose_precision(run: Run, has_cuda: bool, deepspeed: str | None) -> dict[str, bool]:
-    """The Trainer's `bf16` and `fp16`: as asked for by flag, or stated in the config, or what is fastest here."""
+    """The Trainer's `bf16` and `fp16`: from the flags, or the config, or else the fastest on this machine."""
     by_accelerate = precision_by_accelerate()
     is_chosen = by_accelerate in ("bf16", "fp16")
     known = by_accelerate if is_chosen else None
     by_deepspeed = bool(deepspeed) or deepspeed_by_accelerate(run)
     fastest = known or runtime.choose_precision(has_cuda)
     found = precision_flags(run, stated_precision(deepspeed), lambda: fastest, by_deepspeed)
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # the Trainer takes it for a run in fp32 (5.23, training_args.py)
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # else the Trainer uses it in an fp32 run (5.23, training_args.py)
         os.environ["ACCELERATE_MIXED_PRECISION"] = next((name for name, is_chosen in found.items() if is_chosen), "no")
     if run.value("dtype") == "float16" and not has_cuda:
         raise RequestError(f"{run.said('dtype')}, which is for GPUs without bf16. Give bfloat16 or float32 on a CPU.")

@@ -1,4 +1,4 @@
-"""What a run shows at its end on a terminal: the files that it leaves, and what to do with them next."""
+"""What a run prints at its end on a terminal: the files in its folder, and the next commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.run.files import DELETING, IDENTITY, LAST_WRITTEN, LOCK, RUN_RECOR
 from finetune.run.run import Run
 from finetune.run.task import TEXT_GENERATION
 
-FILES = (  # in the order in which they are shown; the first pattern that fits counts
+FILES = (  # in display order; the first matching pattern counts
     (LAST_WRITTEN, "model card: results, pictures, how to use the model"),
     ("report.html", "report page"),
     ("*model*.safetensors*", "weights"),
@@ -33,7 +33,7 @@ FILES = (  # in the order in which they are shown; the first pattern that fits c
     ("latest", "name of the newest checkpoint"),
     ("predictions*", "predictions for the test split"),
     ("*_results.json", "final metrics"),
-    ("metrics.jsonl", "every log, a line each"),
+    ("metrics.jsonl", "every log, one per line"),
     ("training_curve.png", "loss and metric over steps"),
     ("confusion_matrix.*", "true against predicted labels"),
     ("per_*", "precision, recall and F1 of each label or type"),
@@ -67,7 +67,7 @@ def print_summary(console: Console, folder: Path, run: Run) -> None:
 
 
 def rows_of(folder: Path) -> Iterator[tuple[str, str]]:
-    """Names, and what they are. Those that differ in their numbers alone share a row, and so do those that no recipe
+    """Names and descriptions. Files whose names differ only in numbers share a row, and so do files that no recipe
     writes."""
     names = [f"{path.name}{'/' * path.is_dir()}" for path in folder.iterdir()]
     left = sorted(name for name in names if not _is(name, *NOT_SHOWN))

@@ -1,4 +1,4 @@
-"""Open the model that --teacher names, and see that it can teach this student."""
+"""Load the model that --teacher names, and check that it can teach this student."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ from finetune.training.resuming import kept_random_states
 from finetune.training.second_model import placed
 from finetune.training.start import Session
 
-FORMAT = 1  # of what is kept of a teacher: raise it when that changes
-ANSWERED_TOKENS = 1024  # whose logits are looked through at a time, where the loss is not computed in chunks
+FORMAT = 1  # of cached predictions: raise it when they change
+ANSWERED_TOKENS = 1024  # tokens whose logits are made at a time, if the loss is not computed in chunks
 
 
 def classifier_teacher(session: Session, source: Any, data: Any, loss: Any) -> tuple[Teacher | None, Any]:
-    """The teacher, and `loss` with its say. Raises RequestError for one that cannot teach these labels."""
+    """The teacher, and `loss` mixed with the divergence from it. Raises RequestError for one that cannot teach these
+    labels."""
     if not _is_asked(session):
         return None, loss
     labels, name = data.labels, session[DistillArguments].teacher
     if labels.task != "classification":
-        raise RequestError(f"--teacher {name}: it teaches one label a row, and these are others. Drop it.")
+        raise RequestError(f"--teacher {name}: it teaches one class label a row, and these rows have others. Drop it.")
     arguments = session[ModelArguments]
     config = _config(session, arguments, data.tokenizer, source.max_seq_length)
     known = trained_labels(config)
@@ -55,7 +56,7 @@ def classifier_teacher(session: Session, source: Any, data: Any, loss: Any) -> t
         has = f"knows {', '.join(known.names[:10]) or 'numbers'}" if known else "names no labels in its config.json"
         raise RequestError(
             f"--teacher {name}: it {has}, but the data has {', '.join(labels.names[:10])}. Give a model that "
-            "was trained on these labels (recipes/seq_cls.py trains one), or name the data's as it does."
+            "was trained on these labels (recipes/seq_cls.py trains one), or rename the data's to match."
         )
     model = _opened(session, AutoModelForSequenceClassification, config, arguments)
     teacher = _teacher(session, model)
@@ -65,18 +66,18 @@ def classifier_teacher(session: Session, source: Any, data: Any, loss: Any) -> t
 
 
 def taught_language_model(session: Session, source: Any, data: Any) -> tuple[Any, Teacher | None]:
-    """The model as `language_model` makes it, and its teacher, where one is named."""
+    """The model from `language_model`, and its teacher, if --teacher names one."""
     model = language_model(session, source, data)
     return model, language_teacher(session, source, data, model)
 
 
 def language_teacher(session: Session, source: Any, data: Any, student: Any) -> Teacher | None:
-    """Of `student`, as it is trained. Raises RequestError for one that reads other tokens."""
+    """The teacher of `student`, which is ready to train. Raises RequestError if their tokens differ."""
     if not _is_asked(session):
         return None
     arguments, training, name = session[CausalModelArguments], session.training, session[DistillArguments].teacher
     if training.use_liger_kernel:
-        raise RequestError("--use_liger_kernel: its loss has no logits, which a teacher's are compared with. Drop it.")
+        raise RequestError("--use_liger_kernel: its loss makes no logits to compare with the teacher's. Drop it.")
     config = _config(session, arguments, data.tokenizer, source.block_size)
     attention = arguments.attn_implementation
     chosen = {"attn_implementation": attention} if attention else {}
@@ -101,7 +102,7 @@ def language_teacher(session: Session, source: Any, data: Any, student: Any) -> 
 
 
 def _kept(session: Session, data: Any, config: Any, classes: int, opened: Any) -> TopK:
-    """What the teacher says of the training data, of `classes` tokens that the student has, too."""
+    """The teacher's predictions for the training data, over the `classes` tokens that it shares with the student."""
     asked, training, run = session[DistillArguments], session.training, session.run
     k = int(session[CachedTeacherArguments].teacher_top_k or 0)
     if k > classes:
@@ -122,13 +123,13 @@ def _kept(session: Session, data: Any, config: Any, classes: int, opened: Any) -
     )
     chunk = session[CausalModelArguments].loss_chunk_tokens or ANSWERED_TOKENS
     found = asked_before(request, opened, training.device, chunk)
-    session.say(f"teacher: its {k:,} likeliest tokens a position are kept, {found.bytes / 2**20:,.1f} MiB in the cache")
+    session.say(f"teacher: its {k:,} likeliest tokens per position are cached, {found.bytes / 2**20:,.1f} MiB")
     return found
 
 
 def answers_key(session: Session, data: Any, config: Any, classes: int) -> str:
-    """All that decides what the teacher of this `config` says of `classes` tokens. Which rows a file has, its name
-    says."""
+    """A key of everything that affects the predictions of the teacher with this `config` over `classes` tokens. File
+    names say which rows they hold."""
     asked, training, run = session[DistillArguments], session.training, session.run
     return cache_key(
         FORMAT,
@@ -141,7 +142,7 @@ def answers_key(session: Session, data: Any, config: Any, classes: int) -> str:
 
 
 def _is_asked(session: Session) -> bool:
-    """Not by a weight of 0: then the run is as it is without a teacher."""
+    """Whether a teacher is used; with a weight of 0 the run is the same as without one."""
     asked = session[DistillArguments]
     if asked.teacher and not asked.distill_alpha:
         session.say("note: --distill_alpha is 0: the teacher has no say, and is not loaded")
@@ -152,7 +153,7 @@ def _is_asked(session: Session) -> bool:
 
 
 def _config(session: Session, arguments: Any, tokenizer: Any, tokens: int) -> Any:
-    """The teacher's, which must read what the student reads."""
+    """The teacher's config. Raises RequestError if it cannot read what the student reads."""
     name = str(session[DistillArguments].teacher)
     arguments = replace(arguments, model_revision="main")
     config = from_pretrained(AutoConfig, "teacher", name, arguments)
@@ -163,22 +164,22 @@ def _config(session: Session, arguments: Any, tokenizer: Any, tokens: int) -> An
     embeds = config.get_text_config().vocab_size
     if own.get_vocab() != tokenizer.get_vocab() or embeds < rows_of(tokenizer):
         raise RequestError(
-            f"--teacher {name}: it has {rows_of(own):,} tokens, and the student {rows_of(tokenizer):,}, which are not "
-            "the same: what one says of a token is nothing to the other. Give a teacher of the student's family, or "
-            f"to a student from scratch the teacher's tokens, by --tokenizer_name {name}."
+            f"--teacher {name}: its vocabulary of {rows_of(own):,} tokens is not the student's of "
+            f"{rows_of(tokenizer):,}, so their predictions cannot be compared. Give a teacher of the student's family, "
+            f"or train a student from scratch on the teacher's tokens, by --tokenizer_name {name}."
         )
     if tokens > positions_of(config):
         flag = "block_size" if BlockArguments in session.run.recipe.groups else "max_seq_length"
         raise RequestError(
-            f"--teacher {name}: it reads {positions_of(config)} tokens, and samples have {tokens}. Give at most those "
-            f"by --{flag}."
+            f"--teacher {name}: it reads {positions_of(config)} tokens, but samples have {tokens}. Give at most as "
+            f"many by --{flag}."
         )
     config.use_cache = False
     return config
 
 
 def _opened(session: Session, auto: Any, config: Any, arguments: Any, **chosen: Any) -> Any:
-    """Its weights are kept as frozen ones of the student are. What is drawn on the way changes nothing."""
+    """Load the teacher, in the dtype of the student's frozen weights. Random states do not change."""
     name, training = str(session[DistillArguments].teacher), session.training
     kept = Kept(base_dtype(session.run, training.bf16, has_adapter=True))
     arguments = replace(arguments, model_revision="main")
@@ -190,7 +191,7 @@ def _opened(session: Session, auto: Any, config: Any, arguments: Any, **chosen: 
 
 
 def _with_hidden_head(model: Any) -> HiddenHead:
-    """A `HiddenHead` in place of its head, with the same weight."""
+    """Replace the model's head by a `HiddenHead` with the same weight."""
     old = model.get_output_embeddings()
     head = HiddenHead(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
     head.weight, head.bias = old.weight, old.bias

@@ -1,11 +1,11 @@
-"""Any Hugging Face Trainer with seven things mended: which samples make a step, what is counted, the optimizer that
-offload wants, what ranks send one another, how a run ends before its time, how it is saved and goes on, and when it is
-pushed. Everything else is the Trainer's own.
+"""Any Hugging Face Trainer with seven changes: which samples make a step, what is counted, the optimizer for offload,
+what ranks send one another, how a run stops early, how it is saved and resumed, and when it is pushed. Everything else
+is the Trainer's own.
 
     class Seq2Seq(FinetuneMixin, Seq2SeqTrainer): ...
     class SFT(FinetuneMixin, trl.SFTTrainer): ...
 
-What is overridden here stands in tests/upstream/, each with its reason; a test holds it against the releases."""
+tests/upstream/ lists every override with its reason; a test checks them against new releases."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from finetune.training.watch import watching
 
 
 class FinetuneMixin(EvaluatingMixin, SavingMixin):
-    """Name it before the Trainer's class. `lengths` are those of the training samples in tokens, to group by; None for
+    """List it before the Trainer's class. `lengths` are those of the training samples in tokens, to group by; None for
     a plain shuffle."""
 
     lr_scheduler: Any  # the Trainer's
@@ -75,13 +75,13 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.sequence = SequenceParallel(sequence_parallel_size, self.args, self.accelerator)
         self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0, async_save="off")
         self.data_files, self.began = UnchangedFiles(()), 0.0
-        self.progress: Callable[[], None] = lambda: None  # to be called when a batch is done
+        self.progress: Callable[[], None] = lambda: None  # called when a batch is done
         settle_fsdp(self)
         check_push(self.args)
-        if super().compute_loss.__func__ is Trainer.compute_loss:  # TRL's have losses of their own
+        if super().compute_loss.__func__ is Trainer.compute_loss:  # TRL's trainers have their own losses
             settle_trainer(self)
         self.lengths = lengths
-        self.teacher: Teacher | None = None  # whose say the loss of training has, too
+        self.teacher: Teacher | None = None  # its divergence is part of the training loss
         self.global_batch_size = self.get_total_train_batch_size(self.args)
         if isinstance(self.train_dataset, TextStream):
             self.train_dataset.global_batch_size = self.global_batch_size
@@ -91,12 +91,12 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.running_loss = RunningLoss()
         self.stop = StopOnSignal(self.guards.stop_grace)
         self.clips_itself = False
-        self.own_norm: torch.Tensor | None = None  # of the gradients, where it does
+        self.own_norm: torch.Tensor | None = None  # of the gradients, if `clips_itself`
         if self.is_deepspeed_enabled:
             self._settle_deepspeed(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         self.reshard: Reshard | None = None
-        self.identity: Identity | None = None  # what checkpoints say of the run
-        self.own_settings: OwnSettings | None = None  # of the optimizer, where the run goes on
+        self.identity: Identity | None = None  # what checkpoints record about the run
+        self.own_settings: OwnSettings | None = None  # of the optimizer, if the run is resumed
         self.sampler: GlobalBatchSampler | None = None
         self.suspect = TrainerSuspect(self) if self.guards.on_nan != "off" else None
         self.nan_guard = NanGuard(self.guards, self.suspect) if self.suspect else None
@@ -109,23 +109,23 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
             self.add_callback(callback)
 
     def _settle_deepspeed(self, config: dict[str, Any]) -> None:
-        """What the Trainer does in DeepSpeed's place."""
+        """Settle what the Trainer does instead of DeepSpeed."""
         if wants_trainer_clipping(config):
             self.clips_itself = True
             config["gradient_clipping"] = 0.0  # once is enough
         if wants_cpu_adam(config):
             self.optimizer_cls_and_kwargs = cpu_adam(self.args)
-            # accelerate 1.15 would make it anew as Adam, whose decay goes through the gradient, for it knows AdamW by
-            # torch's class alone (utils/deepspeed.py, map_pytorch_optim_to_deepspeed).
+            # accelerate 1.15 would rebuild it as Adam, which decays weights through the gradient: it only recognizes
+            # torch's class as AdamW (utils/deepspeed.py, map_pytorch_optim_to_deepspeed).
             config["zero_force_ds_cpu_optimizer"] = False
 
     def watched(self) -> contextlib.AbstractContextManager[Any]:
-        """Around a whole run. Training watches over its own ranks."""
+        """Around a whole run; does nothing, as `train` watches its own ranks."""
         return contextlib.nullcontext()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; True for a checkpoint is the newest that verifies. A rank that is killed is named, and a
-        signal stops all ranks after a checkpoint."""
+        """Like the Trainer's; True means the newest checkpoint that verifies. A killed rank is named, and a signal
+        stops all ranks after a checkpoint."""
         run_folder, patience = Path(self.args.output_dir), self.guards.hang_timeout
         checkpoint = newest_verified(run_folder) if resume_from_checkpoint is True else resume_from_checkpoint
         self.data_files, self.began = mapped_files(), time.monotonic()
@@ -141,9 +141,9 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
             watched = watching(lambda rank: f"rank {rank}", self.stop, run_folder, patience)
             with self.sequence.attending(self.model), watched as self.progress:
                 output = super().train(str(self.reshard.folder) if self.reshard else None, *args, **kwargs)
-            return output._replace(training_loss=output.metrics["train_loss"])  # of all launches, as `log` has it
+            return output._replace(training_loss=output.metrics["train_loss"])  # over all launches, as in `log`
         except RuntimeError:
-            self.data_files.check()  # a data loader's worker that met the end of a file has died of it
+            self.data_files.check()  # a data loader's worker dies if its file was truncated
             raise
         except InterruptedRunError:
             close_trackers(self.callback_handler, self.args, self.state, self.control)
@@ -153,14 +153,14 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
             self.stop.end_grace()
 
     def create_optimizer(self, model: Any = None) -> Any:
-        is_new = self.optimizer is None  # the Trainer asks more than once
+        is_new = self.optimizer is None  # the Trainer calls it more than once
         optimizer = super().create_optimizer(model)
         if is_new and self.clips_itself:
             optimizer.register_step_pre_hook(self._clip)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As the Trainer's, which asks for it between building the optimizer and loading a checkpoint into it."""
+        """Like the Trainer's, which calls it between building the optimizer and loading a checkpoint into it."""
         if self.reshard:
             self.own_settings = OwnSettings.of(optimizer or self.optimizer)
         if self.lr_scheduler is None and self.args.lr_scheduler_type in OURS:
@@ -169,15 +169,15 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """As the Trainer's; ranks that share a text count once."""
+        """Like the Trainer's, but ranks that share a text count once."""
         return int(super().get_total_train_batch_size(args)) // self.sequence.size
 
     def _clip(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """DeepSpeed's engine steps while it goes back; the Trainer asks for the norm after that."""
+        """DeepSpeed's engine steps inside its backward pass; the Trainer asks for the norm after that."""
         gradients = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.own_norm = torch.nn.utils.clip_grad_norm_(gradients, self.args.max_grad_norm or float("inf"))
         if self.suspect and self.suspect.saw(self.own_norm):
-            optimizer.zero_grad(set_to_none=True)  # without gradients it changes nothing
+            optimizer.zero_grad(set_to_none=True)  # without gradients the step changes nothing
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Steps that do not depend on the number of processes (see GlobalBatchSampler); nothing for a stream."""
@@ -187,7 +187,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         if self.lengths is not None and len(self.lengths) != len(dataset):
             raise RequestError(
                 f"lengths are of {len(self.lengths)} samples, but the training set has {len(dataset)}: it was packed "
-                "or filtered after they were taken. Leave them out, or take them of the set as it is trained on."
+                "or filtered after they were measured. Leave them out, or measure the final training set."
             )
         args = self.args
         seed = args.data_seed if args.data_seed is not None else args.seed
@@ -198,7 +198,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
-        own = getattr(loader, "base_dataloader", loader)  # accelerate's stands around it
+        own = getattr(loader, "base_dataloader", loader)  # accelerate wraps it
         own.collate_fn = self.sequence.collator(own.collate_fn)
         own.worker_init_fn = functools.partial(deaf_to_sigterm, own.worker_init_fn)
         return loader
@@ -223,7 +223,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
             return None if self.own_norm is None else self.own_norm.item()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if self.suspect and not self.is_deepspeed_enabled and self.suspect.saw(norm) and not self.suspect.is_scaled():
-            self.optimizer.zero_grad(set_to_none=True)  # without gradients it changes nothing
+            self.optimizer.zero_grad(set_to_none=True)  # without gradients the step changes nothing
         return norm
 
     @property
@@ -232,8 +232,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         return bool(self.is_fsdp_enabled or is_deepspeed_zero3_enabled())
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """As the Trainer's, but labels that are numbers keep their digits: under DeepSpeed with bf16 or fp16 every
-        float is cast (transformers 5.23, Trainer._prepare_input), and 1234 would be learnt as 1232."""
+        """Like the Trainer's, but float labels keep their precision: under DeepSpeed with bf16 or fp16 every float is
+        cast (transformers 5.23, Trainer._prepare_input), and 1234 would become 1232."""
         labels = inputs.get("labels")
         prepared = super()._prepare_inputs({name: value for name, value in inputs.items() if name != REAL_TOKENS})
         if labels is not None and labels.is_floating_point():
@@ -250,13 +250,13 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As the Trainer's, but the parameters are counted once, not before every step."""
+        """Like the Trainer's, but the parameters are counted once, not before every step."""
         read = inputs["input_ids"].numel() if "input_ids" in inputs else find_batch_size(inputs) or 0
         return FLOPS_PER_PARAM_AND_TOKEN * int(read) * self.multiplied_parameters
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add the speed since the last log, and to the closing one that of the whole run. Called on every rank, as the
-        sums over ranks need. `logs` is added to in place, for the Trainer returns the closing one from `train`."""
+        """Add the speed since the last log, and to the closing log that of the whole run. Called on every rank, because
+        it sums over ranks. Changes `logs` in place, because the Trainer returns the closing one from `train`."""
         if "loss" in logs:
             logs["loss"] = self.running_loss.window(self.state.global_step, self.accelerator.gather)
             logs.update(self.speed.window(self._sum_over_ranks))
@@ -272,7 +272,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         super().log(logs, start_time)
 
     def peak_memory_gib_per_rank(self) -> list[float]:
-        """In GiB; every rank must call it."""
+        """The peak memory of each rank, in GiB; every rank must call it."""
         own = torch.tensor([peak_memory_bytes() / 2**30], dtype=torch.float32, device=self.args.device)
         return [round(float(peak), 3) for peak in self.accelerator.gather(own).tolist()]
 
@@ -281,12 +281,12 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
 
 
 class FinetuneTrainer(FinetuneMixin, Trainer):
-    """The one of the recipes."""
+    """The Trainer that recipes use."""
 
 
 def cpu_adam(args: Any) -> tuple[Any, dict[str, Any]]:
-    """DeepSpeed's AdamW for states in CPU memory, with the Trainer's weight-decay groups: a section in the JSON would
-    put weight decay on biases and norms too (transformers, integrations/deepspeed.py, deepspeed_optim_sched)."""
+    """DeepSpeed's AdamW for states in CPU memory, with the Trainer's weight decay groups: a section in the JSON would
+    also apply weight decay to biases and norms (transformers, integrations/deepspeed.py, deepspeed_optim_sched)."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     betas = (args.adam_beta1, args.adam_beta2)

@@ -1,5 +1,5 @@
-"""Notice that another rank was killed or hangs, and say which: the others would hang in a transfer, or end in a
-library's words about a closed connection. Used by the trainers of both engines."""
+"""Detect a killed or hanging rank and name it: otherwise the other ranks would hang in a collective, or fail with a
+library's message about a closed connection. Used by the trainers of both engines."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from finetune.training.guards.pulse import HURRIED_SECONDS, MEND, QUIET_RANKS_WA
 from finetune.training.interruption import StopOnSignal
 
 POLL_SECONDS = 0.2
-TERMINATED = 143  # 128 + SIGTERM, as shells say it
-# What gloo and NCCL say where the other end is gone (torch 2.13).
+TERMINATED = 143  # 128 + SIGTERM, the shell convention
+# Parts of the messages of gloo and NCCL when the peer is gone (torch 2.13).
 BROKEN_TRANSFER = ("connection closed by peer", "connection reset", "remote process exited", "timed out", "socket")
 RUNS, ENDED, KILLED, GONE = "runs", "has ended", "was killed", "is gone"
 
@@ -32,20 +32,20 @@ RUNS, ENDED, KILLED, GONE = "runs", "has ended", "was killed", "is gone"
 def watching(
     name_of: Callable[[int], str], stop: StopOnSignal, folder: Path, hang_timeout: float = 0.0
 ) -> Iterator[Callable[[], None]]:
-    """While inside, a rank of this machine that dies by a signal ends the others within seconds, with one message:
-    `name_of` says what the rank was. All ranks must enter it together; leave it before they end. With `hang_timeout`
-    (seconds) so does a rank of any machine that hangs (finetune.training.guards.verdict); call what is yielded whenever
-    there is progress. `folder` is the run's; `stop`, a callback of the training, counts its steps.
+    """In this block, if a signal kills a rank of this machine, the others end within seconds with one message;
+    `name_of` gives the rank's description. All ranks must enter it together and leave it before they exit. With
+    `hang_timeout` (seconds) the same applies to a rank of any machine that hangs (finetune.training.guards.verdict);
+    call the yielded function whenever there is progress. `folder` is the run's; `stop` is the training's callback.
 
-    The lowest living rank speaks. A launcher ends the others as soon as it sees the death, which may be before they do:
-    SIGTERM only wakes the watch, which looks, speaks, and then ends the process. Where no rank has ended and `stop`
-    listens, the signal is for the training to stop, and the watch leaves it to that.
+    The lowest living rank prints the message. A launcher may notice the death first and end the others: SIGTERM only
+    wakes the watch thread, which checks, prints, and then ends the process. If no rank has ended and `stop` listens,
+    the signal asks training to stop, and the watch leaves it to `stop`.
     """
     if not distributed.is_initialized():
         yield lambda: None
         return
     host = socket.gethostname()
-    # Containers may share a name and not see one another's processes.
+    # Containers may share a host name but not see each other's processes.
     told = enumerate(every((host, os.getpid())))
     peers = _Peers({rank: pid for rank, (its, pid) in told if its == host and _state(pid) != GONE})
     done = threading.Event()
@@ -75,7 +75,7 @@ def watching(
 
 
 def _wait_for_words(error: Exception, peers: _Peers, pulse: Pulse | None) -> None:
-    """Where another rank is gone, a watch ends this process meanwhile; what a library says of it is not told."""
+    """If another rank is gone, wait for the watch to end this process, so that the library's error is not shown."""
     if peers.dead():
         time.sleep(QUIET_RANKS_WAIT_SECONDS)
     elif pulse and any(words in str(error).lower() for words in BROKEN_TRANSFER):
@@ -117,14 +117,14 @@ def _watch(
 
 
 def _why(kills_before: int, folder: Path) -> str:
-    """Words, where the kernel has killed a process of this cgroup for want of memory meanwhile."""
+    """A sentence if the kernel has killed a process of this cgroup for lack of memory since the watch began."""
     if oom_kills() == kills_before:
         return ""
-    return f"The kernel killed for want of memory (memory.events of the cgroup). {advice(folder)} "
+    return f"The kernel killed a process for lack of memory (memory.events of the cgroup). {advice(folder)} "
 
 
 def _by(pid: int) -> str:
-    """The signal that ended a process which nobody has looked at yet."""
+    """The signal that killed a process, as text; "" if its parent has already reaped it."""
     try:
         number = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1]) & 0x7F
         return f" by {signal.Signals(number).name}" + (" (a mapped file was cut off?)" * (number == signal.SIGBUS))
@@ -133,8 +133,8 @@ def _by(pid: int) -> str:
 
 
 class _Peers:
-    """The ranks of this machine by their process. One that ended by itself has said why, and is not spoken of: it is
-    remembered, for its process is gone as soon as the launcher has looked at it."""
+    """The processes of this machine's ranks. A rank that exited by itself has reported why and is not reported again;
+    it is remembered, because its process disappears once the launcher reaps it."""
 
     def __init__(self, pids: dict[int, int]) -> None:
         self.pids = pids
@@ -144,7 +144,7 @@ class _Peers:
         return all(_state(pid) == RUNS for pid in self.pids.values())
 
     def dead(self) -> dict[int, str]:
-        """Rank to what became of it."""
+        """Maps dead ranks to what happened to them."""
         states = {rank: _state(pid) for rank, pid in self.pids.items()}
         self.ended |= {rank for rank, state in states.items() if state == ENDED}
         return {rank: state for rank, state in states.items() if state in (KILLED, GONE) and rank not in self.ended}

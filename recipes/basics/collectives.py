@@ -3,33 +3,33 @@
     torchrun --nproc_per_node 4 recipes/basics/collectives.py
 
 The problem. Training on N processes needs the same few patterns of messages again and again: "all get the weights",
-"add up all gradients". Each has a name. All ranks call it, with the same shapes and in the same order; one that is
-missing, or calls another, leaves the others waiting for ever.
+"add up all gradients". Each has a name. All ranks must call it, with the same shapes and in the same order. If one rank
+does not, or calls another collective, the others wait forever.
 
-How to read the pictures. Rank r starts with the numbers 1 2 3 4 times 10^r, so that a number tells what it is made of:
-the place of a digit says from which rank it came, the digit which of the four chunks it is.
+How to read the pictures. Rank r starts with the numbers 1 2 3 4 times 10^r, so each number shows what it is made of:
+the position of a digit says which rank it came from, and the digit says which of the four chunks it is.
 
     rank 0 |    1    2    3    4 |         20     the second chunk of rank 1
-    rank 1 |   10   20   30   40 |       1111     the sum of everybody's first chunk
-    rank 2 |  100  200  300  400 |       4004     the fourth chunk of ranks 3 and 0: somebody's is missing
+    rank 1 |   10   20   30   40 |       1111     the sum of all first chunks
+    rank 2 |  100  200  300  400 |       4004     the fourth chunks of ranks 3 and 0; ranks 1 and 2 are missing
     rank 3 | 1000 2000 3000 4000 |
 
-Where you meet them (S bytes, N ranks; what each rank sends at least, arXiv 1910.02054 section 7, ring_all_reduce.py):
+Where they are used (S bytes, N ranks; the least each rank sends, arXiv 1910.02054 section 7, ring_all_reduce.py):
 
-    broadcast        DDP's weights at the start              S at the source, or passed on
+    broadcast        DDP's weights at the start              S at the source, or forwarded
     reduce           metrics for rank 0                      S
     all-reduce       DDP's gradients                         2 S (N-1)/N
     gather           predictions for rank 0                  S (rank 0 receives S (N-1))
     all-gather       the weights of ZeRO-1, -2, -3 and FSDP  S (N-1)/N, for a result of S bytes
-    scatter          rank 0 deals out the data               S (N-1)/N at the source
+    scatter          rank 0 distributes the data             S (N-1)/N at the source
     reduce-scatter   the gradients of ZeRO and FSDP          S (N-1)/N
     all-to-all       tokens to their experts (MoE), Ulysses  S (N-1)/N
-    barrier          "nobody goes on before all are here"    nothing but the waiting
+    barrier          "nobody continues until all are here"   nothing, only waiting
 
 Two rules, checked at the end:  all-reduce = reduce, then broadcast = reduce-scatter, then all-gather
-The second is how libraries do it fast, and ZeRO is what fits between its two halves (zero1_by_hand.py).
+The second is how libraries do it fast, and ZeRO puts its work between the two halves (zero1_by_hand.py).
 
-All nine run on NCCL, and on gloo (CPU) with torch 2.13; older ones lacked reduce-scatter or all-to-all on gloo.
+All nine run on NCCL, and on gloo (CPU) with torch 2.13; older releases lack reduce-scatter or all-to-all on gloo.
 Try: op=dist.ReduceOp.MAX; another src; leave out one rank's call and see who hangs (Ctrl-C ends it).
 """
 
@@ -44,7 +44,7 @@ START = "torchrun --nproc_per_node 4 recipes/basics/collectives.py"
 if os.environ.get("WORLD_SIZE") != "4":
     if speaks := os.environ.get("RANK", "0") == "0":
         print(f"error: the pictures are drawn for 4 ranks. Start it with: {START}", file=sys.stderr)
-    sys.exit(2 if speaks else 0)  # were another to fail first, torchrun would end rank 0 before it has spoken
+    sys.exit(2 if speaks else 0)  # if another rank failed first, torchrun would end rank 0 before it prints
 GPUS = torch.cuda.device_count() >= 4  # a GPU for each rank: NCCL; otherwise gloo on the CPU
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPUS else torch.device("cpu")
 if GPUS:
@@ -54,12 +54,12 @@ RANK = dist.get_rank()
 
 
 def numbers() -> torch.Tensor:
-    """(4,) what this rank starts with, or [:1], (1,), where one number will do."""
+    """(4,): what this rank starts with; callers take [:1], (1,), where one number is enough."""
     return torch.tensor([1, 2, 3, 4], device=DEVICE) * 10**RANK
 
 
 def show(title: str, before: torch.Tensor | None, after: torch.Tensor | None, expected: list[list[int] | None]) -> None:
-    """Rank 0 draws what every rank held and holds; each rank checks its own row."""
+    """Rank 0 prints what every rank held before and after; each rank checks its own row."""
     held = [None if tensor is None else tensor.tolist() for tensor in (before, after)]
     rows: list | None = [None] * 4 if RANK == 0 else None
     dist.gather_object(held, rows)
@@ -76,7 +76,7 @@ def one_to_all_and_back() -> None:
     dist.broadcast(x, src=0)
     show("broadcast: everybody gets what rank 0 has", numbers(), x, [[1, 2, 3, 4]] * 4)
 
-    parts = list(numbers().chunk(4)) if RANK == 0 else None  # only the source has something to deal out
+    parts = list(numbers().chunk(4)) if RANK == 0 else None  # only the source has data to distribute
     part = torch.empty_like(numbers()[:1])
     dist.scatter(part, parts, src=0)
     show("scatter: rank 0 deals out its chunks", numbers() if RANK == 0 else None, part, [[1], [2], [3], [4]])
@@ -112,7 +112,7 @@ def all_to_everybody() -> None:
 
 
 def barrier() -> None:
-    """Rank r comes r x 80 ms late. The clock is the machine's, the same for all ranks of this page."""
+    """Rank r arrives r x 80 ms late. All ranks of this page share the machine's clock."""
     dist.barrier()
     start = time.monotonic()
     time.sleep(0.08 * RANK)

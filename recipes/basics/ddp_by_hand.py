@@ -3,24 +3,24 @@
     torchrun --nproc_per_node 2 recipes/basics/ddp_by_hand.py
 
 The problem. A batch is too large, or too slow, for one process. Give each of N ranks the same weights and an equal
-share of the batch. The mean of the gradients of the shares' mean losses is the gradient of the whole batch's:
+share of the batch. The gradient of the whole batch's mean loss is the mean of the gradients of the shares' mean losses:
 
-    grad(whole batch) = 1/N (grad(share 0) + ... + grad(share N-1))          an all-reduce, and a division
+    grad(whole batch) = 1/N (grad(share 0) + ... + grad(share N-1))          an all-reduce and a division
 
 All ranks then step with the same gradient from the same weights, so they stay equal, and equal to one process with the
-whole batch. Without the all-reduce every rank trains a model of its own; the page shows that, too.
+whole batch. Without the all-reduce every rank trains a different model; the page shows that too.
 
-The picture. Backward makes gradients from the last layer (W4, b4) to the first. When does message k leave (>k)?
+The picture. Backward computes gradients from the last layer (W4, b4) to the first. When is message k sent (>k)?
 
-    1 average     b4 W4 b3 W3 b2 W2 b1 W1 >1 >2 >3 >4 >5 >6 >7 >8 step    a message for each tensor: 8 latencies
-    2 buckets     b4 W4 b3 W3 b2 W2 b1 W1 >1 >2 step                      few large ones, but all at the end
-    3 overlap     b4 W4 b3 W3 >1 b2 W2 b1 W1 >2 step                     sent while backward still computes
+    1 average     b4 W4 b3 W3 b2 W2 b1 W1 >1 >2 >3 >4 >5 >6 >7 >8 step    one message per tensor: 8 latencies
+    2 buckets     b4 W4 b3 W3 b2 W2 b1 W1 >1 >2 step                      few large messages, but all at the end
+    3 overlap     b4 W4 b3 W3 >1 b2 W2 b1 W1 >2 step                     sent while the backward pass continues
 
 Step 3 is "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv 2006.15704, section 3.2): a
-hook on each parameter says when its gradient is done; the last one of a bucket starts an asynchronous all-reduce.
-Buckets must leave in the same order on every rank, or unlike messages would be added; the same model sees to that.
-The bytes are the same in all three: 4 for each parameter (fp32), of which the ring sends 2(N-1)/N (ring_all_reduce.py).
-SGD, not Adam: a gradient that is N times too large leaves Adam's steps as they were, and would go unseen.
+hook on each parameter runs when its gradient is ready; the last one of a bucket starts an asynchronous all-reduce.
+All ranks must send buckets in the same order, or different buckets would be added; having the same model ensures that.
+All three send the same bytes: 4 per parameter (fp32), times 2(N-1)/N in the ring (ring_all_reduce.py).
+Why SGD and not Adam: a gradient that is N times too large would not change Adam's steps, and would go unnoticed.
 Try: forget the division; BUCKET_BYTES = 1, or 10**6; shares of unequal size (why is the mean of means wrong then?).
 """
 
@@ -32,14 +32,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS, BATCH, WIDTH = 5, 24, 16  # 24 rows divide among 2, 3 or 4 ranks
-BUCKET_BYTES = 2200  # two of the four layers; torch's own are 25 MiB
+STEPS, BATCH, WIDTH = 5, 24, 16  # 24 rows can be divided among 2, 3 or 4 ranks
+BUCKET_BYTES = 2200  # holds two of the four layers; torch's buckets are 25 MiB
 
 if os.environ.get("WORLD_SIZE") not in ("2", "3", "4"):
     if speaks := os.environ.get("RANK", "0") == "0":
         print("error: 2, 3 or 4 ranks: torchrun --nproc_per_node 2 recipes/basics/ddp_by_hand.py", file=sys.stderr)
-    sys.exit(2 if speaks else 0)  # were another to fail first, torchrun would end rank 0 before it has spoken
-GPUS = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each rank: NCCL; otherwise gloo
+    sys.exit(2 if speaks else 0)  # if another rank failed first, torchrun would end rank 0 before it prints
+GPUS = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one per rank: NCCL; otherwise gloo
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPUS else torch.device("cpu")
 if GPUS:
     torch.cuda.set_device(DEVICE)
@@ -57,14 +57,14 @@ def new_model() -> nn.Sequential:
 
 
 def all_reduce(tensor: torch.Tensor) -> dist.Work:
-    """Begin to sum over all ranks, in place; note it."""
+    """Start to sum over all ranks, in place, and record it."""
     sent.append(tensor.nbytes)
     events.append(f">{len(sent)}")
     return dist.all_reduce(tensor, async_op=True)
 
 
 def into_buckets(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters in the order in which backward comes to them, cut where a bucket is full."""
+    """The parameters in the order of the backward pass, split where a bucket is full."""
     buckets: list[list[nn.Parameter]] = [[]]
     for parameter in reversed(list(model.parameters())):
         if buckets[-1] and sum(p.nbytes for p in buckets[-1]) + parameter.nbytes > BUCKET_BYTES:
@@ -92,7 +92,7 @@ def train(way: str) -> torch.Tensor:
     buckets, on_the_way, ready = into_buckets(model), [], set()
     bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket}
 
-    def on_gradient(parameter: nn.Parameter) -> None:  # called in the midst of backward
+    def on_gradient(parameter: nn.Parameter) -> None:  # called during the backward pass
         events.append(names[parameter])
         ready.add(parameter)
         if way == "3 overlap" and ready.issuperset(bucket_of[parameter]):
@@ -130,7 +130,7 @@ if __name__ == "__main__":
         of_rank_0 = weights.clone()
         dist.broadcast(of_rank_0, src=0)
         differences = torch.stack([(weights - other).abs().max() for other in (ddp, whole_batch, of_rank_0)])
-        dist.all_reduce(differences, op=dist.ReduceOp.MAX)  # the worst rank's
+        dist.all_reduce(differences, op=dist.ReduceOp.MAX)  # of the worst rank
         to_ddp, to_one_process, between_ranks = differences.tolist()
         if RANK == 0:
             print(f"{way:<12}{' '.join(events)} step")
@@ -147,4 +147,4 @@ if __name__ == "__main__":
     if RANK == 0:
         print("All three equal torch's DDP and one process. With overlap the first message leaves in mid-backward.")
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads live on here, and Python's own end may abort over them (pytorch PR 179291)
+    os._exit(0)  # gloo's threads still run, and Python's normal exit may abort because of them (pytorch PR 179291)

@@ -1,26 +1,26 @@
-"""Gossip: each rank averages with its two neighbours only, and yet all of them come to agree.
+"""Gossip: each rank averages only with its two neighbors, and yet all ranks come to agree.
 
     torchrun --nproc_per_node 4 recipes/basics/gossip.py
 
-The problem. A ring all-reduce takes 2 (N - 1) rounds of messages, one after another (ring_all_reduce.py), and the
-slowest link sets the pace. Decentralized training has one round: average your weights with those of your neighbours.
+The problem. A ring all-reduce takes 2 (N - 1) consecutive rounds of messages (ring_all_reduce.py), and the slowest link
+sets the pace. Decentralized training has one round: average your weights with those of your neighbors.
 
             rank 0 ---- rank 1          new x1 = (x0 + x1 + x2) / 3
               |           |
-            rank 3 ---- rank 2          x1 never meets x3: what x3 knows comes through x0 and x2
+            rank 3 ---- rank 2          x1 never meets x3: x3's knowledge arrives through x0 and x2
 
 Consensus. One round multiplies by the matrix of these thirds. On a ring its eigenvalues are (1 + 2 cos(2 pi k / N)) / 3
-for k = 0 .. N - 1. That of k = 0 is 1: the mean stays. All that differs from the mean shrinks in every round, at least
-by the largest of the other ones: rho = 1/3 for 4 ranks, but 0.99 for 32, so a large ring takes many rounds to agree.
+for k = 0 .. N - 1. For k = 0 it is 1: the mean stays. The difference from the mean shrinks in every round, at least by
+the largest of the others: rho = 1/3 for 4 ranks, but 0.99 for 32, so a large ring takes many rounds to agree.
 
 Training (D-PSGD, Lian et al., arXiv 1705.09056): gossip, and step along your own gradient.
 
     x_i  <-  (x_(i-1) + x_i + x_(i+1)) / 3  -  rate * gradient of your data at x_i
 
-Gradients pull the ranks apart, gossip pulls them together, and the less the rate, the closer: here it falls to 0. Each
-rank has other digits (with 4 ranks: 0-2, 2-4, 5-7, 7-9), so alone none can learn them all.
+Gradients pull the ranks apart, and gossip pulls them together. The lower the rate, the closer they get; here it falls
+to 0. Each rank has different digits (with 4 ranks: 0-2, 2-4, 5-7, 7-9), so alone none can learn them all.
 
-To try: a constant rate (the ranks disagree for ever); weights 1/4, 1/2, 1/4, whose rho is 1/2; 3 processes (rho is 0).
+To try: a constant rate (the ranks disagree forever); weights 1/4, 1/2, 1/4, whose rho is 1/2; 3 processes (rho is 0).
 """
 
 import argparse
@@ -38,11 +38,11 @@ from torch import nn
 
 STEPS, BATCH, LEARNING_RATE, ROUNDS = 120, 32, 0.4, 8
 sent = {"messages": 0, "bytes": 0}  # by this rank, in gossip
-keep = torch.clone  # mixes with nobody
+keep = torch.clone  # no averaging
 
 
 def gossip(mine: torch.Tensor) -> torch.Tensor:
-    """The mean of what this rank and its two neighbours on the ring have, (n,): one round of messages."""
+    """The mean over this rank and its two neighbors on the ring, (n,): one round of messages."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % ranks, (rank + 1) % ranks
     from_left, from_right = torch.empty_like(mine), torch.empty_like(mine)
@@ -60,12 +60,12 @@ def all_reduce(mine: torch.Tensor) -> torch.Tensor:
 
 
 def distance(mine: torch.Tensor) -> float:
-    """How far apart the ranks are, sqrt(mean |x_i - mean x|^2): looked at from outside, no part of the method."""
+    """How far apart the ranks are, sqrt(mean |x_i - mean x|^2): for the page only, not part of the method."""
     return all_reduce((mine - all_reduce(mine)).square().sum()).sqrt().item()
 
 
 def train(mix_weights: Callable, mix_gradients: Callable) -> dict:
-    """One run: the loss, as the ranks' mean, and the distance in each step; each rank's accuracy in the end."""
+    """One run: mean loss and distance of the ranks in each step; each rank's final accuracy."""
     images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     images, labels = images[order].float() / 16, labels[order]  # (1797, 64) from 0 to 1, (1797,); 397 for the test
@@ -81,7 +81,7 @@ def train(mix_weights: Callable, mix_gradients: Callable) -> dict:
         gradient = torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))])  # (n,)
         weights = mix_weights(weights) - LEARNING_RATE * (1 - step / STEPS) * mix_gradients(gradient)
         nn.utils.vector_to_parameters(weights, model.parameters())
-        losses[step] = nn.functional.cross_entropy(model(images[:1400]), labels[:1400]).item()  # on everyone's digits
+        losses[step] = nn.functional.cross_entropy(model(images[:1400]), labels[:1400]).item()  # on all digits
         distances.append(distance(weights))
     right = (model(images[1400:]).argmax(1) == labels[1400:]).float().mean().item()
     dist.all_gather_object(accuracies := [0.0] * dist.get_world_size(), 100 * right)
@@ -89,10 +89,10 @@ def train(mix_weights: Callable, mix_gradients: Callable) -> dict:
 
 
 def main() -> None:
-    if int(os.environ.get("WORLD_SIZE", 1)) < 3:  # with two ranks both neighbours are the same one
+    if int(os.environ.get("WORLD_SIZE", 1)) < 3:  # with two ranks both neighbors would be the same rank
         if speaks := os.environ.get("RANK", "0") == "0":
             print("error: start it with: torchrun --nproc_per_node 4 recipes/basics/gossip.py", file=sys.stderr)
-        sys.exit(2 if speaks else 0)  # were another to fail first, torchrun would end rank 0 before it has spoken
+        sys.exit(2 if speaks else 0)  # if another rank failed first, torchrun would end rank 0 before it prints
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, default=Path("runs/basics/gossip.png"))
     output = parser.parse_args().output
@@ -139,7 +139,7 @@ def draw(results: dict, output: Path) -> None:
     right = figure.add_subplot(1, 2, 2, xlabel="step", ylabel="distance between ranks (all-reduce: 0)", yscale="log")
     for name, row in results.items():
         left.plot(row["losses"], label=name)
-        right.plot(row["distances"])  # 0 has no place on a logarithmic axis
+        right.plot(row["distances"])  # a logarithmic axis does not show 0
     left.legend()
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=80)

@@ -1,28 +1,28 @@
-"""Gradient compression: send a hundredth of the gradient, and still arrive. Four ways, on real handwritten digits.
+"""Gradient compression: send a hundredth of the gradient and still converge. Four ways, on real handwritten digits.
 
     torchrun --nproc_per_node 2 recipes/basics/gradient_compression.py
 
-The problem. In data parallelism every rank sends its whole gradient in every step: 4 bytes a parameter. On a slow
+The problem. In data parallelism every rank sends its whole gradient in every step: 4 bytes per parameter. On a slow
 network the ranks wait longer than they compute. So send less:
 
-    gradient g    0.9 -0.1  0.02 -0.7  0.3      bytes for n numbers   what goes over the wire
-    top-k         0.9   .    .   -0.7   .       8 k                   the k largest, and their places
-    random-k       .  -0.1   .     .   0.3      4 k                   k drawn by lot: one seed for all, so no places
+    gradient g    0.9 -0.1  0.02 -0.7  0.3      bytes for n numbers   what is sent
+    top-k         0.9   .    .   -0.7   .       8 k                   the k largest, and their positions
+    random-k       .  -0.1   .     .   0.3      4 k                   k at random: same seed on all, so no positions
     int8          0.9 -0.1  0.02 -0.7  0.3 (~)  n + 4                 round(g / scale), scale = max|g| / 127
     1-bit          +    -    +     -    +       n / 8 + 4             the signs, and mean|g|
 
-What is thrown away never reaches the weights, and training stalls. The cure is error feedback: keep what was not
-sent, and add it to the next gradient. Nothing is lost, it comes later:
+What is dropped never reaches the weights, and training stalls. The remedy is error feedback: keep what was not sent,
+and add it to the next gradient. Nothing is lost, it only arrives later:
 
     corrected = gradient + error;     send compress(corrected);     error = corrected - compress(corrected)
 
 Sources: Seide et al. 2014, "1-bit stochastic gradient descent" (the idea); Stich et al., arXiv 1809.07599
 (top-k and random-k with memory); Karimireddy et al., arXiv 1901.09847 (why signs alone fail).
 
-The catch. Whole gradients add up on their way round a ring (ring_all_reduce.py), for less than twice their bytes at any
-N. Two top-k choices do not add up to one: each rank must get N - 1 whole messages. powersgd.py has some that add up.
+The catch. A ring (ring_all_reduce.py) sums whole gradients for less than twice their bytes at any N. But the sum of two
+top-k messages is not one: each rank must receive N - 1 messages. powersgd.py compresses in a form that can be summed.
 
-To try: SHARE = 0.001; LEARNING_RATE = 0.3, and who gets away without feedback.
+To try: SHARE = 0.001; LEARNING_RATE = 0.3, and see which ways work without feedback.
 """
 
 import argparse
@@ -39,9 +39,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 STEPS, BATCH, LEARNING_RATE = 250, 32, 0.2
-SHARE = 0.01  # of the gradient that top-k sends; random-k, which chooses blindly, sends five times as much
+SHARE = 0.01  # of the gradient that top-k sends; random-k, which chooses at random, sends five times as much
 LINK = 100e6 / 8  # bytes a second of a 100 Mbit/s network
-FALL_BEHIND = ("top-k alone", "random-k alone", "1-bit alone")  # by more than 2 points; the others do not
+FALL_BEHIND = ("top-k alone", "random-k alone", "1-bit alone")  # in accuracy, by more than 2 points; the others do not
 BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 MESSAGE_BYTES = {  # for n numbers
     "uncompressed": lambda n: 4 * n,
@@ -53,7 +53,7 @@ MESSAGE_BYTES = {  # for n numbers
 
 
 def compress(way: str, g: torch.Tensor, step: int) -> tuple:
-    """From a gradient (n,): the tensors to send, and how a receiver reads them, as (n,), nearly g."""
+    """From a gradient (n,): the tensors to send, and a function that decodes them to about g, (n,)."""
     nothing = torch.zeros_like(g)
     if way == "top-k":
         places = g.abs().topk(int(SHARE * len(g))).indices  # (k,)
@@ -73,12 +73,12 @@ def compress(way: str, g: torch.Tensor, step: int) -> tuple:
 
 
 def train(way: str, feedback: bool, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """One run: what is sent, how long that takes on a slow link, how long a step takes here, how well it learns."""
+    """One run: bytes sent, time for them on a slow link, time of a step here, loss and accuracy."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same weights everywhere, and ...
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     parameters = list(model.parameters())
-    draw = torch.Generator().manual_seed(rank)  # ... images of its own for each rank
+    draw = torch.Generator().manual_seed(rank)  # ... different images on each rank
     error, sent, seconds = torch.zeros(sum(parameter.numel() for parameter in parameters)), 0, []
     for step in range(STEPS):
         began = time.perf_counter()
@@ -90,7 +90,7 @@ def train(way: str, feedback: bool, images: torch.Tensor, labels: torch.Tensor) 
         for everyones, tensor in zip(gathered, message, strict=True):
             dist.all_gather(everyones, tensor)
             sent += tensor.nbytes
-        arrived = [read(*of_one_rank) for of_one_rank in zip(*gathered, strict=True)]  # from each rank (n,)
+        arrived = [read(*of_one_rank) for of_one_rank in zip(*gathered, strict=True)]  # one (n,) from each rank
         error = corrected - arrived[rank] if feedback else error
         weights = nn.utils.parameters_to_vector(parameters).detach() - LEARNING_RATE * sum(arrived) / ranks
         nn.utils.vector_to_parameters(weights, parameters)
@@ -140,7 +140,7 @@ def draw(results: dict, output: Path) -> None:
         bars = axis.barh(list(results), [row[key] for row in results.values()], color=colours)
         axis.bar_label(bars, fmt=f"{{:{look}}}", padding=3)
         axis.invert_yaxis()
-        axis.tick_params(labelleft=place == 0)  # the names once
+        axis.tick_params(labelleft=place == 0)  # names only once
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=80)
     print(f"plot: {output}")

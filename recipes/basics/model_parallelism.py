@@ -3,23 +3,23 @@
     torchrun --nproc_per_node 2 recipes/basics/model_parallelism.py
 
 The problem. Data parallelism keeps the whole model on every rank. A model that does not fit there must be cut. Cut it
-between layers, and let activations travel forward and their gradients back:
+between layers; activations travel forward, and their gradients travel back:
 
     rank 0: layers 0-3                              rank 1: layers 4-7
     x --> [ forward ]  ------- hidden (B, W) -----> [ forward ] --> loss
           [ backward ] <---- d loss / d hidden ---- [ backward ]
 
-Why this is exact. Call the halves f and g: loss = g(f(x)). The chain rule can be cut where the model is:
+Why this is exact. Call the halves f and g: loss = g(f(x)). The chain rule splits at the same place:
 
     d loss / d weights of f   =   d loss / d hidden   times   d hidden / d weights of f
-                                  (rank 1 sends it)           (rank 0 alone: hidden.backward(what came))
+                                  (rank 1 sends it)           (rank 0: hidden.backward(what it received))
 
-So rank 0 needs one tensor from rank 1, in the shape of `hidden`. autograd does not see through a network: the receiver
+So rank 0 needs one tensor from rank 1, with the shape of `hidden`. Autograd stops at process borders: the receiver
 makes the activation a leaf (`requires_grad_()`), and sends that leaf's `.grad` back.
 
-The price. The stages wait for each other: of P ranks one works at a time, so (P - 1) / P of the machine idles. The
-memory is shared out, the work is not. pipeline_by_hand.py mends it. Source: GPipe, arXiv 1811.06965.
-To try: 4 processes, and the idle share; send `received.grad * 2` back, and see which rank's gradients are wrong.
+The price. The stages wait for each other: only one of P ranks works at a time, so (P - 1) / P of the machine is idle.
+The memory is divided, the work is not. pipeline_by_hand.py fixes that. Source: GPipe, arXiv 1811.06965.
+To try: 4 processes (how much is idle?); send `received.grad * 2` back, and see which rank's gradients are wrong.
 """
 
 import os
@@ -40,7 +40,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
-    torch.manual_seed(0)  # every rank builds the same layers, and keeps its own
+    torch.manual_seed(0)  # every rank builds the same layers, and keeps its stage
     layers = whole_model()
     first, last = rank * LAYERS // ranks, (rank + 1) * LAYERS // ranks
     stage = layers[first:last]
@@ -57,10 +57,10 @@ def main() -> None:
         optimizer.zero_grad()
         loss, events = forward_and_backward(stage, inputs, targets)
         losses.append(loss)
-        optimizer.step()  # each rank its own layers: nothing more to exchange
+        optimizer.step()  # each rank updates its own layers; no further exchange
 
     say("\n2. Who worked when in the last step (F forward, B backward, . waits):")
-    order = sorted(event for of_rank in gather(events) for event in of_rank)  # by the clock, which all ranks here share
+    order = sorted(event for of_rank in gather(events) for event in of_rank)  # by time; all ranks here share one clock
     row = "".join(name if who == rank else " ." for _, who, name in order)
     say_each(f"   rank {rank}: {row}")
     idle = row.count(".") / len(order)
@@ -76,18 +76,18 @@ def main() -> None:
     say_each(f"   rank {rank}: in the last step's gradients {gradients:.0e}, in the weights after it {weights:.0e}")
     assert max(gradients, weights) < 1e-6, f"rank {rank} does not compute what one process computes"
 
-    losses = gather(losses)[-1]  # the last stage is the one that has them
+    losses = gather(losses)[-1]  # only the last stage has them
     difference = max(abs(ours - theirs) for ours, theirs in zip(losses, expected_losses, strict=True))
     say(f"   in the losses {difference:.0e}; they fall from {losses[0]:.4f} to {losses[-1]:.4f}")
     assert difference < 1e-6, "the losses are not those of one process"
     assert losses[-1] < losses[0], "it does not learn"
     say("\nThe stages train exactly as one process does, but only one works at a time.")
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads live on here, and Python's own end may abort over them (pytorch PR 179291)
+    os._exit(0)  # gloo's threads still run, and Python's normal exit may abort because of them (pytorch PR 179291)
 
 
 def forward_and_backward(stage: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, list]:
-    """One step of this rank's stage: the loss (0.0 but on the last rank), and when this rank did what."""
+    """One step of this rank's stage: the loss (0.0 except on the last rank), and when this rank did what."""
     rank, last_rank = dist.get_rank(), dist.get_world_size() - 1
     if rank == 0:
         received = inputs  # (B, W)
@@ -100,7 +100,7 @@ def forward_and_backward(stage: nn.Module, inputs: torch.Tensor, targets: torch.
     hidden = stage(received)  # (B, W)
     if rank < last_rank:
         dist.send(hidden.detach(), rank + 1)
-        gradient = torch.empty(BATCH, WIDTH)  # of the loss by `hidden`, from the rank that used it
+        gradient = torch.empty(BATCH, WIDTH)  # d loss / d hidden, from the rank that used it
         dist.recv(gradient, rank + 1)
         events.append((time.monotonic(), rank, " B"))
         hidden.backward(gradient)
@@ -132,7 +132,7 @@ def whole_model() -> nn.Sequential:
 
 
 def gather(mine: list) -> list[list]:
-    everyone: list = [None] * dist.get_world_size()  # what each rank brought
+    everyone: list = [None] * dist.get_world_size()  # the list of each rank
     dist.all_gather_object(everyone, mine)
     return everyone
 
@@ -143,7 +143,7 @@ def say(*lines: str) -> None:
 
 
 def say_each(line: str) -> None:
-    say(*(of_rank[0] for of_rank in gather([line])))  # in the order of ranks
+    say(*(of_rank[0] for of_rank in gather([line])))  # in rank order
 
 
 if __name__ == "__main__":

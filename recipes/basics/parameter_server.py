@@ -1,25 +1,25 @@
-"""A parameter server: nobody waits for the slowest. The price is stale gradients, and there is a mend.
+"""A parameter server: no rank waits for the slowest. The price is stale gradients, and there is a remedy.
 
     torchrun --nproc_per_node 4 recipes/basics/parameter_server.py
 
 The problem. In synchronous training every step waits for the slowest worker. Asynchronously, a server (rank 0) holds
-the weights, and each worker takes them, computes a gradient, hands it in, and takes the new ones, at its own pace:
+the weights; each worker fetches them, computes a gradient, sends it, and fetches the new ones, at its own pace:
 
                       rank 0, the server:  w -= rate * g,  version += 1
         weights + version  |               |               |  gradient + the version it was computed on
                        worker 1        worker 2        worker 3 (slow)
 
-Meanwhile others have moved the weights: the gradient is right for weights that are gone. Its staleness s is the number
-of updates in between. With W workers its mean is W - 1 at any speeds; a slow one's gradients are the stalest. Time is
-pretended here: a gradient takes 1 tick, the last worker's 10, and the server takes them in the order of these clocks.
+Meanwhile other workers have changed the weights, so the gradient is right for old weights. Its staleness s is the
+number of updates in between. With W workers its mean is W - 1 at any speeds; a slow worker's gradients are the stalest.
+Time is simulated: a gradient takes 1 tick, the last worker's 10, and the server takes gradients in this order.
 
 Why it hurts. On a parabola of curvature c, w -= rate * c * w converges for rate < 2 / c, but with gradients 2 updates
-old only for rate < 0.62 / c: one steers by where one was.
+old only for rate < 0.62 / c: they point from where the weights were.
 
-The mend. Trust a gradient the less, the staler it is: rate / (1 + s). Zhang et al., Staleness-aware Async-SGD, arXiv
-1511.05950, divide by s; 1 + s also serves s = 0, and is W on average, as in the mean of W synchronous gradients.
+The remedy. Trust a gradient less the staler it is: rate / (1 + s). Zhang et al., Staleness-aware Async-SGD, arXiv
+1511.05950, divide by s; 1 + s also works for s = 0, and is W on average, as in the mean of W synchronous gradients.
 
-To try: LEARNING_RATE = 0.3 (stale gradients are then harmless); SLOW = 100, and ticks and staleness.
+To try: LEARNING_RATE = 0.3 (stale gradients are then harmless); SLOW = 100 (what happens to ticks and staleness?).
 """
 
 import argparse
@@ -36,9 +36,9 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import nn
 
-GRADIENTS, BATCH, LEARNING_RATE = 600, 32, 1.0  # as many gradients in every way of training
+GRADIENTS, BATCH, LEARNING_RATE = 600, 32, 1.0  # the same number of gradients in every way of training
 FAST, SLOW = 1, 10  # ticks that a gradient takes; the last worker is the slow one
-STOP, LOOK_EVERY = -1.0, 12  # instead of a version; gradients, after which the loss is measured
+STOP, LOOK_EVERY = -1.0, 12  # STOP replaces a version; the loss is measured after every 12 gradients
 RATES = {  # the learning rate for a gradient of staleness s
     "synchronous": lambda s: LEARNING_RATE,  # s is 0
     "stale, the same rate": lambda s: LEARNING_RATE,
@@ -47,10 +47,10 @@ RATES = {  # the learning rate for a gradient of staleness s
 
 
 def work(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
-    """A worker's whole life. It does not know whether the others are waited for."""
+    """A worker's whole life. It does not know whether training is synchronous."""
     rank, workers, parameters = dist.get_rank(), dist.get_world_size() - 1, list(model.parameters())
     draw = torch.Generator().manual_seed(rank)
-    message = torch.empty(sum(parameter.numel() for parameter in parameters) + 1)  # weights (n,), and their version
+    message = torch.empty(sum(parameter.numel() for parameter in parameters) + 1)  # weights (n,) and their version
     while True:
         dist.recv(message, 0)
         if message[-1] == STOP:
@@ -59,14 +59,14 @@ def work(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
         rows = torch.randint(1400 // workers, (BATCH,), generator=draw) * workers + rank - 1  # its own images
         loss = nn.functional.cross_entropy(model(images[rows]), labels[rows])
         gradient = [each.flatten() for each in torch.autograd.grad(loss, parameters)]
-        dist.send(torch.cat([*gradient, message[-1:]]), 0)  # the version goes back with it
+        dist.send(torch.cat([*gradient, message[-1:]]), 0)  # with the version that it was computed on
 
 
 def serve(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, rate: Callable, together: int) -> dict:
-    """Train on GRADIENTS gradients, `together` of them in a step, the first ready first; then stop the workers."""
+    """Train on GRADIENTS gradients, `together` of them per step, in the order they are ready; then stop the workers."""
     workers = range(1, dist.get_world_size())
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()  # (n,)
-    under_way = [(FAST, worker) for worker in workers[:-1]] + [(SLOW, workers[-1])]  # when each will be ready: a heap
+    under_way = [(FAST, worker) for worker in workers[:-1]] + [(SLOW, workers[-1])]  # a heap of when each will be ready
     message, version, staleness, losses = torch.empty(len(weights) + 1), 0, [], []
     for worker in workers:
         dist.send(torch.cat([weights, torch.zeros(1)]), worker)
@@ -83,7 +83,7 @@ def serve(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, rate: Ca
         if version % LOOK_EVERY == 0:
             nn.utils.vector_to_parameters(weights, model.parameters())
             losses.append((ready[-1][0], nn.functional.cross_entropy(model(images[:1400]), labels[:1400]).item()))
-    for worker in workers:  # each has one more gradient under way, which comes too late
+    for worker in workers:  # each has one more gradient under way, which is too late
         dist.recv(message, worker)
         staleness.append(version - int(message[-1]))
         dist.send(torch.full_like(message, STOP), worker)
@@ -92,11 +92,11 @@ def serve(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, rate: Ca
 
 
 def main() -> None:
-    if int(os.environ.get("WORLD_SIZE", 1)) < 3:  # one worker alone is never stale
+    if int(os.environ.get("WORLD_SIZE", 1)) < 3:  # a single worker is never stale
         if speaks := os.environ.get("RANK", "0") == "0":
             told = "error: start it with: torchrun --nproc_per_node 4 recipes/basics/parameter_server.py"
             print(told, file=sys.stderr)
-        sys.exit(2 if speaks else 0)  # were another to fail first, torchrun would end rank 0 before it has spoken
+        sys.exit(2 if speaks else 0)  # if another rank failed first, torchrun would end rank 0 before it prints
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, default=Path("runs/basics/parameter_server.png"))
     output = parser.parse_args().output
@@ -106,7 +106,7 @@ def main() -> None:
     images, labels = images[order].float() / 16, labels[order]  # (1797, 64) from 0 to 1, (1797,); 397 for the test
     workers, results = dist.get_world_size() - 1, {}
     for name, rate in RATES.items():
-        torch.manual_seed(0)  # the same weights to begin with
+        torch.manual_seed(0)  # the same initial weights
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         if dist.get_rank() > 0:
             work(model, images, labels)
@@ -127,7 +127,7 @@ def tell(results: dict) -> None:
     synchronous, stale, mended = results.values()
     assert set(synchronous["staleness"][:GRADIENTS]) == {0}, "a synchronous gradient was stale"
     assert stale["ticks"] == mended["ticks"] < synchronous["ticks"] / 5, "waiting for the slowest cost little"
-    total = (dist.get_world_size() - 2) * GRADIENTS  # exactly: those that came too late are counted too
+    total = (dist.get_world_size() - 2) * GRADIENTS  # exactly, since the late gradients are counted too
     assert sum(stale["staleness"]) == sum(mended["staleness"]) == total, "the mean is not W - 1"
     assert stale["accuracy"] < synchronous["accuracy"] - 5, "staleness did no harm"
     assert abs(mended["accuracy"] - synchronous["accuracy"]) < 3, "the mend did not help"

@@ -1,26 +1,26 @@
-"""Pipelines by hand: micro-batches fill the idle time of model parallelism, first as GPipe does it, then as 1F1B does.
+"""Pipelines by hand: micro-batches fill the idle time of model parallelism, first with GPipe, then with 1F1B.
 
     torchrun --nproc_per_node 4 recipes/basics/pipeline_by_hand.py
 
-The problem. With a model cut into P stages (see model_parallelism.py) one stage works while P - 1 wait. But a batch
-need not travel in one piece. Cut it into M micro-batches, and stage 0 begins the second while stage 1 does the first:
+The problem. With a model cut into P stages (see model_parallelism.py) one stage works while P - 1 wait. But the
+batch can be split. Cut it into M micro-batches, and stage 0 begins the second while stage 1 does the first:
 
     one batch:    stage 0  F . . B          two micro-batches:  stage 0  F0 F1 .  .  B1 B0
                   stage 1  . F B .                              stage 1  .  F0 F1 B1 B0 .
 
-The gradients stay those of the whole batch: each micro-batch's loss is divided by M, and `backward` adds up in `.grad`.
-The weights change after the last one only.
+The gradients equal those of the whole batch: each micro-batch's loss is divided by M, and `backward` sums in `.grad`.
+The weights change only after the last micro-batch.
 
 The bubble. The last stage begins P - 1 slots late, and the first ends P - 1 slots after it. If F and B take one slot
-each, a stage works 2 M of 2 (M + P - 1) slots. Small for M of 4 P or more: GPipe, arXiv 1811.06965.
+each, a stage works in 2 M of 2 (M + P - 1) slots. The bubble is small for M >= 4 P: GPipe, arXiv 1811.06965.
 
     bubble = (P - 1) / (M + P - 1)
 
 The memory. A stage keeps the activations of a micro-batch from its F to its B. GPipe does all F first: it holds M of
-them. 1F1B does each B as soon as it can: stage s runs P - 1 - s forwards ahead, then one F, one B in turns. It holds at
-most P - s, however large M is, in as many slots. Source: Narayanan et al., arXiv 2104.04473.
+them. 1F1B does each B as early as possible: stage s runs P - 1 - s forwards ahead, then alternates F and B. It holds at
+most P - s, however large M is, and takes the same number of slots. Source: Narayanan et al., arXiv 2104.04473.
 
-To try: M = 2 and M = 32; leave out `/ micro_batches`; let 1F1B run one forward more ahead than it needs.
+To try: M = 2 and M = 32; leave out `/ micro_batches`; let 1F1B run one forward further ahead than it needs.
 """
 
 import os
@@ -40,7 +40,7 @@ def all_at_once(stage: int, stages: int, micro_batches: int) -> list[tuple[str, 
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    """1F1B: as many forwards ahead as there are stages below, then in turns, then the backwards that are left."""
+    """1F1B: as many forwards ahead as there are later stages, then alternating, then the remaining backwards."""
     ahead = min(stages - 1 - stage, micro_batches)
     order = [("F", m) for m in range(ahead)]
     for m in range(micro_batches - ahead):
@@ -49,15 +49,15 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, 
 
 
 class Stage:
-    """This rank's layers, and their part in a schedule. Every message carries the slot in which it was made."""
+    """This rank's layers, and its part of a schedule. Every message carries the slot in which it was computed."""
 
     def __init__(self, layers: nn.Module) -> None:
         self.layers, self.rank, self.last_rank = layers, dist.get_rank(), dist.get_world_size() - 1
-        self.slot = -1  # that of the last operation done here
+        self.slot = -1  # of the last operation on this rank
         self.under_way: list = []  # sends, with the tensors they read from
 
     def run(self, schedule: list, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, dict, int]:
-        """The loss (on the last rank), {slot: "F0"}, and the most micro-batches that were held at once."""
+        """The loss (on the last rank), {slot: "F0"}, and the largest number of micro-batches held at once."""
         micro_batches = len(schedule) // 2
         inputs, targets = (whole.reshape(micro_batches, -1, WIDTH) for whole in (inputs, targets))  # (M, B / M, W)
         held, most_held, loss, done = {}, 0, 0.0, {}
@@ -68,9 +68,9 @@ class Stage:
                 if self.rank == self.last_rank:
                     output = nn.functional.mse_loss(output, targets[m]) / micro_batches
                     loss += output.item()
-                held[m] = received, output  # kept for the backward: the memory that a schedule costs
+                held[m] = received, output  # kept for the backward pass: the memory that a schedule costs
                 most_held = max(most_held, len(held))
-            else:  # the gradient of the loss by our output, and with it ours
+            else:  # from the gradient of our output, compute that of our input and weights
                 gradient = self.receive(self.rank + 1, inputs[m].shape) if self.rank < self.last_rank else None
                 received, output = held.pop(m)
                 output.backward(gradient)
@@ -85,12 +85,12 @@ class Stage:
         return loss, done, most_held
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Not blocking: two neighbours that both send first would wait for each other for ever."""
+        """Non-blocking: two neighbors that both send first would wait for each other forever."""
         for message in (torch.tensor([self.slot]), tensor):
             self.under_way.append((dist.isend(message, to), message))
 
     def receive(self, source: int, shape: torch.Size) -> torch.Tensor:
-        """The tensor. Our clock goes on at least to the slot in which it was made: what needs it comes after."""
+        """The tensor. Advances this rank's clock to the slot in which it was computed, since its use comes later."""
         slot, tensor = torch.empty(1, dtype=torch.long), torch.empty(shape)
         dist.recv(slot, source)
         dist.recv(tensor, source)
@@ -105,7 +105,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
-    torch.manual_seed(0)  # every rank builds the same layers, keeps a stage, and checks it against the whole
+    torch.manual_seed(0)  # every rank builds all layers, keeps one stage, and checks it against the whole
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
     mine = layers[rank * LAYERS // ranks : (rank + 1) * LAYERS // ranks]
     inputs = torch.randn(BATCH, WIDTH)

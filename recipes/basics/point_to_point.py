@@ -1,32 +1,32 @@
-"""Point to point: how two processes talk, how they come to wait for each other for ever, and three ways out.
+"""Point to point: how two processes communicate, how they can wait for each other forever, and three ways out.
 
     torchrun --nproc_per_node 4 recipes/basics/point_to_point.py
 
-The problem. torchrun starts this file N times. Each of the N processes (a "rank", 0 to N-1) has a memory of its own: a
-tensor of rank 0 is nowhere in rank 1 until it is sent there. All of distributed training is made of such messages.
+The problem. torchrun starts this file N times. Each of the N processes (a "rank", 0 to N-1) has its own memory: rank 1
+cannot see a tensor of rank 0 until it is sent there. All of distributed training is built from such messages.
 
-    blocking       send(x, dst)    comes back when x may be overwritten     recv(x, src)    when x has been filled
-    non-blocking   isend(x, dst)   comes back at once, with a handle        irecv(x, src)   likewise
-                   handle.wait()   the message is through: only now overwrite x (isend), or read it (irecv)
+    blocking       send(x, dst)    returns when x may be overwritten        recv(x, src)    when x has been filled
+    non-blocking   isend(x, dst)   returns at once, with a handle           irecv(x, src)   likewise
+                   handle.wait()   waits until the message is through: only then overwrite x (isend) or read it (irecv)
 
-The picture. Every rank hands a tensor to its right-hand neighbour, round a ring:
+The picture. Every rank passes a tensor to its right-hand neighbor, around a ring:
 
     rank 0 --> rank 1 --> rank 2 --> rank 3 --+
        ^--------------------------------------+
 
-The obvious code, `send(to the right); recv(from the left)`, hangs: every send waits for a recv that stands behind
-another send. A circle of waiting is a deadlock; it gives no error, only silence until a timeout (30 minutes with
+The obvious code, `send(to the right); recv(from the left)`, hangs: every send waits for a recv that comes after
+another send. Such a cycle of waiting is a deadlock. It gives no error, only silence until a timeout (30 minutes with
 gloo).
 
     rank 0 in send, waits for rank 1 in send, waits for rank 2 in send, waits for rank 3 in send, waits for rank 0 ...
 
-The ways out: (a) break the circle: even ranks send first, odd ranks receive first. (b) Do not wait while sending:
-isend, recv, then wait. (c) Hand over all messages as one batch, batch_isend_irecv, and let the library order them:
-this is what pipelines use, and what NCCL wants. Whether a send waits for its recv is the transport's affair (gloo:
-always, see its gloo/transport/tcp/pair.cc; MPI: large messages; the MPI standard, section 3.5, calls code that counts
-on it unsafe).
+The ways out: (a) break the cycle: even ranks send first, odd ranks receive first. (b) Do not wait while sending:
+isend, recv, then wait. (c) Pass all messages as one batch, batch_isend_irecv, and let the library order them; pipelines
+use this, and NCCL needs it. Whether a send waits for its recv depends on the transport (gloo: always, see its
+gloo/transport/tcp/pair.cc; MPI: for large messages; the MPI standard, section 3.5, calls code unsafe that relies on a
+send not waiting).
 
-This page stays on the CPU: with NCCL the words are the same, but a send only queues work and it is the GPU that hangs.
+This page uses only the CPU: with NCCL the calls are the same, but a send only queues work, and the GPU would hang.
 Try: 3 ranks (is way (a) still right?); `timeout` of 20 seconds below; all ranks receiving first.
 """
 
@@ -46,7 +46,7 @@ RIGHT, LEFT = (RANK + 1) % WORLD, (RANK - 1) % WORLD
 
 
 def show(title: str, *columns: object) -> None:
-    """Rank 0 prints what each rank has to say, in order of rank."""
+    """Rank 0 prints the columns of each rank, in rank order."""
     rows: list | None = [None] * WORLD if RANK == 0 else None
     dist.gather_object(columns, rows)
     if rows is not None:
@@ -56,7 +56,7 @@ def show(title: str, *columns: object) -> None:
 
 
 def blocking() -> None:
-    """One message, rank 0 to rank 1. The receiver must know its size beforehand."""
+    """One message from rank 0 to rank 1. The receiver must know its size in advance."""
     box = torch.full((3,), RANK)  # (3,)
     before = box.tolist()
     if RANK == 0:
@@ -68,16 +68,16 @@ def blocking() -> None:
 
 
 def non_blocking() -> None:
-    """Ranks 0 and 1 swap. Both post a send, and both go on past a barrier before anybody has received."""
+    """Ranks 0 and 1 swap. Both post a send, and both pass a barrier before either has received."""
     mine, theirs, did = torch.full((3,), RANK), torch.full((3,), -1), []
     if RANK < 2:
         handle = dist.isend(mine, dst=1 - RANK)
         did.append("isend")
-    dist.barrier()  # with a blocking send nobody would come here: all recv stand below
+    dist.barrier()  # with a blocking send no rank would get here, because every recv comes later
     did.append("other work")
     if RANK < 2:
         dist.recv(theirs, src=1 - RANK)
-        handle.wait()  # from here on `mine` may be overwritten
+        handle.wait()  # from here on, `mine` may be overwritten
         did += ["recv", "wait"]
     received = f"received {theirs.tolist()}" if RANK < 2 else "has no part in it"
     show("2. Non-blocking: ranks 0 and 1 swap. What each did, in order:", ", ".join(did), received)
@@ -101,7 +101,7 @@ def overwritten_too_early() -> None:
 
 
 def deadlock() -> None:
-    """All send first. In a group of its own, whose operations give up after a second, we live to tell."""
+    """All ranks send first. In a separate group, whose operations time out after a second, so the page continues."""
     impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
     received = torch.full((3,), -1)
     try:
@@ -116,7 +116,7 @@ def deadlock() -> None:
 
 
 def ways_out() -> None:
-    """The same ring, three times right."""
+    """The same ring, three correct ways."""
     mine = torch.full((3,), RANK)
     even_odd, posted, batched = (torch.empty_like(mine) for _ in range(3))  # (3,) each: what came from the left
 

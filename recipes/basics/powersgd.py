@@ -1,25 +1,25 @@
-"""PowerSGD: a gradient is nearly a thin matrix times another one, and thin matrices can be all-reduced.
+"""PowerSGD: a gradient is nearly the product of two thin matrices, and thin matrices can be all-reduced.
 
     torchrun --nproc_per_node 2 recipes/basics/powersgd.py
 
-The problem. The messages of gradient_compression.py do not add up: every rank must read those of all others. Low rank
-does better. A layer's gradient G is a matrix (rows, columns). Keep its r strongest directions:
+The problem. The messages of gradient_compression.py cannot be summed: every rank must read those of all others. Low
+rank does better. A layer's gradient G is a matrix (rows, columns). Keep its r strongest directions:
 
             columns                 r             columns
           +---------+             +---+         +---------+
      rows |    G    |   about     | P |    x    |   Q^T   | r         bytes: 4 r (rows + columns), not 4 rows columns
           +---------+             +---+         +---------+
 
-An SVD costs too much; one turn of the power method, begun at the Q of the step before, is close, since gradients
-change slowly. And a product with G is linear in G, so the ranks' products add up:
+An SVD costs too much. One iteration of the power method, started from the previous step's Q, is close, since gradients
+change slowly. And a product with G is linear in G, so the ranks' products can be summed:
 
     P = sum over ranks of G Q       (an all-reduce of P)          then make the columns of P orthonormal
-    Q = mean over ranks of G^T P    (an all-reduce of Q)          and P Q^T is the gradient for everyone
+    Q = mean over ranks of G^T P    (an all-reduce of Q)          and P Q^T is the gradient on all ranks
 
 Source: Vogels et al., arXiv 1905.13727, with error feedback (see gradient_compression.py).
-Below: one matrix by hand, then torch's hook, which DistributedDataParallel calls in place of its all-reduce.
+Below: one matrix by hand, then torch's hook, which DistributedDataParallel calls instead of its all-reduce.
 
-To try: r = 8; layers of 32 in place of 128, and how much less there is to gain; a learning rate of 0.3.
+To try: r = 8; layers of 32 instead of 128 (how much less is there to gain?); a learning rate of 0.3.
 """
 
 import argparse
@@ -39,14 +39,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS, BATCH, LEARNING_RATE = 250, 32, 0.2
-WHOLE_FIRST = 2  # steps that send whole gradients: DDP lays out its buckets anew after the first, and the hook wants 2
+WHOLE_FIRST = 2  # steps that send whole gradients: DDP rebuilds its buckets after the first, and the hook needs 2
 LINK = 100e6 / 8  # bytes a second of a 100 Mbit/s network
 
 
 def by_hand(g: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From this rank's g (rows, columns) and the last q (columns, r): p (rows, r) and q, the same on all ranks."""
+    """From this rank's g (rows, columns) and the previous q (columns, r): p (rows, r) and q, the same on all ranks."""
     p = g @ q
-    dist.all_reduce(p)  # a sum serves: only the directions of p are used
+    dist.all_reduce(p)  # a sum is enough: only the directions of p are used
     p, _ = torch.linalg.qr(p)
     q = g.T @ p
     dist.all_reduce(q)
@@ -54,7 +54,7 @@ def by_hand(g: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def train(r: int, feedback: bool, images: torch.Tensor, labels: torch.Tensor) -> dict:
-    """One run through DistributedDataParallel; with r = 0 its own all-reduce, without the hook."""
+    """One run with DistributedDataParallel; r = 0 means its own all-reduce, without the hook."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
@@ -63,7 +63,7 @@ def train(r: int, feedback: bool, images: torch.Tensor, labels: torch.Tensor) ->
         state = PowerSGDState(None, r, start_powerSGD_iter=WHOLE_FIRST, use_error_feedback=feedback)
         model.register_comm_hook(state, powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
-    draw, seconds = torch.Generator().manual_seed(rank), []  # images of its own for each rank
+    draw, seconds = torch.Generator().manual_seed(rank), []  # different images on each rank
     for _ in range(STEPS):
         began = time.perf_counter()
         rows = torch.randint(1400 // ranks, (BATCH,), generator=draw) * ranks + rank
@@ -74,7 +74,7 @@ def train(r: int, feedback: bool, images: torch.Tensor, labels: torch.Tensor) ->
 
     shapes = [parameter.shape for parameter in model.parameters()]
     numbers = whole = sum(math.prod(shape) for shape in shapes)
-    if r:  # torch counts what it sends of P, Q, and the biases, which go whole
+    if r:  # torch counts what it sends: P, Q, and the biases, which are not compressed
         thin = sum(min(r, *shape) * sum(shape) if len(shape) == 2 else math.prod(shape) for shape in shapes)
         assert state.compression_stats()[2] == (STEPS - WHOLE_FIRST) * thin, "it sent other than r (rows + columns)"
         numbers = (WHOLE_FIRST * whole + (STEPS - WHOLE_FIRST) * thin) / STEPS
@@ -97,7 +97,7 @@ def main() -> None:
     say = print if rank == 0 else lambda *_, **__: None
 
     say("1. By hand: one 60 x 40 matrix on each rank, r = 4. How far P Q^T is from the mean, relatively:")
-    # Few strong directions and many weak ones, as gradients have; the ranks differ a little.
+    # Few strong directions and many weak ones, like a gradient; the ranks differ a little.
     g = torch.randn(60, 40, generator=torch.Generator().manual_seed(0)) * 0.7 ** torch.arange(40)
     g += 0.01 * torch.randn(60, 40, generator=torch.Generator().manual_seed(1 + rank))
     mean = g / ranks
@@ -128,7 +128,7 @@ def main() -> None:
     if rank == 0:
         draw(results, output)
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads live on here, and Python's own end may abort over them (pytorch PR 179291)
+    os._exit(0)  # gloo's threads still run, and Python's normal exit may abort because of them (pytorch PR 179291)
 
 
 def draw(results: dict, output: Path) -> None:
@@ -139,7 +139,7 @@ def draw(results: dict, output: Path) -> None:
         bars = axis.barh(list(results), [row[key] for row in results.values()], color=colours)
         axis.bar_label(bars, fmt=f"{{:{look}}}", padding=3)
         axis.invert_yaxis()
-        axis.tick_params(labelleft=place == 0)  # the names once
+        axis.tick_params(labelleft=place == 0)  # names only once
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=80)
     print(f"plot: {output}")

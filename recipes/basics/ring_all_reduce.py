@@ -1,31 +1,31 @@
-"""Ring all-reduce by hand: adding up a tensor over N ranks, with no rank that sends more than the others.
+"""Ring all-reduce by hand: sum a tensor over N ranks so that no rank sends more than the others.
 
     torchrun --nproc_per_node 4 recipes/basics/ring_all_reduce.py
 
-The problem. Every rank has a gradient of S bytes and all want the sum. Naively rank 0 collects, adds, and sends the
-result back: it receives (N-1) S bytes and sends (N-1) S bytes while the others look on. Twice the ranks, twice the
-time.
+The problem. Every rank has a gradient of S bytes and needs the sum. The naive way: rank 0 collects all, adds, and sends
+the result back. It receives (N-1) S bytes and sends (N-1) S bytes while the others wait. Twice the ranks take twice
+the time.
 
-The picture. Cut the tensor into N chunks. Every rank only ever talks to its right-hand neighbour, and all at once:
+The picture. Cut the tensor into N chunks. Every rank sends only to its right-hand neighbor, and all send at once:
 
-    rank 0 --> rank 1 --> rank 2 --> rank 3 --+      reduce-scatter, N-1 steps: give a chunk to the right, add that
-       ^--------------------------------------+      from the left to your own. Then each has one chunk of the sum.
-                                                     all-gather, N-1 steps: pass the finished chunks round.
+    rank 0 --> rank 1 --> rank 2 --> rank 3 --+      reduce-scatter, N-1 steps: send a chunk right, add the one from
+       ^--------------------------------------+      the left to your own. Then each rank has one chunk of the sum.
+                                                     all-gather, N-1 steps: pass the finished chunks around.
 
-The page prints these steps. Rank r starts with 10^r in each chunk, so a digit 1 says whose share is in: 0110 is the
-sum of ranks 1 and 2; 1111 is finished. Follow one chunk from rank to rank: it grows by one digit at each step.
+The page prints these steps. Rank r starts with 10^r in each chunk, so each digit 1 stands for one rank's share: 0110 is
+the sum of ranks 1 and 2; 1111 is finished. Follow one chunk from rank to rank: it grows by one digit at each step.
 
 The formula. In each of the 2(N-1) steps a rank sends one chunk, S/N bytes:
 
-    bytes sent by a rank = 2 (N-1)/N S      less than 2 S however many ranks there are
+    bytes sent by a rank = 2 (N-1)/N S      less than 2 S for any number of ranks
 
-No algorithm of messages between ranks lets its busiest rank send less (Patarasuk and Yuan, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69, 2009). The price is 2(N-1) steps
-one after another, each with its latency: many small tensors are slow, which is why DDP puts them into buckets
+No algorithm with messages between ranks lets its busiest rank send less (Patarasuk and Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69, 2009). The price is 2(N-1)
+consecutive steps, each with its latency. Many small tensors are therefore slow, so DDP puts them into buckets
 (ddp_by_hand.py).
 
 A chunk is summed once and then copied, so all ranks end with the same bits: replicas cannot drift apart.
-Try: 2 and 3 ranks; a SIZES entry of your own; send to the left instead; print time against size.
+Try: 2 and 3 ranks; your own entry in SIZES; send to the left instead; print time against size.
 """
 
 import os
@@ -39,7 +39,7 @@ SIZES = (1_000_000, 1_000_003, 10, 3)  # elements: divisible by 4, not divisible
 if "RANK" not in os.environ:
     print("error: start it with: torchrun --nproc_per_node 4 recipes/basics/ring_all_reduce.py", file=sys.stderr)
     sys.exit(2)
-GPUS = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each rank: NCCL; otherwise gloo
+GPUS = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one per rank: NCCL; otherwise gloo
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPUS else torch.device("cpu")
 if GPUS:
     torch.cuda.set_device(DEVICE)
@@ -49,7 +49,7 @@ RIGHT, LEFT = (RANK + 1) % WORLD, (RANK - 1) % WORLD
 
 
 def exchange(give: torch.Tensor, take: torch.Tensor) -> int:
-    """Send `give` to the right while `take` is filled from the left: both at once, or all hang (point_to_point.py)."""
+    """Send `give` to the right and receive `take` from the left at the same time, or all hang (point_to_point.py)."""
     both = [dist.P2POp(dist.isend, give, RIGHT), dist.P2POp(dist.irecv, take, LEFT)]
     for handle in dist.batch_isend_irecv(both):
         handle.wait()
@@ -58,7 +58,7 @@ def exchange(give: torch.Tensor, take: torch.Tensor) -> int:
 
 def ring_all_reduce(x: torch.Tensor, after_each_step: list[list[int]] | None = None) -> int:
     """Sum x, (n,), over all ranks, in place. Returns the bytes that this rank sent."""
-    chunks = x.tensor_split(WORLD)  # N views of x, whose sizes differ by at most one element; some are empty if n < N
+    chunks = x.tensor_split(WORLD)  # N views of x; sizes differ by at most one element, some are empty if n < N
     sent = 0
     for step in range(WORLD - 1):  # reduce-scatter
         give, mine = chunks[(RANK - step) % WORLD], chunks[(RANK - step - 1) % WORLD]
@@ -76,7 +76,7 @@ def ring_all_reduce(x: torch.Tensor, after_each_step: list[list[int]] | None = N
 
 
 def naive_all_reduce(x: torch.Tensor) -> int:
-    """The same through rank 0, for comparison."""
+    """The same sum through rank 0, for comparison."""
     if RANK != 0:
         dist.send(x, dst=0)
         dist.recv(x, src=0)
@@ -91,14 +91,14 @@ def naive_all_reduce(x: torch.Tensor) -> int:
 
 
 def from_all(value: object) -> list:
-    """What each rank has, in order of rank."""
+    """The value of each rank, in rank order."""
     values = [None] * WORLD
     dist.all_gather_object(values, value)
     return values
 
 
 def draw_the_steps() -> None:
-    x = torch.full((WORLD,), 10**RANK, device=DEVICE)  # one element for each chunk
+    x = torch.full((WORLD,), 10**RANK, device=DEVICE)  # one element per chunk
     states = [x.tolist()]
     ring_all_reduce(x, states)
     steps = range(1, WORLD)
@@ -115,11 +115,11 @@ def draw_the_steps() -> None:
 
 def compare(size: int) -> None:
     torch.manual_seed(RANK)
-    gradient = torch.randn(size).to(DEVICE)  # (size,) another one on each rank
+    gradient = torch.randn(size).to(DEVICE)  # (size,) different on each rank
     by_torch, by_ring, by_rank_0 = gradient.clone(), gradient.clone(), gradient.clone()
     dist.all_reduce(by_torch)
     ring, naive = from_all(ring_all_reduce(by_ring)), from_all(naive_all_reduce(by_rank_0))
-    torch.testing.assert_close(by_ring, by_torch, rtol=1e-5, atol=1e-5)  # another order of adding, so not the same bits
+    torch.testing.assert_close(by_ring, by_torch, rtol=1e-5, atol=1e-5)  # added in another order, so not the same bits
     torch.testing.assert_close(by_rank_0, by_torch, rtol=1e-5, atol=1e-5)
 
     of_rank_0 = by_ring.clone()

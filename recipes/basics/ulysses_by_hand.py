@@ -1,31 +1,31 @@
-"""Sequence parallelism by hand: ranks share one text, and exchange tokens for heads around attention (Ulysses).
+"""Sequence parallelism by hand: ranks share one text, and trade tokens for heads around attention (Ulysses).
 
     torchrun --nproc_per_node 4 recipes/basics/ulysses_by_hand.py
 
 The problem. The activations of a long text do not fit on one rank. Data parallelism gives each rank other texts, and
-ZeRO shards weights and states; under both a rank still computes with whole texts. So cut the text itself: with N ranks
-each has T / N tokens. Embeddings, norms, MLPs and the loss work on each token by itself, and need no others.
+ZeRO shards weights and states; with both, a rank still computes with whole texts. So cut the text itself: with N ranks
+each has T / N tokens. Embeddings, norms, MLPs and the loss work on each token separately, and need no others.
 
     tokens   0 1 2 3 4 5 6 7
     rank     0 0 1 1 2 2 3 3
 
-Attention does need them: a token looks at all before it. But heads do not look at one another. So the ranks trade, by
-an all-to-all: each gives away its tokens' parts of other heads, and gets the other tokens' parts of its own.
+Attention does need them: a token attends to all tokens before it. But heads are independent. So the ranks trade in an
+all-to-all: each sends its tokens' parts for other heads, and receives the other tokens' parts for its own heads.
 
                  before: 2 tokens, all heads        after: 8 tokens, 1 head
     rank 1       t2 t3  x  h0 h1 h2 h3              t0 t1 t2 t3 t4 t5 t6 t7  x  h1
 
-It attends as one process would, without any change to the kernel, and trades back. A rank has whole heads, so N divides
+It attends as one process would, with an unchanged kernel, and trades back. A rank has whole heads, so N must divide
 their number. Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3.
 
-The bytes. Query, key, value and output are each T / N x C numbers on a rank, of which it keeps one part in N. So a
-layer sends 4 (N-1)/N x T / N x C in its forward pass and as much going back: less, the more ranks there are.
+The bytes. Query, key, value and output are each T / N x C numbers on a rank, which keeps 1/N of them. So a layer sends
+4 (N-1)/N x T / N x C numbers in its forward pass and as many in its backward pass: the more ranks, the fewer.
 
-The loss. Parts differ in how many tokens are to be learnt (prompts are not). So add up the losses of tokens, not the
-means of ranks, and divide by the number of learnt tokens of all. Gradients of weights are summed over ranks.
+The loss. Parts differ in how many tokens are trained on (prompt tokens are not). So sum the losses of tokens, not the
+means of ranks, and divide by the total number of trained-on tokens. Gradients of weights are summed over ranks.
 
-To try: average the ranks' mean losses instead, as one does under data parallelism, and see which assertion fails; give
-each rank positions 0, 1 in place of its own; let 3 ranks share the 4 heads.
+To try: average the ranks' mean losses instead, as in data parallelism, and see which assertion fails; give
+each rank positions 0, 1 instead of its own; let 3 ranks share the 4 heads.
 """
 
 import os
@@ -39,12 +39,12 @@ TOKENS, WIDTH, HEADS, VOCABULARY, IGNORED = 64, 32, 4, 16, -100
 
 
 class Trade(torch.autograd.Function):
-    """All-to-all: part i of dimension 0 goes to rank i. The gradient goes back the same way, by the same trade."""
+    """All-to-all: part i of dimension 0 goes to rank i. The gradient takes the same way back, with the same trade."""
 
     sent = 0  # bytes to other ranks
 
     @staticmethod
-    def forward(ctx, parts: torch.Tensor) -> torch.Tensor:  # (N, ...) -> (N, ...), of each rank what it had for us
+    def forward(ctx, parts: torch.Tensor) -> torch.Tensor:  # (N, ...) -> (N, ...): what each rank had for us
         Trade.sent += parts.numel() * parts.element_size() * (len(parts) - 1) // len(parts)
         parts = parts.contiguous()
         received = torch.empty_like(parts)
@@ -57,13 +57,13 @@ class Trade(torch.autograd.Function):
 
 
 def tokens_to_heads(mine: torch.Tensor, ranks: int) -> torch.Tensor:
-    """(T / N, heads, D) of own tokens to (T, heads / N, D) of own heads."""
+    """From (T / N, heads, D) for this rank's tokens to (T, heads / N, D) for its heads."""
     parts = mine.unflatten(1, (ranks, -1)).movedim(1, 0)  # (N, T / N, heads / N, D): part i has the heads of rank i
-    return Trade.apply(parts).flatten(0, 1)  # ranks have their tokens in order
+    return Trade.apply(parts).flatten(0, 1)  # the ranks' tokens are in order
 
 
 def heads_to_tokens(mine: torch.Tensor, ranks: int) -> torch.Tensor:
-    """(T, heads / N, D) back to (T / N, heads, D)."""
+    """From (T, heads / N, D) back to (T / N, heads, D)."""
     parts = mine.unflatten(0, (ranks, -1))  # (N, T / N, heads / N, D): part i has the tokens of rank i
     return Trade.apply(parts).movedim(0, 1).flatten(1, 2)
 
@@ -92,7 +92,7 @@ class Layer(nn.Module):
 
 
 def loss_sum(model: Layer, ids: torch.Tensor, labels: torch.Tensor, first: int, ranks: int) -> torch.Tensor:
-    """Of these tokens, the first of which stands at `first` in the text."""
+    """The summed loss of these tokens; the first one is at position `first` of the text."""
     logits = model(ids, torch.arange(first, first + len(ids)), ranks)
     return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
@@ -104,10 +104,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
-    torch.manual_seed(0)  # every rank has the same weights and the same text, of which it reads its part
+    torch.manual_seed(0)  # every rank has the same weights and text, and reads its part
     model, text = Layer(), torch.randint(VOCABULARY, (TOKENS + 1,))
     ids, labels = text[:-1], text[1:].clone()
-    labels[: TOKENS * 3 // 8] = IGNORED  # a prompt: the first rank has nothing to learn, the second a half
+    labels[: TOKENS * 3 // 8] = IGNORED  # a prompt: with 4 ranks, all of rank 0's tokens and half of rank 1's
     learnt = (labels != IGNORED).sum()
 
     whole_loss = loss_sum(model, ids, labels, first=0, ranks=1) / learnt
@@ -118,7 +118,7 @@ def main() -> None:
     share = TOKENS // ranks
     mine = slice(rank * share, (rank + 1) * share)
     count = (labels[mine] != IGNORED).sum()
-    dist.all_reduce(count)  # of the learnt tokens of all parts
+    dist.all_reduce(count)  # trained-on tokens of all parts
     loss = loss_sum(model, ids[mine], labels[mine], first=mine.start, ranks=ranks) / count
     loss.backward()
     dist.all_reduce(loss := loss.detach())

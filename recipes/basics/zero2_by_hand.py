@@ -1,13 +1,13 @@
-"""ZeRO-2 by hand: each rank keeps the gradients of its own slice only, and lets the rest go during backward.
+"""ZeRO-2 by hand: each rank keeps only the gradients of its own slice, and frees the rest during the backward pass.
 
     torchrun --nproc_per_node 3 recipes/basics/zero2_by_hand.py
 
-The problem. With ZeRO-1 (zero1_by_hand.py) Adam's memory is a third on each of three ranks, but every rank still
-holds the gradient of everything until the step. Yet rank r's Adam wants slice r of it and nothing else.
+The problem. With ZeRO-1 (zero1_by_hand.py) each of three ranks has a third of Adam's states, but every rank still
+holds the whole gradient until the step. Yet Adam on rank r needs only slice r of it.
 
-The picture. Three layers La, Lb, Lc, each cut into slices 0, 1, 2; `012` means that all slices are held, `-1-` only
-slice 1. Backward makes gradients from the last layer to the first. As soon as one is whole, a hook reduce-scatters
-it: each rank is left with the mean of its slice, and the whole is dropped before the next layer's comes into being.
+The picture. Three layers La, Lb, Lc, each cut into slices 0, 1, 2; `012` means that a rank holds all slices, `-1-`
+only slice 1. The backward pass computes gradients from the last layer to the first. As soon as one is complete, a hook
+reduce-scatters it: each rank keeps the mean of its slice, and drops the whole before the next layer's is computed.
 
                               rank 0                rank 1                rank 2
                           La    Lb    Lc        La    Lb    Lc        La    Lb    Lc
@@ -19,13 +19,13 @@ it: each rank is left with the mean of its slice, and the whole is dropped befor
       La reduced          0--   0--   0--       -1-   -1-   -1-       --2   --2   --2      now Adam, on the slices
     parameters            012   012   012       012   012   012       012   012   012      all-gather after the step
 
-The messages are those of ZeRO-1 and the bytes those of DDP; they only leave earlier.
+The messages are the same as in ZeRO-1, and the bytes the same as in DDP; they are only sent earlier.
 
-The formula (ZeRO, arXiv 1910.02054, figure 1: 2 + (2 + 12)/N in mixed precision; here in fp32 throughout):
+The formula (ZeRO, arXiv 1910.02054, figure 1: 2 + (2 + 12)/N in mixed precision; here everything is fp32):
 
-    bytes a parameter = 4 + (4 + 8)/N      and, for a moment, one whole gradient: the largest layer's
+    bytes per parameter = 4 + (4 + 8)/N      and, for a moment, one whole gradient: the largest layer's
 
-DeepSpeed: `"stage": 2`, ds_configs/zero2.json; `reduce_bucket_size` is its "one layer" of elements at a time. Next:
+DeepSpeed: `"stage": 2`, ds_configs/zero2.json; its `reduce_bucket_size` plays the role of "one layer". Next:
 zero3_by_hand.py cuts the parameters. Try: do not drop the whole gradient below; one layer far larger than the others.
 """
 
@@ -37,13 +37,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-STEPS, WIDTHS = 5, (12, 24, 24, 6)  # La: 12 -> 24, Lb: 24 -> 24, Lc: 24 -> 6, 1,062 parameters; 3 divides each layer's
-EPS = 1e-3  # Adam's; at its usual 1e-8 a gradient N times too large gives the same steps, and goes unseen
+STEPS, WIDTHS = 5, (12, 24, 24, 6)  # La: 12 -> 24, Lb: 24 -> 24, Lc: 24 -> 6, 1,062 parameters; 3 divides all sizes
+EPS = 1e-3  # Adam's; with the usual 1e-8, a gradient N times too large would give the same steps and go unnoticed
 
 if os.environ.get("WORLD_SIZE") != "3":
     if speaks := os.environ.get("RANK", "0") == "0":
         print("error: start it with: torchrun --nproc_per_node 3 recipes/basics/zero2_by_hand.py", file=sys.stderr)
-    sys.exit(2 if speaks else 0)  # were another to fail first, torchrun would end rank 0 before it has spoken
+    sys.exit(2 if speaks else 0)  # if another rank failed first, torchrun would end rank 0 before it prints
 GPUS = torch.cuda.device_count() >= 3  # a GPU for each rank: NCCL; otherwise gloo on the CPU
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPUS else torch.device("cpu")
 if GPUS:
@@ -51,13 +51,13 @@ if GPUS:
 dist.init_process_group("nccl" if GPUS else "gloo")
 RANK, WORLD = dist.get_rank(), 3
 MINE = ("0--", "-1-", "--2")[RANK]  # this rank's slice, in the picture
-torch.manual_seed(1)  # the same batch on every rank, of which each takes its share
+torch.manual_seed(1)  # the same batch on every rank; each rank takes its share
 X, Y = torch.randn(12, WIDTHS[0], device=DEVICE), torch.rand(12, WIDTHS[-1], device=DEVICE)  # (batch, width)
 MY_X, MY_Y = X.chunk(WORLD)[RANK], Y.chunk(WORLD)[RANK]  # (batch / 3, width)
 
 
 class Layer(nn.Module):
-    """tanh(W x + b). W, and b as its last column, lie in one flat parameter, which is easy to cut."""
+    """tanh(W x + b). W, with b as its last column, is stored as one flat parameter, which is easy to cut."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ def new_model() -> nn.Sequential:
 
 
 def zero_2() -> tuple[torch.Tensor, list[tuple[str, str, int]], list[int], int]:
-    """The weights; the last backward, moment by moment; the bytes held at the step; elements moved."""
+    """The weights; the last backward pass, moment by moment; bytes held at the step; elements moved per step."""
     model = new_model()
     slices = {whole: nn.Parameter(whole.data.chunk(WORLD)[RANK]) for whole in model.parameters()}  # as in ZeRO-1
     names = dict(zip(slices, ("La", "Lb", "Lc"), strict=True))
     adam = torch.optim.Adam(slices.values(), lr=0.01, eps=EPS)
     moments: list[tuple[str, str, int]] = []
-    moved: list[int] = []  # elements put into each collective
+    moved: list[int] = []  # elements passed to each collective
 
     def note(moment: str) -> None:
         gradients = [mine.grad if whole.grad is None else whole.grad for whole, mine in slices.items()]
@@ -89,7 +89,7 @@ def zero_2() -> tuple[torch.Tensor, list[tuple[str, str, int]], list[int], int]:
         drawn = [{0: "---", whole.nbytes: "012"}.get(size, MINE) for size, whole in zip(sizes, slices, strict=True)]
         moments.append((moment, " ".join(drawn), sum(sizes)))
 
-    def reduce_and_drop(whole: nn.Parameter) -> None:  # called in the midst of backward: this gradient is whole
+    def reduce_and_drop(whole: nn.Parameter) -> None:  # called during the backward pass: this gradient is complete
         note(f"{names[whole]} whole")
         mine = slices[whole]
         mine.grad = torch.empty_like(mine)
@@ -107,7 +107,7 @@ def zero_2() -> tuple[torch.Tensor, list[tuple[str, str, int]], list[int], int]:
         nn.functional.mse_loss(model(MY_X), MY_Y).backward()
         adam.step()
         for whole, mine in slices.items():
-            dist.all_gather(list(whole.data.chunk(WORLD)), mine.data)  # everybody's new third
+            dist.all_gather(list(whole.data.chunk(WORLD)), mine.data)  # the new thirds of all ranks
             moved.append(whole.numel())
     means = [adam.state[mine][mean] for mine in slices.values() for mean in ("exp_avg", "exp_avg_sq")]
     sizes = [sum(whole.nbytes for whole in slices), moments[-1][2], sum(mean.nbytes for mean in means)]
@@ -129,7 +129,7 @@ if __name__ == "__main__":
         for name, row in rows:
             print(f"{name:<14}" + "".join(f"{size:>12,}" for size in row) + f"{sum(row) / count:>14.2f}")
     assert sizes == formula
-    assert moved == 2 * count  # a reduce-scatter and an all-gather, of which an all-reduce, too, consists
+    assert moved == 2 * count  # a reduce-scatter and an all-gather, just like an all-reduce
     largest = 4 * max(whole.numel() for whole in new_model().parameters())
     assert max(size for _, _, size in moments) < formula[1] + largest < 4 * count, "never all gradients at once"
     one_process = new_model()  # with the whole batch and the whole Adam
@@ -145,4 +145,4 @@ if __name__ == "__main__":
             f"\n{STEPS} steps: the weights equal one process, to {difference:.0e}; each moved 2 x {count:,} elements."
         )
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads live on here, and Python's own end may abort over them (pytorch PR 179291)
+    os._exit(0)  # gloo's threads still run, and Python's normal exit may abort because of them (pytorch PR 179291)

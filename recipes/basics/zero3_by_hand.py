@@ -2,11 +2,11 @@
 
     torchrun --nproc_per_node 3 recipes/basics/zero3_by_hand.py
 
-The problem. ZeRO-1 and -2 (zero1_by_hand.py, zero2_by_hand.py) cut Adam's memory and the gradients, but each rank still
-holds all parameters: a model larger than one GPU cannot even be loaded. ZeRO-3 cuts them too; FSDP does the same.
+The problem. ZeRO-1 and ZeRO-2 (zero1_by_hand.py, zero2_by_hand.py) cut Adam's states and the gradients, but each rank
+still holds all parameters: a model larger than one GPU cannot even be loaded. ZeRO-3 cuts them too, and so does FSDP.
 
-The picture. Layers La, Lb, Lc, each cut into slices 0, 1, 2; `012`: all slices are held, `-1-`: only slice 1. Each rank
-still computes the whole model, on its share of the batch: hooks gather a layer for just as long as it computes:
+The picture. Layers La, Lb, Lc, each cut into slices 0, 1, 2; `012`: the rank holds all slices, `-1-`: only slice 1.
+Each rank still computes the whole model, on its share of the batch: hooks gather a layer only while it computes:
 
     parameters          rank 0                rank 1                rank 2
                     La    Lb    Lc        La    Lb    Lc        La    Lb    Lc
@@ -16,14 +16,14 @@ still computes the whole model, on its share of the batch: hooks gather a layer 
     Lc forward      0--   0--   012       -1-   -1-   012       --2   --2   012
     Lc backward     0--   0--   012       -1-   -1-   012       --2   --2   012      all-gather again, compute,
     Lb backward     0--   012   0--       -1-   012   -1-       --2   012   --2      reduce-scatter the gradient,
-    La backward     012   0--   0--       012   -1-   -1-       012   --2   --2      free both; last, Adam on slices
+    La backward     012   0--   0--       012   -1-   -1-       012   --2   --2      free both; finally Adam on slices
 
-The formulas (ZeRO, arXiv 1910.02054, figure 1: 16/N bytes in mixed precision, too; section 7.2.2: 1.5 x DDP's traffic):
-    bytes a parameter = (4 + 4 + 8)/N      and, for a moment, one whole layer with its gradient
-    elements put into collectives, a step = 3 x parameters     (2 all-gathers, a reduce-scatter; ZeRO-1, -2: 2 x)
+The formulas (ZeRO, arXiv 1910.02054, figure 1: 16/N bytes in mixed precision too; section 7.2.2: 1.5 x DDP's traffic):
+    bytes per parameter = (4 + 4 + 8)/N      and, for a moment, one whole layer with its gradient
+    elements passed to collectives per step = 3 x parameters     (2 all-gathers, 1 reduce-scatter; ZeRO-1 and 2: 2 x)
 
 DeepSpeed: `"stage": 3`, ds_configs/zero3.json; it gathers the next layer while this one computes, and builds the model
-in slices; here it is whole for a moment. Try: no free after forward (memory? messages?); one layer much larger.
+in slices; this page builds it whole first. Try: no free after forward (memory? messages?); one layer much larger.
 """
 
 import os
@@ -34,12 +34,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-STEPS, WIDTHS = 5, (12, 24, 24, 6)  # La: 12 -> 24, Lb: 24 -> 24, Lc: 24 -> 6, 1,062 parameters; 3 divides each layer's
+STEPS, WIDTHS = 5, (12, 24, 24, 6)  # La: 12 -> 24, Lb: 24 -> 24, Lc: 24 -> 6, 1,062 parameters; 3 divides all sizes
 
 if os.environ.get("WORLD_SIZE") != "3":
     if speaks := os.environ.get("RANK", "0") == "0":
         print("error: start it with: torchrun --nproc_per_node 3 recipes/basics/zero3_by_hand.py", file=sys.stderr)
-    sys.exit(2 if speaks else 0)  # were another to fail first, torchrun would end rank 0 before it has spoken
+    sys.exit(2 if speaks else 0)  # if another rank failed first, torchrun would end rank 0 before it prints
 GPUS = torch.cuda.device_count() >= 3  # a GPU for each rank: NCCL; otherwise gloo on the CPU
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPUS else torch.device("cpu")
 if GPUS:
@@ -47,13 +47,13 @@ if GPUS:
 dist.init_process_group("nccl" if GPUS else "gloo")
 RANK, WORLD = dist.get_rank(), 3
 MINE = ("0--", "-1-", "--2")[RANK]  # this rank's slice, in the picture
-torch.manual_seed(1)  # the same batch on every rank, of which each takes its share
+torch.manual_seed(1)  # the same batch on every rank; each rank takes its share
 X, Y = torch.randn(12, WIDTHS[0], device=DEVICE), torch.rand(12, WIDTHS[-1], device=DEVICE)  # (batch, width)
-MY_X, MY_Y = X.chunk(WORLD)[RANK].requires_grad_(), Y.chunk(WORLD)[RANK]  # (batch / 3, width); La's hook wants it so
+MY_X, MY_Y = X.chunk(WORLD)[RANK].requires_grad_(), Y.chunk(WORLD)[RANK]  # (batch / 3, width); for La's hook
 
 
 class Layer(nn.Module):
-    """tanh(W x + b). W, and b as its last column, lie in one flat parameter, which is easy to cut."""
+    """tanh(W x + b). W, with b as its last column, is stored as one flat parameter, which is easy to cut."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -70,11 +70,11 @@ def new_model() -> nn.Sequential:
     return nn.Sequential(*(Layer(inputs, outputs) for inputs, outputs in pairwise(WIDTHS)))
 
 
-moments, moved = [], []  # (what happened, which parameters were held, bytes) of the last step; elements moved in all
+moments, moved = [], []  # (event, parameters held, bytes) of the last step; elements moved in total
 
 
 class Sharded:
-    """A layer of which this rank keeps a third. Hooks make it whole and cut it again; the layer knows nothing of it."""
+    """A layer of which this rank keeps a third. Hooks gather and free it; the layer itself does not know."""
 
     def __init__(self, name: str, layer: Layer) -> None:
         self.name, self.whole, self.whole_bytes = name, layer.flat, layer.flat.nbytes
@@ -86,7 +86,7 @@ class Sharded:
         layer.flat.register_post_accumulate_grad_hook(lambda _: self.reduce_and_free())
 
     def free(self) -> None:
-        self.whole.untyped_storage().resize_(0)  # the memory goes, the tensor stays: backward looks into it again
+        self.whole.untyped_storage().resize_(0)  # frees the memory, keeps the tensor: the backward pass uses it again
 
     def gather(self, phase: str) -> None:
         self.whole.untyped_storage().resize_(self.whole_bytes)
@@ -147,4 +147,4 @@ if __name__ == "__main__":
     if RANK == 0:
         print(f"\nAfter {STEPS} steps every slice equals that of one process. Each step moved 3 x {count:,} elements.")
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads live on here, and Python's own end may abort over them (pytorch PR 179291)
+    os._exit(0)  # gloo's threads still run, and Python's normal exit may abort because of them (pytorch PR 179291)

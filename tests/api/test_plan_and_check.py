@@ -63,7 +63,7 @@ def test_a_plan_shows_itself_with_its_layouts() -> None:
         ({"target": "causal_lm", "learning_rat": 1}, "Did you mean --learning_rate"),
         ({"target": "gpt2", "gpu": "A1OO-80GB"}, "Did you mean A100-80GB"),
         ({"target": "gpt2", "model": "gpt2"}, "Keep one"),
-        ({}, "nothing is asked"),
+        ({}, "nothing to plan"),
     ],
 )
 def test_a_plan_that_cannot_be_is_an_exception(words: dict[str, object], said: str) -> None:
@@ -100,9 +100,9 @@ def test_a_finding_is_escaped() -> None:
     ("words", "said"),
     [
         ({"config": "zero9"}, "Did you mean"),
-        ({"config": "zero2", "world_size": 0}, "no number of ranks"),
+        ({"config": "zero2", "world_size": 0}, "but it must be 1 or more"),
         ({"config": {}, "gpu_name": "X9"}, "not known"),
-        ({"config": {}, "disable": ["nonsense"]}, "is no code"),
+        ({"config": {}, "disable": ["nonsense"]}, "is not a code"),
     ],
 )
 def test_a_check_that_cannot_be_is_an_exception(words: dict[str, object], said: str) -> None:

@@ -70,10 +70,10 @@ def test_one_process_is_the_same_in_any_world(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("block", "settings", "said"),
     [
-        ({"layout": "ddp"}, {}, "'layout' is no key of a block. Did you mean layouts"),
-        ({}, {"repeat": 2}, "'repeat' is no key of a grid. Did you mean repeats"),
-        ({"layouts": "zero4"}, {}, "'zero4' is no layout. Did you mean zero"),
-        ({"models": "gpt-lite"}, {}, "'gpt-lite' is no model of the benchmark. Did you mean gptlite"),
+        ({"layout": "ddp"}, {}, "'layout' is not a key of a block. Did you mean layouts"),
+        ({}, {"repeat": 2}, "'repeat' is not a key of a grid. Did you mean repeats"),
+        ({"layouts": "zero4"}, {}, "'zero4' is not a layout. Did you mean zero"),
+        ({"models": "gpt-lite"}, {}, "'gpt-lite' is not a model of the benchmark. Did you mean gptlite"),
         ({"precisions": "bf61"}, {}, "Did you mean bf16"),
         ({"micro_batches": 0}, {}, "micro_batches is 0, but it must be a whole number of 1 or more"),
         ({"world_sizes": [2, True]}, {}, "world_sizes is True"),
@@ -92,17 +92,17 @@ def test_one_process_is_the_same_in_any_world(tmp_path: Path) -> None:
             "zeropp is ZeRO++ stage 3, but the layout zero3 is ZeRO stage",
         ),
         ({"layouts": "zero3_offload", "ds_configs": "zero3"}, {}, "with offload of optimizer to cpu and param to cpu."),
-        ({"layouts": "pipeline", "stages": 3}, {}, "2 ranks are no multiple of 3 stages. Give world_sizes 3 or"),
-        ({"layouts": "pipeline", "world_sizes": [4, 3], "stages": 2}, {}, "3 ranks are no multiple of 2 stages"),
-        ({"micro_batches": 3, "global_batch": 8}, {}, "global_batch 8 is no multiple of 3 x 2 = 6"),
+        ({"layouts": "pipeline", "stages": 3}, {}, "2 ranks are not a multiple of 3 stages. Give world_sizes 3 or"),
+        ({"layouts": "pipeline", "world_sizes": [4, 3], "stages": 2}, {}, "3 ranks are not a multiple of 2 stages"),
+        ({"micro_batches": 3, "global_batch": 8}, {}, "global_batch 8 is not a multiple of 3 x 2 = 6"),
         ({"micro_batches": 3, "global_batch": 8}, {}, "Give 6, or another micro-batch"),
-        ({"layouts": "deepspeed"}, {}, "the layout deepspeed is what ds_configs say, and there are none"),
+        ({"layouts": "deepspeed"}, {}, "the layout deepspeed needs ds_configs, and there are none"),
         ({"stages": 2}, {}, "no layout of the block is a pipeline"),
         ({"global_batch": 8, "accumulations": 2}, {}, "Drop one"),
         ({}, {"steps": 0}, "steps is 0"),
         ({}, {"scale": -1}, "scale is -1, but it must be a number above 0"),
         ({}, {"learning_rate": "1e-4"}, "learning_rate is '1e-4'"),
-        ({}, {"models": {"wide": {"widht": 8}}}, "'widht' is nothing that can be changed of it. Did you mean width"),
+        ({}, {"models": {"wide": {"widht": 8}}}, "'widht' is not a size that can be changed. Did you mean width"),
         ({}, {"models": {"wide": {"width": "8"}}}, "width is '8', but it must be like 8192"),
         ({}, {"models": {"deep": {"width": 8}}}, "deep is changed, but no block of the grid has it"),
     ],
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_refused_with_its_place_and_mend(
 
 
 def test_a_cell_that_is_there_already_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="block 2: wide-ddp-2x1 is there already, in block 1"):
+    with pytest.raises(RequestError, match="block 2: wide-ddp-2x1 is already in block 1"):
         grid_of(tmp_path, ONE, {**ONE, "layouts": ["zero1", "ddp"]})
 
 
@@ -147,8 +147,8 @@ def test_a_file_that_is_not_there_is_named_once(tmp_path: Path) -> None:
     [
         ({"layouts": "ddp", "world_sizes": 8}, 0, r"8 ranks are more than this machine's 4 core\(s\)"),
         ({"layouts": "ddp", "world_sizes": 4}, 2, r"4 ranks are more than this machine's 2 GPU\(s\)"),
-        ({"layouts": "ddp", "world_sizes": 1}, 0, "it would be `none`"),
-        ({"models": "resnet", "layouts": "pipeline", "world_sizes": 2}, 0, "resnet is no list of layers"),
+        ({"layouts": "ddp", "world_sizes": 1}, 0, "it would be the same as `none`"),
+        ({"models": "resnet", "layouts": "pipeline", "world_sizes": 2}, 0, "resnet cannot be cut into pipeline stages"),
         ({"layouts": "ddp"}, 0, None),
     ],
 )

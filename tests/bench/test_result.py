@@ -44,12 +44,12 @@ def test_keys_of_a_later_version_are_left_out_and_other_files_refused(tmp_path: 
     path.write_text(json.dumps({**json.loads(path.read_text()), "colour": "red"}) + "\n")
     assert read_rows(tmp_path) == [row()]
     path.write_text('{"step": 1, "loss": 2.0}\n')
-    with pytest.raises(RequestError, match=r"results.jsonl:1: is no result of a benchmark"):
+    with pytest.raises(RequestError, match=r"results.jsonl:1: is not a benchmark result"):
         read_rows(tmp_path)
     with pytest.raises(RequestError, match="cannot be read"):
         read_rows(tmp_path / "nowhere")
     (tmp_path / "docs").mkdir()
-    with pytest.raises(RequestError, match=r"docs: it holds no bench \(no results.jsonl\)"):
+    with pytest.raises(RequestError, match=r"docs: holds no benchmark \(no results.jsonl\)"):
         read_rows(tmp_path / "docs")
 
 
@@ -100,7 +100,7 @@ def test_what_ran_and_no_longer_does_is_a_regression() -> None:
     failed = row(status="crashed", reason="ValueError: no")
     (change,) = compare([failed], [row()])
     assert change.is_worse(0.05)
-    assert change.why == "ran, and is crashed now: ValueError: no"
+    assert change.why == "ran before, now crashed: ValueError: no"
     (mended,) = compare([row()], [failed])
     assert not mended.is_worse(0.05)
     new, gone = compare([row("wide-zero1-2x8")], [row()])
@@ -144,7 +144,7 @@ def test_pipelines_stand_beside_the_published_ones(tmp_path: Path) -> None:
         append(tmp_path, row(f"gptlite-pipeline{stages}-8x8", layout="pipeline", world_size=8, **changes))
     (section,) = [one for one in bench_sections(read_bench(tmp_path, "bench")) if one.title.startswith("Published")]
     (found,) = [block.value for block in section.blocks if isinstance(block.value, Table)]
-    assert ("gptlite", "pipeline, 8 stages", "throughput, by that of 4 stages", "0.74", "0.80", "1.08x") in found.rows
+    assert ("gptlite", "pipeline, 8 stages", "throughput, relative to 4 stages", "0.74", "0.80", "1.08x") in found.rows
     assert {cells[4] for cells in found.rows} == {"", "0.80"}
 
 
@@ -184,7 +184,7 @@ def test_a_row_that_is_done_without_figures_is_refused_with_its_line(
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write(json.dumps({**asdict(row(repeat=1)), **changes}) + "\n")
     with pytest.raises(
-        RequestError, match=re.escape("results.jsonl:2: is no result of a benchmark (it is done, but " + said)
+        RequestError, match=re.escape("results.jsonl:2: is not a benchmark result (it is done, but " + said)
     ):
         read_rows(tmp_path)
 
@@ -204,7 +204,7 @@ def test_zeros_divide_nothing(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"scale": 0.5}, "not compared: scale is 0.5, and was 0.25"),
-        ({"model_sha256": "b"}, "not compared: the model's sizes are others"),
+        ({"model_sha256": "b"}, "not compared: the model's sizes differ"),
         ({"global_batch": 32}, "not compared: global_batch is 32, and was 16"),
         ({"steps": 9, "scale": None}, "not compared: scale is None, and was 0.25, steps is 9, and was 5"),
     ],

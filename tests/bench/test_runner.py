@@ -169,7 +169,7 @@ def test_resume_runs_what_is_missing(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_resume_only_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["bench", str(folder / "grid.yaml"), "--output_dir", str(folder / "out"), "--resume"]
     assert main(asked) == 2
-    assert "holds no benchmark that could be gone on with. Leave --resume out" in capsys.readouterr().err
+    assert "holds no benchmark to continue. Leave --resume out" in capsys.readouterr().err
     assert not (folder / "out").exists()
 
 
@@ -233,9 +233,9 @@ def test_a_folder_says_what_is_left_of_it_and_the_command_that_runs_it(
         file.write('{"cell": "torn')
     assert main(["bench", out]) == 0
     said = capsys.readouterr().out
-    assert "1 line of its results left out: torn, by a kill" in said
+    assert "1 line of its results skipped: incomplete, after a kill" in said
     command = f"finetune bench {out}/grid.yaml --output_dir {out} --resume --scale 0.03 --repeats 3"
-    assert f"6 of 9 launches are not run yet; `{command}` runs them" in said
+    assert f"6 of 9 launches have not run yet; `{command}` runs them" in said
     assert main(["bench", out, "--resume"]) == 2
     assert f"{out} has run, and is only shown. To go on: `{command}`." in capsys.readouterr().err
     assert main(command.split()[1:]) == 0
@@ -248,7 +248,7 @@ def test_a_folder_that_is_no_bench_is_named_as_such(folder: Path, capsys: pytest
     (folder / "docs").mkdir()
     for asked in (["bench", str(folder / "docs")], ["bench", str(folder), "--compare", str(folder / "docs")]):
         assert main(asked) == 2
-        assert "docs: it holds no bench (no results.jsonl)." in capsys.readouterr().err
+        assert "docs: holds no benchmark (no results.jsonl)." in capsys.readouterr().err
 
 
 def test_an_interrupted_bench_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,12 +279,12 @@ def test_another_grid_is_not_gone_on_with(folder: Path, monkeypatch: pytest.Monk
 def test_a_folder_of_something_else_is_left_alone(folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "out" / "thesis.tex").touch()
-    with pytest.raises(RequestError, match="something that is no benchmark"):
+    with pytest.raises(RequestError, match="something other than a benchmark"):
         bench_of(folder).open(resume=False)
 
 
 def test_a_name_that_no_cell_has_is_refused(folder: Path) -> None:
-    with pytest.raises(RequestError, match=r"--only zero9: no cell has such a name. There are wide-none-1x4,"):
+    with pytest.raises(RequestError, match=r"--only zero9: no cell matches. There are wide-none-1x4,"):
         bench_of(folder).due("zero9")
 
 

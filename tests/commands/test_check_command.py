@@ -209,7 +209,7 @@ def test_a_model_gives_the_sizes_of_its_weights(tmp_path: Path, capsys: pytest.C
     assert "the largest weight of the model has 6,400 elements" in capsys.readouterr().out
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     assert main(["check", str(mine), "--model", str(tmp_path)]) == 2
-    assert "is no safetensors file" in capsys.readouterr().err
+    assert "is not a safetensors file" in capsys.readouterr().err
 
 
 def test_a_config_from_powershell_is_told_how_to_become_utf_8(
@@ -222,13 +222,13 @@ def test_a_config_from_powershell_is_told_how_to_become_utf_8(
 
 WRONG = [
     pytest.param([], "no file is given", id="nothing"),
-    pytest.param(["zero2", "recipes/configs/lora_zero3.yaml"], "Give it alone, or by --config", id="a YAML beside one"),
+    pytest.param(["zero2", "recipes/configs/lora_zero3.yaml"], "alone, or with --config", id="a YAML beside one"),
     pytest.param(["zerro2"], "Did you mean zero2?", id="nearly shipped"),
     pytest.param(["nowhere"], "there is no such DeepSpeed config", id="no such file"),
-    pytest.param(["zero2", "--world_size", "0"], "--world_size 0 is no number of ranks", id="no ranks"),
+    pytest.param(["zero2", "--world_size", "0"], "--world_size is 0, but it must be 1 or more", id="no ranks"),
     pytest.param(
         ["pipeline", "--world_size", "3", "--pipeline_parallel_size", "2"],
-        "--world_size 3 is no multiple of 2 stage(s)",
+        "--world_size 3 is not a multiple of 2 stage(s)",
         id="stages",
     ),
     pytest.param(
@@ -241,7 +241,7 @@ WRONG = [
     pytest.param(["zero2", "--model", "nowhere"], "there is no model.safetensors", id="no model"),
     pytest.param(["zero2", "--versions", "deepspeed"], "NAME==VERSION", id="half a version"),
     pytest.param(["zero2", "--versions", "deepspeed==abc"], "NAME==VERSION", id="no version"),
-    pytest.param(["zero2", "--disable", "FOO"], "is no code, like DS902", id="no code"),
+    pytest.param(["zero2", "--disable", "FOO"], "is not a code such as DS902", id="no code"),
     pytest.param(["zero2", "--ranks_per_node", "2"], "needs --world_size", id="a node of nothing"),
     pytest.param(["zero3", "--fix", "--engine", "deepspeed"], "Copy it, and fix the copy", id="a shipped file"),
 ]

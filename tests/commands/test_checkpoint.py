@@ -53,7 +53,7 @@ def test_the_table_has_a_line_for_each_newest_first(run: Path, capsys: pytest.Ca
     assert "2 stage(s) x 2 pipeline(s)      4  unverified  latest" in lines[1]
     assert lines[2].split() == "4 1.00 2026-01-02 03:04:05 3.5 KiB deepspeed ZeRO-3 8 unverified best".split()
     assert lines[3].split()[0] == "2"
-    assert lines[4] == "Names and sizes were looked at; `--verify` reads every byte."
+    assert lines[4] == "Only names and sizes were checked; `--verify` reads every byte."
 
 
 def test_a_broken_one_is_said_with_its_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_a_broken_one_is_said_with_its_reason(run: Path, capsys: pytest.CaptureF
     out = said(capsys, ["verify", run], 1)
     assert "checkpoint-8: verified (2 files" in out
     assert "checkpoint-4: broken" in out
-    assert "2 of 3 verify" in out
+    assert "2 of 3 verified" in out
 
 
 def test_a_flipped_bit_is_found_where_bytes_are_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_a_flipped_bit_is_found_where_bytes_are_read(run: Path, capsys: pytest.C
     assert "broken" not in said(capsys, ["ls", run], 0)
     assert "broken" in said(capsys, ["ls", run, "--verify"], 0)
     assert said(capsys, ["verify", run / "checkpoint-4"], 0).startswith("checkpoint-4: verified")
-    assert "other content" in said(capsys, ["verify", run / "checkpoint-2"], 1)
+    assert "has changed since it was saved" in said(capsys, ["verify", run / "checkpoint-2"], 1)
 
 
 def test_json_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,8 +96,8 @@ def test_one_of_another_version_and_one_that_is_torn_are_told_apart(
     out = said(capsys, ["ls", run], 0)
     assert "unverified: checkpoint-4/manifest.json" in out
     assert "broken: checkpoint-2/manifest.json: is no JSON" in out
-    assert "Left by a run that was cut off, or being written now: unfinished-checkpoint-9." in out
-    assert "Set aside when a run went back behind them; yours to delete: superseded-checkpoint-8." in out
+    assert "Left by an interrupted run, or being written now: unfinished-checkpoint-9." in out
+    assert "Set aside by a run that resumed at an earlier step; you may delete them: superseded-checkpoint-8." in out
     said(capsys, ["verify", run / "checkpoint-4"], 1)  # nobody can say that it is whole
 
 

@@ -196,7 +196,7 @@ def test_what_cannot_be_is_refused_without_torch(tmp_path: Path, prompts: Path) 
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "theirs.jsonl").write_text("theirs\n")
     cases = [
-        ([encoder], "is a BertForMaskedLM, and not a causal language model"),
+        ([encoder], "is a BertForMaskedLM, but only a causal language model"),
         ([folder_with(tmp_path / "b", "config.json", seq2seq)], "is a T5ForConditionalGeneration"),
         ([adapter], "is an adapter for SEQ_CLS"),
         ([str(tmp_path / "d")], "has no config.json; it holds checkpoint-7. Give one of them"),
@@ -208,9 +208,9 @@ def test_what_cannot_be_is_refused_without_torch(tmp_path: Path, prompts: Path) 
         ([causal, "--stop", ""], "--stop ''"),
         ([causal, "--max_tokens", "3"], "unknown flag --max_tokens for `finetune generate`. Did you mean"),
         ([causal, "--prompts", str(tmp_path / "empty.txt")], "the file has no prompts"),
-        ([causal, "--output", str(tmp_path / "theirs.jsonl")], "nothing says of what"),
+        ([causal, "--output", str(tmp_path / "theirs.jsonl")], "but not its theirs.jsonl.settings.json"),
         ([causal, "--output", str(tmp_path / "no" / "x")], "there is no folder"),
-        ([causal, "--output", str(prompts), "--overwrite"], "is the file of the prompts"),
+        ([causal, "--output", str(prompts), "--overwrite"], "is the file with the prompts"),
         ([causal, "--temperature", "nan"], "--temperature is nan"),
     ]
     code = (
@@ -229,7 +229,7 @@ def test_what_cannot_be_is_refused_without_torch(tmp_path: Path, prompts: Path) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--deepspeed", "zero2"], "stages 0 to 2 spread gradients"),
+        (["--deepspeed", "zero2"], "stages 0 to 2 shard gradients"),
         (["--deepspeed", "zero9"], "there is no such DeepSpeed config"),
         (["--dtype", "float16"], "--dtype float16 is for GPUs"),
         (["--chat_template", "nowhere"], "--chat_template nowhere: there is no such file"),
@@ -252,7 +252,7 @@ def test_messages_want_a_chat_template(llama: Path, tmp_path: Path, capsys: pyte
     own = "{{ raise_exception('Roles must alternate') }}"
     (tmp_path / "own.jinja").write_text(own)
     assert main([*words, "--chat_template", str(tmp_path / "own.jinja")]) == 2
-    assert "a.jsonl:1: the chat template takes no such conversation (Roles must alternate)" in capsys.readouterr().err
+    assert "a.jsonl:1: the chat template rejects this conversation (Roles must alternate)" in capsys.readouterr().err
 
 
 def chat(model: Path, typed: str, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -274,10 +274,10 @@ def test_a_chat_goes_on_is_reset_and_ends(
     output, errors = capsys.readouterr()
     first, *answers = output.removesuffix("\n").split("\n")
     assert first.startswith("chat: ")
-    assert "/reset forgets what was said, /quit ends" in first
+    assert "/reset starts over, /quit ends" in first
     printable = "".join(one if one.isprintable() or one in "\n\t" else "?" for one in wanted)
     assert answers[:2] == [printable] * 2, "a chat that is reset begins anew"
-    assert "/reset begins anew" in errors  # the long line; and the next, after the answer, is too long as well
+    assert "/reset starts over" in errors  # the long line; and the next, after the answer, is too long as well
     assert chat(model, "Hi", monkeypatch) == 0, "the end of the input ends it"
 
 
@@ -285,7 +285,7 @@ def test_a_chat_wants_a_template(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert chat(llama, "Hi\n", monkeypatch) == 2
-    assert "has no chat template, and so no turns" in capsys.readouterr().err
+    assert "has no chat template. Give one with --chat_template" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["--stop", "cut"]])
@@ -344,7 +344,7 @@ def test_a_chat_strips_thoughts_and_says_which_line_is_no_text(
     typed = io.TextIOWrapper(io.BytesIO(b"One\n\xff\xfe\nTwo\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", typed)
     assert main(["chat", str(model), "--reasoning", "strip"]) == 0
-    assert "this line is no text in utf-8, and is left out" in capsys.readouterr().err
+    assert "this line is not valid utf-8, and is ignored" in capsys.readouterr().err
     assert len(asked) == 2
     assert "Yes." in asked[1]
     assert "hm" not in asked[1]

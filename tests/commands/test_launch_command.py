@@ -85,7 +85,7 @@ def test_accelerate_gets_its_own_config_for_the_deepspeed_one(capsys: pytest.Cap
         ("--launcher accelerate recipes/seq_cls.py --fsdp False", []),
         ("--hostfile recipes/launch/hostfile --interface eth0 recipes/seq_cls.py", [
             "# before: finetune check zero2 --world_size 16 --ranks_per_node 8",
-            "# CPU ranks: a line GLOO_SOCKET_IFNAME=eth0 in .deepspeed_env, for ssh hands on NCCL's alone",
+            "# CPU ranks: add GLOO_SOCKET_IFNAME=eth0 to .deepspeed_env; ssh forwards NCCL's only",
             "# before, on every host: finetune doctor --hostfile recipes/launch/hostfile --master_addr worker-0 "
             "--master_port 29500",
             "# on one of the hosts, from which ssh reaches the others",
@@ -182,8 +182,8 @@ def test_names_of_files_and_interfaces_are_quoted_too(tmp_path: Path, capsys: py
         (["--nodes", "2", RECIPE], "Give --master_addr"),
         (["--nodes", "0", RECIPE], "must be 1 or more"),
         (["--nodes", "2", "--launcher", "deepspeed", "--master_addr", "a", RECIPE], "Give --hostfile"),
-        (["--include", "a", RECIPE], "Give that as well"),
-        (["--hostfile", "recipes/launch/hostfile", "--nodes", "2", RECIPE], "Leave --nodes"),
+        (["--include", "a", RECIPE], "of a --hostfile. Give one"),
+        (["--hostfile", "recipes/launch/hostfile", "--nodes", "2", RECIPE], "Leave out --nodes"),
         (["--launcher", "slurm", RECIPE], "Give --gpus_per_node"),
         (
             [RECIPE, "--lr", "3"],

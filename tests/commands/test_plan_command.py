@@ -91,8 +91,8 @@ def test_what_is_written_passes_the_check(capsys: pytest.CaptureFixture[str], tm
     assert "--per_device_train_batch_size" in said
     assert str(path) in said
     assert main(["check", str(path), "--world_size", "8", "--gpu"]) == 0
-    assert main(["plan", *words, "--write", str(path)]) == 2  # it is there already
-    assert "is there already" in capsys.readouterr().err
+    assert main(["plan", *words, "--write", str(path)]) == 2  # it exists
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_says_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,16 +107,16 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(UNKNOWN))
     assert main(["plan", str(tmp_path)]) == 2
-    assert re.search(r"'nothing_at_all', which transformers .* has not.*--params_per_layer", capsys.readouterr().err)
+    assert re.search(r"'nothing_at_all', which transformers .* lacks.*--params_per_layer", capsys.readouterr().err)
     found = planned(capsys, str(tmp_path), "--params_per_layer", "50000", "--no_search")
     assert found["job"]["parameters"] == pytest.approx(2 * 50_000 + 2 * 300 * 64, rel=0.05)
-    assert any("taken for" in note for note in found["notes"])
+    assert any("planned as a Llama" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "nothing is asked"),
+        ([], "nothing to plan"),
         (["gpt3"], "no model is known by this name"),
         (["gpt2", "--gpu", "H200-80GB"], "H200"),
         (["gpt2", "--nodes", "0"], "--nodes is 0"),
@@ -133,10 +133,10 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--pipeline_parallel_size", "2"], "are planned, and this is a gpt2"),
         ([POST, "--pipeline_parallel_size", "3"], "is no multiple of 3"),
         ([POST, "--pipeline_parallel_size", "20", "--nodes", "20"], "20 pipeline stages, but the model has 16 layers"),
-        (["gpt2", "--autotune", "2", "--no_search"], "--autotune is of the search"),
+        (["gpt2", "--autotune", "2", "--no_search"], "--autotune needs the search"),
         (["gpt2", "--write", "/nonexistent/ds.json"], "there is no folder /nonexistent"),
-        (["gpt2", "--verify", "--json"], "--json is not for that"),
-        (["gpt2", "--json", "--html", "page.html"], "Ask for --html or --png without it"),
+        (["gpt2", "--verify", "--json"], "--json does not apply to it"),
+        (["gpt2", "--json", "--html", "page.html"], "--json cannot be combined with --html"),
         (["gpt2", "--max_grad_norm", "abc"], "--max_grad_norm is 'abc'"),
         (["gpt2", "--use_peft", "True", "--lora_dropout", "abc"], "--lora_dropout is 'abc'"),
         (["gpt2", "--attn_implementation", "foo"], "--attn_implementation is 'foo'"),
@@ -145,7 +145,7 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--params_per_layer", "-4"], "--params_per_layer is -4"),
         (["gpt2", "--per_device_train_batch_size", "99999999999"], "Mistyped"),
         (["gpt2", "--layouts", "pipeline"], "the pipeline recipe trains GPT-lites"),
-        (["recipes/configs/instruction.yaml"], "--model_name_or_path, if the recipe goes on from one"),
+        (["recipes/configs/instruction.yaml"], "--model_name_or_path if the recipe starts from one"),
         (["recipes/configs/lora_zero3.yaml"], "Add --model_name_or_path"),
         (["gpt2", "--model_size", "tiny"], "--model_size is 'tiny'"),
         (
@@ -165,7 +165,7 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
         (["gpt2", "--lr", "1e-4"], "unknown flag --lr for `finetune plan`. Did you mean --learning_rate?"),
         (
             ["gpt2", "--fsdp", "offload", "--nodes", "2"],
-            r"--fsdp is 'offload' \(command line\): of its forms --fsdp True",
+            r"--fsdp is 'offload' \(command line\): only --fsdp True",
         ),
     ],
 )
@@ -274,9 +274,9 @@ def test_the_recipe_is_the_one_named_or_the_likeliest_that_takes_the_flags(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--recipe", "token_cls"], "a vocabulary of 8,000 tokens and 2 labels are taken for granted"),
-        (["gpt2", "--recipe", "token_cls"], "2 labels are taken for granted"),
-        (["gpt2"], "fp32 is taken for granted, as of any CPU; a run takes bf16"),
+        (["--recipe", "token_cls"], "a vocabulary of 8,000 tokens and 2 labels are assumed"),
+        (["gpt2", "--recipe", "token_cls"], "2 labels are assumed"),
+        (["gpt2"], "fp32 is assumed, as for any CPU; a run uses bf16"),
         (["gpt2", "--train_file", "a.conll"], "recipes/token_cls.py trains it, the one that reads tagged words"),
     ],
 )
@@ -316,7 +316,7 @@ def test_the_recipe_of_a_run_is_planned_with_the_model_that_the_run_has_kept(
 ) -> None:
     (tmp_path / "recipe.yaml").write_text("train_dir: photos\nmodel_size: tiny\nper_device_train_batch_size: 8\n")
     before = planned(capsys, str(tmp_path / "recipe.yaml"), "--no_search")
-    assert any("pictures are counted as 224 pixels" in note for note in before["notes"]), "it ended before it kept one"
+    assert any("images are counted as 224 pixels" in note for note in before["notes"]), "it ended before it kept one"
     (tmp_path / "config.json").write_text(json.dumps({
         "model_type": "resnet", "architectures": ["ResNetForImageClassification"], "hidden_sizes": [16, 32],
         "depths": [1, 1], "layer_type": "basic", "embedding_size": 16, "num_channels": 3,
@@ -433,12 +433,12 @@ def test_what_is_said_to_fit_is_no_slower_than_any_layout_of_the_table(
     [
         (("unsloth/Qwen3-8B-Base",), ["Qwen3-8B-Base: planned as Qwen3-8B"]),
         (("Qwen/Qwen3-8B",), []),
-        (("unsloth/Qwen3-8B-bnb-4bit",), ["Qwen3-8B-bnb-4bit: planned as Qwen3-8B", "its weights are planned whole"]),
+        (("unsloth/Qwen3-8B-bnb-4bit",), ["Qwen3-8B-bnb-4bit: planned as Qwen3-8B", "its weights are planned"]),
         (
             ("Qwen3-8B-bnb-4bit", "--use_peft", "True", "--load_in_4bit", "True"),
             ["Qwen3-8B-bnb-4bit: planned as Qwen3-8B"],
         ),
-        (("google/gemma-3-4b-pt",), ["its text part alone is planned"]),
+        (("google/gemma-3-4b-pt",), ["only its text part is planned"]),
     ],
     ids=["another stage", "the hub's id", "packed", "packed and planned so", "left out"],
 )

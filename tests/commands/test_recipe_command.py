@@ -46,7 +46,7 @@ def test_a_copy_is_the_file_and_nothing_is_overwritten(
     assert copied.read_text() == shown
     copied.write_text("mine")
     assert main(["recipe", "copy", name]) == 2
-    assert "there is such a file already" in capsys.readouterr().err
+    assert "the file exists already" in capsys.readouterr().err
     assert copied.read_text() == "mine"
     assert main(["recipe", "copy", name, "nowhere/it"]) == 2
     assert "there is no folder nowhere" in capsys.readouterr().err
@@ -85,7 +85,7 @@ def test_train_starts_the_ranks_and_ends_as_they_do(elsewhere: Path) -> None:
 
 def test_train_starts_nothing_where_each_host_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("train --nodes 2 --gpus_per_node 8 --master_addr node1 seq_cls".split()) == 2
-    assert "`finetune launch`, with the same words, prints them" in capsys.readouterr().err
+    assert "`finetune launch`, with the same arguments, prints them" in capsys.readouterr().err
 
 
 def test_a_shipped_config_is_found_by_its_name(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

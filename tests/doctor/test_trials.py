@@ -45,7 +45,7 @@ def test_a_build_that_was_cut_off_is_told_and_not_waited_for(tmp_path: Path, mon
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     told = build(ops.ON_CPU)
     assert told is not None
-    assert f"an op cannot be built: {lock}: a build of DeepSpeed's deepspeed_shm_comm was cut off" in told
+    assert f"an op cannot be built: {lock}: a build of DeepSpeed's deepspeed_shm_comm was interrupted" in told
 
 
 @pytest.mark.parametrize("trial", trials.TRIALS, ids=lambda trial: trial.name)
@@ -80,4 +80,4 @@ def test_a_resumed_run_that_loses_otherwise_is_told(monkeypatch: pytest.MonkeyPa
     losses = iter(([1.0, 0.5], [1.0, 0.5], [1.0, 0.5], [1.0, 0.6]))
     monkeypatch.setattr(trials, "_losses", lambda run: next(losses))
     assert trials.resumed(job, config) is None
-    assert "[1.0, 0.6], and the uncut ones [1.0, 0.5]" in str(trials.resumed(job, config))
+    assert "losses are [1.0, 0.6], but should be [1.0, 0.5]" in str(trials.resumed(job, config))

@@ -79,7 +79,7 @@ def test_nothing_is_exported_into_a_checkpoint(gpt2: Path, tmp_path: Path, capsy
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3/manifest.json").write_text("{}")
     assert export(gpt2, tmp_path / "checkpoint-3/out") == 2
-    assert "lies in the checkpoint checkpoint-3" in capsys.readouterr().err
+    assert "is inside the checkpoint checkpoint-3" in capsys.readouterr().err
 
 
 def test_shards_are_no_larger_than_asked(gpt2: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_what_is_there_is_not_written_over(there: str, gpt2: Path, tmp_path: Pat
         out.mkdir()
         (out / "mine").write_text("mine")
     assert export(gpt2, out) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert "mine" in (out if out.is_file() else out / "mine").read_text()
 
 
@@ -135,19 +135,19 @@ def test_a_failed_export_leaves_nothing(gpt2: Path, tmp_path: Path, capsys: Any)
 
 WRONG: dict[str, tuple[dict[str, bytes], str]] = {
     "a folder with nothing in it": ({}, "holds no weights"),
-    "safetensors that were cut off": ({"model.safetensors": b"\xff" * 40}, "no whole safetensors file"),
+    "safetensors that were cut off": ({"model.safetensors": b"\xff" * 40}, "not a complete safetensors file"),
     "an index that leads outside": (
         {"model.safetensors.index.json": b'{"weight_map": {"w": "../../secret.safetensors"}}'},
-        "no safetensors file beside it",
+        "not a safetensors file in the same folder",
     ),
     "an index whose file is missing": (
         {"model.safetensors.index.json": b'{"weight_map": {"w": "model-1.safetensors"}}'},
-        "which is not there",
+        "which is missing",
     ),
-    "a tag that leads outside": ({"latest": b"../other"}, "no folder global_stepN"),
-    "a tag that is not there": ({"latest": b"global_step9"}, "was cut off"),
+    "a tag that leads outside": ({"latest": b"../other"}, "not a global_stepN folder"),
+    "a tag that is not there": ({"latest": b"global_step9"}, "is incomplete or altered"),
     "a shard without its model states": ({"zero_pp_rank_0_mp_rank_00_optim_states.pt": b"x"}, "holds no weights"),
-    "a manifest of nothing": ({"manifest.json": b"{}"}, "is not as its run saved it"),
+    "a manifest of nothing": ({"manifest.json": b"{}"}, "does not verify"),
     "a pickle that is none": ({"pytorch_model.bin": b"cos\nsystem\n"}, "pytorch_model.bin"),
 }
 
@@ -247,7 +247,7 @@ def test_an_adapter_is_kept_or_merged_into_its_base(gpt2: Path, tmp_path: Path) 
 
 def test_a_merge_into_no_base_or_another_is_refused(gpt2: Path, tmp_path: Path, capsys: Any) -> None:
     assert export(gpt2, tmp_path / "out", "--merge_adapter") == 2
-    assert "no adapter" in capsys.readouterr().err
+    assert "not an adapter" in capsys.readouterr().err
     assert export(gpt2, tmp_path / "out", "--base_model", gpt2) == 2
     assert not (tmp_path / "out").exists()
 

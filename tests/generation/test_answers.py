@@ -102,7 +102,7 @@ def test_what_is_done_is_not_done_again(output: Path) -> None:
 
 def test_a_file_of_somebody_else_is_not_touched(output: Path) -> None:
     output.write_text("mine\n")
-    with pytest.raises(RequestError, match="nothing says of what"):
+    with pytest.raises(RequestError, match="exists, but not its"):
         opened(output)
     assert output.read_text() == "mine\n"
 

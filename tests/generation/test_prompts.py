@@ -47,7 +47,7 @@ def test_tools_and_calls_are_read_as_in_training(tmp_path: Path) -> None:
         (
             "a.jsonl",
             '{"prompt": "a"}\n\n{"question": "a", "n": 1}\n',
-            "a.jsonl:3: has no `prompt` and no `messages`; it has question, n. Say which",
+            "a.jsonl:3: has no `prompt` and no `messages`; it has question, n. Name the column",
         ),
         ("a.jsonl", "7\n", "a.jsonl:1: must be an object"),
         ("a.jsonl", "[" * 99 + "]" * 99, "a.jsonl:1: is nested deeper"),

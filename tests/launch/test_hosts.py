@@ -146,7 +146,7 @@ def test_doctor_names_a_wrong_network_and_a_blocked_port(hosts: tuple[Host, Host
     assert first.run("iptables", "-A", "INPUT", "-p", "tcp", "--dport", "29511", "-j", "DROP").returncode == 0
     blocked = second.run(*ask)
     assert f"{first.name}:29511 cannot be reached" in blocked.stdout
-    assert "a firewall drops it: open TCP 29511" in blocked.stdout
+    assert "a firewall blocks it: open TCP 29511" in blocked.stdout
     assert blocked.returncode == 1
 
 

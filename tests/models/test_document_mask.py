@@ -52,7 +52,7 @@ def test_documents_are_apart_where_the_model_builds_its_mask_from_positions(kind
 
 @pytest.mark.parametrize(("kind", "config"), MIXED, ids=lambda value: getattr(value, "model_type", ""))
 def test_a_model_that_mixes_them_is_refused(kind: Any, config: Any) -> None:
-    with pytest.raises(RequestError, match="lets the documents of a block see one another"):
+    with pytest.raises(RequestError, match="lets the documents of a block attend to each other"):
         check_document_mask(kind(config), 4)
 
 
@@ -74,12 +74,12 @@ def test_masked_documents_in_a_block_have_the_loss_that_they_have_alone() -> Non
 
 def test_a_model_that_cannot_be_asked_is_refused() -> None:
     model = MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=100, state_size=4))
-    with pytest.raises(RequestError, match=r"could not be found out .* Drop it"):
+    with pytest.raises(RequestError, match=r"could not check whether .* Drop it"):
         check_document_mask(model, 4)
 
 
 def test_flash_attention_parts_documents_in_batches_of_one_row_alone() -> None:
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
     check_document_mask(model, 1)
-    with pytest.raises(RequestError, match=r"only with one row a micro-batch, and there are 4\. Set --per_device"):
+    with pytest.raises(RequestError, match=r"only with one row per micro-batch, not 4\. Set --per_device"):
         check_document_mask(model, 4)

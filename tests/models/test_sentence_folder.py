@@ -64,7 +64,7 @@ def test_a_module_that_would_be_lost_is_refused(tmp_path: Path) -> None:
 )
 def test_another_pooling_is_refused_unless_one_is_said(pooling: dict[str, bool], tmp_path: Path) -> None:
     name = write(tmp_path, pooling=pooling)
-    with pytest.raises(RequestError, match="say which by --pooling"):
+    with pytest.raises(RequestError, match="choose one with --pooling"):
         read_sentence_model(name, "main", None)
     assert read_sentence_model(name, "main", "mean").pooling == "mean"
 

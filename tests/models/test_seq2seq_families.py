@@ -60,7 +60,7 @@ def test_a_text_that_is_written_begins_as_the_targets_do(family: str, tmp_path: 
 
 def test_languages_are_asked_for_where_a_tokenizer_has_many(tmp_path: Path) -> None:
     mbart(tmp_path)
-    with pytest.raises(RequestError, match="Say which is read and which is written"):
+    with pytest.raises(RequestError, match="Give the language to read"):
         opened(tmp_path, source_lang="de_DE")
     with pytest.raises(RequestError, match="--source_lang de: the model's tokenizer has no such language"):
         opened(tmp_path, source_lang="de", target_lang="ro_RO")

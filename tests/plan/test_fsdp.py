@@ -103,7 +103,7 @@ def test_a_step_takes_longer_with_a_slower_network_and_sums_gradients_once() -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--model_name_or_path Llama-3.2-1B --fsdp shard_grad_op", "of its forms --fsdp True is planned"),
+        ("--model_name_or_path Llama-3.2-1B --fsdp shard_grad_op", "only --fsdp True is planned"),
         ("--model_name_or_path Llama-3.2-1B --fsdp True --use_peft True", "adapters are not planned under it"),
         ("--fsdp True --model_name_or_path t5-small", "an encoder with a decoder"),
     ],

@@ -234,7 +234,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         ("name", " ", "name is ' '"),
         ("intra_node", 5e9, "intra_node is 5000000000.0, but it must be an object"),
         ("intra_node.latency_seconds", None, "intra_node.latency_seconds is None"),
-        ("nvme.bandwidth_reed", 1, "nvme has 'bandwidth_reed', which is no key of it. Did you mean bandwidth_read?"),
+        ("nvme.bandwidth_reed", 1, "'bandwidth_reed', which is not one of its keys. Did you mean bandwidth_read?"),
         ("peak_flops.fp8", 1, "peak_flops has 'fp8'"),
         ("peak_flops.bf16", 1e9, "gemm_efficiency has fp32, but peak_flops fp32, bf16"),
         ("peak_flops", {}, "peak_flops lacks fp32"),
@@ -246,7 +246,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         ("collectives", {"scan": {}}, "collectives has 'scan'"),
         ("collectives", {"all_reduce": {"latency_seconds": 0}}, "collectives.all_reduce lacks bandwidth"),
         ("sources.memory_bytes", "", "sources.memory_bytes is ''"),
-        ("memory_byte", 1, "has 'memory_byte', which is no key of it. Did you mean memory_bytes?"),
+        ("memory_byte", 1, "has 'memory_byte', which is not one of its keys. Did you mean memory_bytes?"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(tmp_path: Path, path: str, value: Any, said: str) -> None:

@@ -132,7 +132,7 @@ def test_a_teacher_that_is_asked_before_training_is_not_held() -> None:
     assert asked[0].teacher is not None
     assert before[0].teacher is None
     assert plan_memory(before[0], V100).step_peak.bytes == plan_memory(alone[0], V100).step_peak.bytes
-    assert any("asked before training" in note for note in before[2])
+    assert any("runs before training" in note for note in before[2])
 
 
 def test_an_evaluation_keeps_nothing_of_its_forward_pass() -> None:

@@ -127,12 +127,12 @@ def test_blocks_and_what_is_in_none_make_the_whole() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mamba"}, "model_type is 'mamba', but those known are bert"),
+        ({"model_type": "mamba"}, "model_type is 'mamba', but the known types are bert"),
         ({"model_type": "llama", "hidden_size": 64}, "num_(hidden_layers|attention_heads) is missing"),
         ({"model_type": "llama", **GROUPED, "hidden_size": -1}, "hidden_size is -1, but it must be a whole number"),
         ({"model_type": "llama", **GROUPED, "vocab_size": 1.5}, "vocab_size is 1.5"),
         ({"model_type": "llama", **GROUPED, "architectures": ["LlamaForTokens"]}, "must end in one of ForCausalLM"),
-        ({"model_type": "t5", **T5, "architectures": ["T5ForSequenceClassification"]}, "of t5 these heads are known"),
+        ({"model_type": "t5", **T5, "architectures": ["T5ForSequenceClassification"]}, "the known heads of t5 are"),
     ],
 )
 def test_what_is_missing_is_named(config: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -128,10 +128,10 @@ def test_another_size_or_version_and_a_path_are_never_taken_for_one_that_is_know
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("unsloth/Qwen3-4B-GGUF", r"weights in GGUF are not trained\. Give the model .* made of: Qwen3-4B\."),
-        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", r"weights in GPTQ are not trained\. .* made of: Qwen2\.5-7B\."),
+        ("unsloth/Qwen3-4B-GGUF", r"weights in GGUF are not trained\. Give the model .* made from: Qwen3-4B\."),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", r"weights in GPTQ are not trained\. .* made from: Qwen2\.5-7B\."),
         ("Qwen/Qwen3-8B-FP8", r"in FP8 .*: Qwen3-8B\."),
-        ("someone/unheard-of-AWQ", r"in AWQ are not trained\. Give the model that they were made of\."),
+        ("someone/unheard-of-AWQ", r"in AWQ are not trained\. Give the model that they were made from\."),
     ],
 )
 def test_weights_that_cannot_be_trained_are_refused_with_the_model_that_can(given: str, said: str) -> None:
@@ -156,8 +156,8 @@ def test_what_is_given_out_is_a_copy() -> None:
         ("Qwen/Qwen2.5-8B-Instruct", r"Did you mean .*Qwen2\.5-"),
         ("someone/gpt2x", "Did you mean gpt2"),
         ("llama-8b", r"Did you mean .*Llama-3\.1-8B"),
-        ("zzz", "Those known are distilbert-base-uncased, .*, mlp-deep"),
-        ("", "Those known are"),
+        ("zzz", "Known models: distilbert-base-uncased, .*, mlp-deep"),
+        ("", "Known models: "),
     ],
 )
 def test_another_name_is_answered_with_those_near(name: str, message: str) -> None:

@@ -75,7 +75,7 @@ def test_the_page_has_all_pictures_and_all_numbers(tmp_path: Path, small: Plan, 
     shown |= {gib(one.plan.peak_bytes) for one in (*found.fitting, *found.failing)} - {
         gib(found.failing[0].plan.peak_bytes)
     }
-    shown |= {number(one.samples_per_second) for one in found.fitting} | {"77 layouts were looked at."}
+    shown |= {number(one.samples_per_second) for one in found.fitting} | {"77 layouts were considered."}
     shown |= {"760", "800", "95.0%", "4,096", "300,000", "409,600", "73.2%"}  # of SCALING
     shown |= {
         "mind the gap",
@@ -233,7 +233,7 @@ def test_the_front_is_what_nothing_beats_in_both(found: Found) -> None:
 
 def test_a_schedule_that_is_too_long_is_cut_and_says_so() -> None:
     long = lanes(simulate(400, [1.0] * 8, [2.0] * 8, 0.1), "long", NARROW)
-    assert "Drawn are the first" in long.alt
+    assert "The chart shows the first" in long.alt
     assert sum(isinstance(shape, Box) for shape in long.shapes) < 600
     assert "Drawn" not in lanes(simulate(8, [1.0] * 4, [2.0] * 4), "short", NARROW).alt
 

@@ -85,7 +85,7 @@ def test_a_reference_takes_the_time_of_its_forward_pass() -> None:
 def test_a_reference_that_is_computed_before_is_counted_as_an_evaluation() -> None:
     job, notes = planned("--reference", "cached", "--per_device_eval_batch_size", "64")
     assert job.eval_batch == 64
-    assert any("asked once, before the first step" in note for note in notes)
+    assert any("runs once, before the first step" in note for note in notes)
     assert planned(*ALONE)[0].eval_batch == 0
 
 

@@ -145,9 +145,9 @@ def test_what_the_real_model_fails_on_is_refused_by_name_and_nothing_else_is(kin
     ("kind", "change", "message"),
     [
         ("llama", {"hidden_size": 4096, "num_attention_heads": 30, "num_key_value_heads": 30},
-         "hidden_size 4,096 is no multiple of num_attention_heads 30"),
+         "hidden_size 4,096 is not a multiple of num_attention_heads 30"),
         ("mistral", {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 7},
-         "num_attention_heads 32 is no multiple of num_key_value_heads 7"),
+         "num_attention_heads 32 is not a multiple of num_key_value_heads 7"),
         ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 16}, "num_experts_per_tok is 16, but there are 8"),
         ("qwen3", {"head_dim": 7}, "a head is 7 wide"),
     ],

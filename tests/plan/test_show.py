@@ -147,7 +147,7 @@ def test_parts_of_a_step_sum_up_to_it() -> None:
     assert set(SECONDS.parts) == {field.name for field in fields(SECONDS)} - rest
     assert sum(SECONDS.parts.values()) == SECONDS.total == pytest.approx(0.8)
     assert ("backward", "400 ms", "50.0%") in step_table(planned()).rows
-    assert step_table(planned()).rows[-1] == ("a step", "800 ms", "100.0%")
+    assert step_table(planned()).rows[-1] == ("step", "800 ms", "100.0%")
 
 
 def test_the_reason_is_the_part_that_takes_most_more_a_sample() -> None:

@@ -134,7 +134,7 @@ def test_weights_of_a_family_that_is_not_written_down_are_those_that_transformer
     traced, seconds = unknown.traced_model(config, CAUSAL, "kept")
     assert traced.parameters == states
     assert seconds is None
-    assert "is no known family" in str(found)
+    assert "is not a known family" in str(found)
     assert "traced in" in str(found)
 
 
@@ -171,5 +171,5 @@ def test_what_transformers_has_not_is_refused_at_once_with_what_can_be_done(
 ) -> None:
     monkeypatch.setattr(unknown, "_traced", lambda *_: pytest.fail("a process was started"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 64}))
-    with pytest.raises(RequestError, match=r"which transformers \S+ has not\. Give --params_per_layer N"):
+    with pytest.raises(RequestError, match=r"which transformers \S+ lacks\. Give --params_per_layer N"):
         plan(str(tmp_path), gpu="H100-80GB", block_size=256)

@@ -93,7 +93,7 @@ def test_bars_are_as_long_as_what_they_stand_for(folder: Path) -> None:
 
 def test_the_caption_is_not_cut_off_on_a_telephone(folder: Path) -> None:
     picture = throughput_bars(read_bench(folder, "bench"), "gptlite", 340.0)
-    (caption,) = (one for one in picture.shapes if isinstance(one, Word) and "samples a second" in one.text)
+    (caption,) = (one for one in picture.shapes if isinstance(one, Word) and "samples/s, all ranks" in one.text)
     assert caption.x >= 0
     assert caption.x + letters(caption.text, caption.size) <= 340
 
@@ -125,7 +125,7 @@ def test_a_repeat_that_was_run_again_counts_once(folder: Path) -> None:
     cell = cell_of(bench, crashed["cell"])
     assert cell.status == "done"
     assert len(cell.rows) == 3
-    assert bench.notes == ["results.jsonl: 1 line left out, torn or no JSON object."]
+    assert bench.notes == ["results.jsonl: skipped 1 line, incomplete or not an object."]
 
 
 def test_published_figures_stand_beside_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_published_figures_stand_beside_ours(folder: Path, monkeypatch: pytest.M
     }  # fmt: skip
     monkeypatch.setattr(bench_sections, "study", lambda: published)
     page = page_of(folder)
-    section = page.text.partition("As ratios to DDP")[2].partition("What failed")[0]
+    section = page.text.partition("Ratios to DDP")[2].partition("Failures")[0]
     bench = read_bench(folder, "bench")
     ours = bench.rate_to_ddp(cell_of(bench, "gptlite-zero2-2x8"))
     assert f"gptlite zero2 throughput 0.90 {ours:.2f}" in section
@@ -192,7 +192,7 @@ def test_a_row_s_own_scale_goes_before_that_of_the_grid(folder: Path) -> None:
 
 def test_an_empty_bench_says_so(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("")
-    assert "it has no results yet" in page_of(tmp_path).text
+    assert "there are no results yet" in page_of(tmp_path).text
 
 
 def test_hostile_text_stays_text_in_a_bench(tmp_path: Path) -> None:

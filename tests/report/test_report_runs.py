@@ -47,8 +47,8 @@ def test_a_run_s_page_has_its_figures_curves_labels_samples_and_command(tmp_path
     page, _, notes = page_of([run_folder(tmp_path / "run")], tmp_path, "finetune report run")
     assert notes == []
     for words in ("Done: 30 steps in 1.8 s on 2 ranks.", "0.83", "61,000", "Loss", "Accuracy of the evaluation",
-                  "Learning rate", "Norm of the gradients", "Tokens a second, all ranks", "123 of 137 are right",
-                  "email taken for asyncio: 1, 2%",
+                  "Learning rate", "Gradient norm", "Tokens per second, all ranks", "123 of 137 are correct",
+                  "email predicted as asyncio: 1, 2%",
                   "The interpreter reads <stdin> & more", "deepspeed --num_gpus 2 recipes/seq_cls.py --max_steps 30",
                   "torch 2.13.0, deepspeed 0.19.8", "finetune report run", "Planned against measured"):  # fmt: skip
         assert words in page.text, words
@@ -131,7 +131,7 @@ def test_a_run_without_step_times_is_placed_by_its_clock() -> None:
 def test_several_runs_lie_over_each_other_and_what_differs_is_told(tmp_path: Path) -> None:
     folders = [run_folder(tmp_path / name / "run", seed=seed) for seed, name in enumerate("ab")]
     page, _, _ = page_of(folders, tmp_path)
-    assert "Beside each other" in page.text
+    assert "Side by side" in page.text
     differing = page.text.partition("Flags that differ")[2].partition("All flags")[0]
     assert "seed 0 1" in differing
     assert "learning_rate" not in differing
@@ -147,10 +147,10 @@ def test_an_unfinished_run_with_a_torn_last_line_is_shown_as_far_as_it_is(tmp_pa
     text = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(text + '{"step": 31, "lo')
     page, _, notes = page_of([folder], tmp_path)
-    assert "Not ended, at step 30." in page.text
+    assert "Not finished, at step 30." in page.text
     assert notes == [
-        f"{folder}: metrics.jsonl: 1 line left out, torn or no JSON object.",
-        f"{folder}: It has not ended, or ended early: its results are not there.",
+        f"{folder}: metrics.jsonl: skipped 1 line, incomplete or not an object.",
+        f"{folder}: It is unfinished, or ended early: it has no results.",
     ]
     assert all(note.partition(": ")[2] in page.text for note in notes)
     assert "Learning rate" in page.text
@@ -196,8 +196,8 @@ def test_of_a_file_that_is_left_out_the_note_says_why(recipe: str, tmp_path: Pat
     (folder / "recipe.yaml").write_text(BEYOND[recipe])
     (folder / "environment.json").write_text(BEYOND["nested"])
     environment, yaml = read_run(folder, "run").notes
-    assert environment == "environment.json: left out, it is nested deeper than 50 levels."
-    assert yaml.startswith("recipe.yaml: left out, it ")
+    assert environment == "environment.json: skipped, it is nested deeper than 50 levels."
+    assert yaml.startswith("recipe.yaml: skipped, it ")
     assert "alias" in yaml
 
 
@@ -255,7 +255,7 @@ def test_a_broken_model_config_leaves_the_run_without_a_plan(content: str, tmp_p
     (folder / "config.json").write_text(content)
     page, _, notes = page_of([folder], tmp_path)
     assert "Planned against measured" not in page.text
-    assert any("Nothing is planned beside it" in note for note in notes)
+    assert any("There is no plan beside it" in note for note in notes)
 
 
 def test_a_schedule_with_an_unknown_kind_of_work_is_drawn_without_it(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_bytes_that_a_comm_hook_sends_are_a_curve(tmp_path: Path) -> None:
     curves = curves_of([read_run(folder, "run")])
     assert curves is not None
     titles = [panel.title for panel in curves.panels]
-    assert "Bytes that rank 0 sends for gradients, a step" in titles
+    assert "Bytes that rank 0 sends for gradients, per step" in titles
     assert not [title for title in titles if "fp32" in title]
 
 
@@ -441,7 +441,7 @@ def test_a_profile_is_a_table_by_part_and_rank(tmp_path: Path) -> None:
     page, _, _ = page_of([folder], tmp_path)
     table = page.text.partition("Where a step's time goes")[2].partition("Samples")[0]
     assert "forward 4 80.0% 4 4 4 communication 1 20.0% 1 1 1 step 5 100.0% 5 5 5" in table
-    assert "Means over 2 traced steps. A step that is not traced takes 250 ms." in table
+    assert "Means over 2 traced steps. An untraced step takes 250 ms." in table
     assert "rank 1, communication: 1 ms" in page.texts
 
 

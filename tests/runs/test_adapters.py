@@ -149,7 +149,7 @@ def test_an_adapter_is_resumed_as_it_was_and_trained_further(
     ("values", "message"),
     [
         ({}, "which is an adapter. Add --use_peft True to train it further"),
-        ({"use_peft": True, "lora_r": 8}, "the adapter of --model_name_or_path has its own"),
+        ({"use_peft": True, "lora_r": 8}, "the adapter in --model_name_or_path sets its own"),
     ],
     ids=["in full", "another rank"],
 )

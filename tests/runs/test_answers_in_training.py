@@ -104,8 +104,8 @@ def test_answers_are_in_the_order_of_the_file_and_judged_at_each_evaluation(
     assert len({len(row["prediction"]) for row in found}) > 1  # they end at unlike times
     log = map(json.loads, (one_rank.folder / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in log if "eval_exact_match" in row] == [6, 12]
-    assert "evaluation: 19 prompts answered greedily, by at most 16 tokens" in one_rank.output
-    assert "the right answer, and the model's last one" in (one_rank.folder / "README.md").read_text()
+    assert "evaluation: 19 prompts answered greedily, with at most 16 tokens" in one_rank.output
+    assert "the reference answer, and the model's last answer" in (one_rank.folder / "README.md").read_text()
 
 
 def test_the_run_folder_answers_the_same_afterwards_one_prompt_at_a_time(one_rank: Finished, tmp_path: Path) -> None:

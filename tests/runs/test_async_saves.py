@@ -55,7 +55,7 @@ def test_a_signal_is_heeded_by_a_checkpoint_that_is_there_when_the_run_ends(tmp_
         run.ranks()[1].send_signal(signal.SIGTERM)
         run.end()
     newest = checkpoints_in(folder)[0]
-    assert f"{newest.name} is saved; --resume auto goes on from it" in run.output
+    assert f"{newest.name} is saved; --resume auto continues from it" in run.output
     assert problems(newest, hashes=True) == []
     assert list(folder.glob("unfinished-*")) == []
     step = int(newest.name.rpartition("-")[2])

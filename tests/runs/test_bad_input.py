@@ -177,7 +177,7 @@ def test_a_run_is_not_resumed_with_other_data_and_its_record_stays(tmp_path: Pat
     other = write(tmp_path, "a.csv", "text,label\n" + "".join(f"words {i},{'xyz'[i % 3]}\n" for i in range(60)))
     run = launch("python", folder, {**TINY, "train_file": other, "resume": "auto"}, check=False)
     assert run.status == 2
-    assert "is of another model than these data and flags make: id2label" in run.errors[0]
+    assert "has another model than these data and flags make: id2label" in run.errors[0]
     assert (folder / "recipe.yaml").read_text() == record
 
 
@@ -217,7 +217,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_named_before_the_first_step(tmp
     with small_disk(tmp_path / "small", "6m") as small:
         run = launch("python", small / "run", {**TINY, "save_strategy": "steps", "save_steps": 3}, check=False)
     assert run.status == 1, run.output[-2000:]
-    assert "before the first step: a checkpoint needs about 9 MiB, and the disk of " in run.errors[0]
+    assert "before the first step: a checkpoint needs about 9 MiB, but the disk of " in run.errors[0]
     assert "--save_total_limit" in run.errors[0]
 
 

@@ -36,7 +36,7 @@ def train(folder: Path, **values: Any) -> Finished:
 @pytest.mark.parametrize("hook", ["onebit_adam", "powersgd"])
 def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(hook: str, tmp_path: Path) -> None:
     uncut = train(tmp_path / "uncut", ddp_comm_hook=hook)
-    assert f"gradients: whole until step {START}, then" in uncut.output
+    assert f"gradients: uncompressed until step {START}, then" in uncut.output
     assert f"(--ddp_comm_hook {hook})" in uncut.output
     shares = uncut.column("comm_share_of_fp32")
     assert shares[:START] == pytest.approx([1.0] * START)
@@ -49,7 +49,7 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(hook: str, tmp_path: 
     folder = tmp_path / "cut"
     shutil.copytree(tmp_path / "uncut" / f"checkpoint-{SAVED}", folder / f"checkpoint-{SAVED}")
     cut = train(folder, ddp_comm_hook=hook, resume="auto")
-    assert "has no errors of" not in cut.output
+    assert "has no compression errors of" not in cut.output
     assert cut.column("loss")[-(STEPS - SAVED) :] == pytest.approx(uncut.column("loss")[SAVED:], rel=1e-6)
     found, wanted = (load_file(run.folder / "model.safetensors") for run in (cut, uncut))
     for name, tensor in wanted.items():
@@ -63,7 +63,7 @@ def test_errors_of_another_number_of_ranks_are_left_out_and_that_is_said(tmp_pat
     shutil.rmtree(tmp_path / "run" / f"checkpoint-{STEPS}", ignore_errors=True)
     values |= {"per_device_train_batch_size": 4, "resume": "auto"}
     other = launch("torchrun", tmp_path / "run", values, ranks=3, recipe=CAUSAL)
-    assert "has no errors of --ddp_comm_hook onebit_adam on 3 ranks: what earlier steps did not send" in other.output
+    assert "has no compression errors of --ddp_comm_hook onebit_adam on 3 ranks: what earlier steps" in other.output
     assert max(other.column("comm_share_of_fp32")[-(STEPS - SAVED) :]) <= 1 / 20
 
 

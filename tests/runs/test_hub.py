@@ -68,7 +68,7 @@ def test_a_run_is_pushed_once_privately_with_its_card(ranks: int, tmp_path: Path
             id="no hub",
             marks=NIGHTLY,
         ),
-        pytest.param({"role": "read"}, {}, {}, "the token may only read", id="read only", marks=NIGHTLY),
+        pytest.param({"role": "read"}, {}, {}, "the token is read-only", id="read only", marks=NIGHTLY),
         pytest.param({}, {}, {"hub_token": "hf_CANARY"}, "everybody on this machine", id="token by flag"),
         pytest.param(
             {},
@@ -78,7 +78,7 @@ def test_a_run_is_pushed_once_privately_with_its_card(ranks: int, tmp_path: Path
             id="at each save",
             marks=NIGHTLY,
         ),
-        pytest.param({"repos": {"me/my-model": False}}, {}, {}, "is there already, and public", id="public"),
+        pytest.param({"repos": {"me/my-model": False}}, {}, {}, "already exists and is public", id="public"),
     ],
 )
 def test_what_would_fail_at_the_end_is_refused_at_the_start(
@@ -126,6 +126,6 @@ def asked_of_the_hub(hub: FakeHub, home: Path) -> str:
 
 def test_a_model_of_the_hub_without_the_file_is_told_from_a_hub_that_does_not_answer(tmp_path: Path) -> None:
     with fake_hub(broken=True) as hub:
-        assert "could not be looked for on the hub" in asked_of_the_hub(hub, tmp_path)
+        assert "the hub could not be searched for it" in asked_of_the_hub(hub, tmp_path)
     with fake_hub() as hub:
         assert "SentenceModel(pooling=None" in asked_of_the_hub(hub, tmp_path)

@@ -438,13 +438,13 @@ REFUSED = [
     pytest.param(
         {"config_overrides": "num_hidden_layers=1", "pipeline_parallel_size": 6},
         6,
-        "the model has 5 layers to share. Give at most 5",
+        "the model has only 5 layers. Give at most 5",
         id="more stages than layers",
     ),
     pytest.param({"use_peft": True}, 2, "LoRA is not supported. Use the recipe without", id="LoRA"),
     pytest.param({"streaming": True}, 2, "--streaming is True .*: the first and the last stage", id="streaming"),
     pytest.param({"partition_method": "best"}, 2, "must be balanced, uniform, parameters, or type:REGEX", id="method"),
-    pytest.param({"partition_method": "type:conv"}, 2, "no layer is of such a class; there are", id="type"),
+    pytest.param({"partition_method": "type:conv"}, 2, "no layer class matches. The layers are", id="type"),
     pytest.param({"do_train": False}, 2, "a pipeline run trains", id="no training"),
 ]
 
@@ -464,7 +464,7 @@ def test_what_cannot_be_is_refused_once_before_anything_is_built(
 def test_resume_refuses_another_global_batch_and_goes_on_by_the_other_engine(saved: Finished, tmp_path: Path) -> None:
     folder = cut_off(saved, tmp_path / "run")
     run = pipe(folder, {**SAVED, "resume": "auto", "per_device_train_batch_size": 2}, stages=2, check=False)
-    assert "trained with a global batch of 16, and this run makes" in run.errors[0]
+    assert "trained with a global batch of 16, but this run has" in run.errors[0]
     other = train(folder, {**SAVED, "resume": "auto"})
     assert "was written by 2 ranks in a pipeline, this run has 1 rank without DeepSpeed" in other.output
     assert other.column("loss") == pytest.approx(saved.column("loss"), rel=1e-4)

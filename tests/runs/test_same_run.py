@@ -190,12 +190,12 @@ def test_a_checkpoint_of_another_run_is_passed_over_and_refused_by_its_path(
     folder = as_after(first.folder, 2, tmp_path / "run")
     shutil.copytree(other.folder / "checkpoint-4", folder / "checkpoint-4")
     run = cut(check=True, step=4)
-    assert "checkpoint-4 is of run" in run.output
+    assert "checkpoint-4 belongs to run" in run.output
     assert different_weights(run.folder, first.folder) == []
     shutil.copytree(other.folder / "checkpoint-2", folder / "checkpoint-9")
     refused = cut(resume=other.folder / "checkpoint-2", seed=7)
     assert refused.status == 2
-    assert "is of run" in refused.errors[0]
+    assert "belongs to run" in refused.errors[0]
 
 
 def test_a_link_is_not_gone_on_with(first: Finished, cut: Callable[..., Finished], tmp_path: Path) -> None:

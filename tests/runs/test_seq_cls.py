@@ -84,7 +84,7 @@ def test_a_run_is_reported_with_its_labels_and_all_that_it_logged(own_run: Finis
     (note,) = write([own_run.folder], html=tmp_path / "report.html", markdown=tmp_path / "report.md")
     assert "Planned for samples of 18 tokens" in note
     page = (tmp_path / "report.html").read_text()
-    for words in (f"Done: {OWN['max_steps']} steps", " taken for good: ", "Norm of the gradients", "macro F1"):
+    for words in (f"Done: {OWN['max_steps']} steps", " taken for good: ", "Gradient norm", "macro F1"):
         assert words in page, words
     assert "| eval\\_f1\\_macro | " in (tmp_path / "report.md").read_text()
 

@@ -22,7 +22,7 @@ def test_one_with_a_flipped_bit_is_not(tmp_path: Path, capsys: pytest.CaptureFix
     flip(place / "model.safetensors")
     assert best_to_load(tmp_path, str(place)) is None
     (said,) = capsys.readouterr().out.splitlines()
-    assert "model.safetensors has other content" in said
+    assert "model.safetensors has changed since it was saved" in said
     assert said.endswith("The last weights are kept.")
 
 

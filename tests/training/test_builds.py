@@ -31,7 +31,7 @@ def lock_of(op: str, home: Path, age: float = STALE_BUILD_SECONDS + 60) -> Path:
 def test_a_build_that_nobody_does_is_refused_where_the_run_needs_it(home: Path) -> None:
     lock = lock_of("async_io", home)
     refuse_stale_builds({"cpu_adam", "deepspeed_shm_comm"})
-    with pytest.raises(RequestError, match="a build of DeepSpeed's async_io was cut off 16 minutes ago"):
+    with pytest.raises(RequestError, match="a build of DeepSpeed's async_io was interrupted 16 minutes ago"):
         refuse_stale_builds({"async_io"})
     assert [found for found, _ in stale_builds()] == [lock]
 
@@ -74,7 +74,7 @@ def test_waiting_for_a_build_that_was_killed_is_said_at_once(
     monkeypatch.setattr("finetune.training.builds.SAID_AFTER_SECONDS", 0.0)
     lock = lock_of("cpu_adam", home, age=0)
     tell_of_builds({"cpu_adam"})
-    assert f"that no process here is at: one that was killed has left {lock}" in _until("start again", capsys)
+    assert f"that no process here is running: a killed one left {lock}" in _until("start again", capsys)
 
 
 def _until(words: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -126,10 +126,10 @@ def test_one_without_a_manifest_is_taken_by_its_path_alone(run: Path) -> None:
     assert "has no manifest.json" in found.notes[0]
     named = chosen(run, str(run / "checkpoint-12"))
     assert named.checkpoint == str(run / "checkpoint-12")
-    assert "nobody can say whether it is whole" in named.notes[0]
+    assert "it cannot be verified" in named.notes[0]
     shutil.rmtree(run / "checkpoint-8")
     shutil.rmtree(run / "checkpoint-4")
-    with pytest.raises(RequestError, match=r"only --resume .*checkpoint-12 takes it"):
+    with pytest.raises(RequestError, match=r"--resume .*checkpoint-12 accepts it without verification"):
         chosen(run, "allow")
 
 
@@ -138,7 +138,7 @@ def test_a_path_that_does_not_verify_is_refused(shorter: bool, run: Path) -> Non
     flip(run / "checkpoint-8" / "optimizer.pt")
     if shorter:
         os.truncate(run / "checkpoint-8" / "optimizer.pt", 500)
-    with pytest.raises(RequestError, match=r"it is not as it was saved\. checkpoint-8/optimizer\.pt has "):
+    with pytest.raises(RequestError, match=r"it does not verify\. checkpoint-8/optimizer\.pt has "):
         chosen(run, str(run / "checkpoint-8"))
 
 

@@ -86,7 +86,7 @@ def test_parts_of_two_steps_are_told_though_their_hashes_were_made_anew(tmp_path
     assert mixed(place, read_manifest(place)) == [said]
     (later / IDENTITY).write_text((place / IDENTITY).read_text())
     anew(later)
-    assert mixed(later, read_manifest(later)) == [f"checkpoint-8: {IDENTITY} is of step 4, and the manifest of step 8."]
+    assert mixed(later, read_manifest(later)) == [f"checkpoint-8: {IDENTITY} is for step 4, but the manifest is for 8."]
     (place / "model.safetensors").unlink()
     manifest = read_manifest(place)
     fewer = {name: record for name, record in manifest.files.items() if name != "model.safetensors"}
@@ -123,15 +123,15 @@ def having(**changes: Any) -> Edit:
 def test_a_record_of_another_form_is_refused(edit: Edit, tmp_path: Path) -> None:
     place = save(tmp_path)
     (place / IDENTITY).write_text(json.dumps(edit(json.loads((place / IDENTITY).read_text()))))
-    with pytest.raises(RequestError, match=rf"^checkpoint-4/{IDENTITY} is not as it was written: "):
+    with pytest.raises(RequestError, match=rf"^checkpoint-4/{IDENTITY} is malformed: "):
         read_identity(place)
     anew(place)
-    assert mixed(place, read_manifest(place))[0].startswith(f"checkpoint-4/{IDENTITY} is not as it was written: ")
+    assert mixed(place, read_manifest(place))[0].startswith(f"checkpoint-4/{IDENTITY} is malformed: ")
 
 
 def test_a_record_of_a_run_that_is_none_says_how_to_mend_it(tmp_path: Path) -> None:
     (tmp_path / IDENTITY).write_text(json.dumps({"format": 1, "run": "x", "lineage": []}))
-    with pytest.raises(RequestError, match="Delete it: it is made anew from the checkpoint"):
+    with pytest.raises(RequestError, match="Delete it: it is recreated from the checkpoint"):
         read_run(tmp_path)
     (tmp_path / IDENTITY).write_text(json.dumps(run_record(ID, [Stretch(ID, 0)] * MOST_LAUNCHES)))
     assert read_run(tmp_path) is not None
@@ -176,8 +176,8 @@ def test_a_checkpoint_of_another_run_is_passed_over_or_refused_unless_that_is_al
     (tmp_path / IDENTITY).write_text(json.dumps(run_record(ID, LINEAGE)))
     found = chosen(tmp_path, "auto")
     assert found.checkpoint == str(own)
-    assert found.notes == ("warning: skipped checkpoint-8 is of run cccccccc, and the folder is of run aaaaaaaa.",)
-    with pytest.raises(RequestError, match="go on all the same by --resume_changed allow"):
+    assert found.notes == ("warning: skipped checkpoint-8 belongs to run cccccccc, and the folder to run aaaaaaaa.",)
+    with pytest.raises(RequestError, match="resume anyway with --resume_changed allow"):
         chosen(tmp_path, str(strange))
     assert chosen(tmp_path, str(ancestor)).checkpoint == str(ancestor)
     allowed = {"resume_changed": "allow"}
@@ -214,7 +214,7 @@ def test_a_changed_flag_is_refused_by_its_source_before_anything_is_imported(tmp
         ({"max_steps": 0}, None),
         ({"max_steps": 1.5}, "max_steps is '1.5'"),
         ({"num_train_epochs": None}, "num_train_epochs is 'None'"),
-        ({"global_step": 5}, "global_step is 5, and the checkpoint is of step 4"),
+        ({"global_step": 5}, "global_step is 5, but the checkpoint is for step 4"),
         ({"logging_steps": 0.1}, None),
         ({"logging_steps": 0}, None),
         ({"logging_steps": -0.1}, "logging_steps is '-0.1', but it must be a number from 0 on, or null"),
@@ -248,10 +248,10 @@ def test_a_changed_flag_is_refused_by_its_source_before_anything_is_imported(tmp
         ({"best_model_checkpoint": 3}, "best_model_checkpoint is '3', but it must be a text, or null"),
         ({"best_model_checkpoint": None}, None),
         ({"logged_step": [1]}, "has 'logged_step', which the Trainer does not know"),
-        ({"log_history": [{}, 3]}, "log_history is no list of objects"),
-        ({"log_history": {}}, "log_history is no list of objects"),
-        ({"stateful_callbacks": []}, "stateful_callbacks is no object"),
-        ({"stateful_callbacks": {"A": 3}}, "what it keeps of 'A' is no object"),
+        ({"log_history": [{}, 3]}, "log_history is not a list of objects"),
+        ({"log_history": {}}, "log_history is not a list of objects"),
+        ({"stateful_callbacks": []}, "stateful_callbacks is not an object"),
+        ({"stateful_callbacks": {"A": 3}}, "its entry for 'A' is not an object"),
         ({"stateful_callbacks": {"A": {"attributes": {"logged_step": 4}}}}, None),
         ({"stateful_callbacks": {"A": {"attributes": {"logged_step": -1}}}}, None),
         ({"stateful_callbacks": {"A": {"attributes": {"logged_step": 5}}}}, "A.logged_step is '5'"),

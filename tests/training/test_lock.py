@@ -117,7 +117,7 @@ def test_a_disk_that_is_too_full_for_the_owners_name_has_a_lock(
     assert lock_run_folder(tmp_path, "one") is None
     command = [sys.executable, "-c", HOLD, str(tmp_path), "alone"]
     second = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert "has not said its name" in second.stderr
+    assert "has not recorded its name" in second.stderr
 
 
 def test_a_disk_without_locks_is_said_and_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_disk_without_locks_is_said_and_written_to(tmp_path: Path, monkeypatch
     monkeypatch.setattr(lock.fcntl, "flock", fail)
     held = len(os.listdir("/proc/self/fd"))
     said = lock_run_folder(tmp_path, "one")
-    assert said == f"note: {tmp_path} cannot be locked (No locks available). Let no second run write there."
+    assert said == f"note: {tmp_path} cannot be locked (No locks available). Make sure that no other run writes there."
     assert len(os.listdir("/proc/self/fd")) == held
     monkeypatch.undo()
     assert lock_run_folder(tmp_path, "one") is None
@@ -142,7 +142,7 @@ def test_an_owner_that_has_not_written_its_name_is_said_so(tmp_path: Path) -> No
     owner = holder(tmp_path)
     try:
         (tmp_path / LOCK).write_text('{"pid": 1')
-        with pytest.raises(RequestError, match="has not said its name"):
+        with pytest.raises(RequestError, match="has not recorded its name"):
             lock_run_folder(tmp_path, "another")
     finally:
         end(owner)

@@ -77,7 +77,7 @@ def test_one_flipped_bit_is_found_by_hashes_alone(name: str, checkpoint: Path) -
     content[len(content) // 2] ^= 1
     (checkpoint / name).write_bytes(content)
     assert problems(checkpoint, hashes=False) == []
-    assert problems(checkpoint, hashes=True) == [f"checkpoint-4/{name} has other content than it was saved with."]
+    assert problems(checkpoint, hashes=True) == [f"checkpoint-4/{name} has changed since it was saved."]
 
 
 def test_every_flipped_bit_of_the_manifest_itself_is_found(checkpoint: Path) -> None:
@@ -139,7 +139,7 @@ def test_every_flipped_bit_of_the_manifest_itself_is_found(checkpoint: Path) -> 
         ),
         pytest.param(
             lambda f: write_manifest(f, replace(read_manifest(f), step=8)),
-            ["checkpoint-4: manifest.json is of step 8."],
+            ["checkpoint-4: manifest.json is for step 8."],
             id="another step's",
         ),
     ],
@@ -156,7 +156,7 @@ def test_other_names_sizes_and_kinds_are_found_without_reading(
 def test_a_name_that_leads_out_of_the_folder_is_refused(name: str, checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint)
     write_manifest(checkpoint, replace(manifest, files={**manifest.files, name: FileRecord(0, "0" * 32)}))
-    with pytest.raises(RequestError, match="which is no file inside the checkpoint"):
+    with pytest.raises(RequestError, match="which is not a file inside the checkpoint"):
         read_manifest(checkpoint)
 
 

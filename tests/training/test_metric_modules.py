@@ -132,7 +132,7 @@ WEIGHED = "{'all': float(sum(more.get('sample_weight', [1] * len(predictions))))
             id="scores",
         ),
         pytest.param("{'x': 1 / (1 - len(more))}", "", "ZeroDivisionError", id="refuses weights"),
-        pytest.param("{'x': len(predictions)}", "", "gives another x than of the rows", id="passes weights over"),
+        pytest.param("{'x': len(predictions)}", "", "gives another x than for the rows", id="passes weights over"),
     ],
 )
 def test_a_metric_that_cannot_take_a_pipelines_sums_is_refused_before_the_run(
@@ -167,10 +167,10 @@ def test_classes_are_not_made_of_numbers_by_cutting_them() -> None:
 def test_a_file_that_holds_no_metric_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.py"
     path.write_text("x = 1\n")
-    with pytest.raises(RequestError, match=r"holds 0 subclasses of evaluate\.Metric"):
+    with pytest.raises(RequestError, match=r"has 0 subclasses of evaluate\.Metric"):
         metrics_for(CLASSES, [str(path)])
     path.write_text("import nothing_of_this_name\n")
     with pytest.raises(RequestError, match=r"cannot be loaded: line \d+: ModuleNotFoundError"):
         metrics_for(CLASSES, [str(path)])
-    with pytest.raises(RequestError, match=r"--metrics meteor: is no metric of ours \(accuracy, "):
+    with pytest.raises(RequestError, match=r"--metrics meteor: is neither a built-in metric \(accuracy, "):
         metrics_for(CLASSES, ["meteor"])

@@ -27,14 +27,14 @@ def test_what_was_written_opens(tmp_path: Path) -> None:
 
 def test_a_model_that_is_no_numbers_has_diverged(tmp_path: Path) -> None:
     records = save_final(tmp_path, lambda folder: saved(folder, **{"b.bias": torch.full((4,), float("nan"))}) and None)
-    with pytest.raises(RunError, match=r"diverged: b\.bias .*not finite"):
+    with pytest.raises(RunError, match=r"diverged: b\.bias .*non-finite"):
         open_final(tmp_path, records, SHAPES)
 
 
 def test_shapes_are_those_of_the_training(tmp_path: Path) -> None:
     records = save_final(tmp_path, lambda folder: saved(folder, **{"b.bias": torch.zeros(5)}) and None)
     (tmp_path / "checkpoint-4").mkdir()
-    with pytest.raises(RunError, match=r"\[5\], and was trained as \[4\]") as error:
+    with pytest.raises(RunError, match=r"has shape \[5\], but was trained with \[4\]") as error:
         open_final(tmp_path, records, SHAPES)
     assert str(tmp_path / "checkpoint-4") in str(error.value)
 

@@ -233,7 +233,7 @@ def test_a_run_that_stops_early_leaves_the_steps_it_had(tmp_path: Path, capsys: 
     assert json.loads((tmp_path / "some/profile/summary.json").read_text())["steps"] == [4, 5]
     capsys.readouterr()
     profiled(tmp_path / "none", 3, ProfileArguments(profile=10, profile_first_step=6))
-    assert "before step 6 was whole. There is no trace." in capsys.readouterr().out
+    assert "before step 6 was complete. There is no trace." in capsys.readouterr().out
     assert not (tmp_path / "none/profile/summary.json").exists()
 
 

@@ -253,7 +253,7 @@ def test_shards_are_in_the_order_of_ranks(tmp_path: Path) -> None:
     assert [path.name.split("_")[4] for path in shard_files(tmp_path)] == [str(rank) for rank in range(11)]
     (tmp_path / "bf16_zero_pp_rank_10_mp_rank_00_optim_states.pt").unlink()
     (tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(RequestError, match="has 9 shards, but none of rank 0"):
+    with pytest.raises(RequestError, match="has 9 shards, but none for rank 0"):
         shard_files(tmp_path)
 
 

@@ -131,7 +131,7 @@ def test_what_a_disk_says_of_one_checkpoint_does_not_keep_the_others_from_rotati
     monkeypatch.setattr(rotation, "delete", fail)
     keeper.rotate(2, tmp_path / "checkpoint-8", None)
     assert steps_in(tmp_path) == [8, 6, 4]
-    assert capsys.readouterr().out == "warning: checkpoint-4 is left as it is: Permission denied.\n"
+    assert capsys.readouterr().out == "warning: checkpoint-4 stays as it is: Permission denied.\n"
     keeper.trust(tmp_path / "checkpoint-7")  # which somebody has removed
     assert "checkpoint-7" in capsys.readouterr().out
 

@@ -192,7 +192,7 @@ def test_auto_is_for_checkpoints_that_are_worth_it(
     for worth in (2**40, 0):
         monkeypatch.setattr(trainer_adapter, "WORTH_BYTES", worth)
         train(tmp_path / str(worth), "auto")
-        said.append("beside the training (--async_save auto)" in capfd.readouterr().out)
+        said.append("while training continues (--async_save auto)" in capfd.readouterr().out)
     assert said == [False, True]
 
 

@@ -101,4 +101,4 @@ def test_a_disk_that_does_not_say_its_size_is_written_to(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, used=0, free=0))
     check_space(tmp_path, 2**40, "step 4")
     check_space(tmp_path, 2**40, "step 8")
-    assert capsys.readouterr().out.count("does not say how much room it has") == 1
+    assert capsys.readouterr().out.count("does not report its free space") == 1

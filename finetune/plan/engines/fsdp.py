@@ -1,6 +1,6 @@
-"""FSDP2 as accelerate sets it up: weights, gradients and optimizer states in pieces; groups of layers gather theirs.
+"""FSDP2 as accelerate sets it up: weights, gradients and optimizer states sharded; layer groups gather weights.
 
-Followed step by step: accelerate 1.15, utils/fsdp_utils.py (fsdp2_prepare_model: which modules make a group), and
+Modeled step by step on accelerate 1.15, utils/fsdp_utils.py (fsdp2_prepare_model: which modules make a group), and
 torch 2.13, distributed/fsdp/_fully_shard/ (_fsdp_param_group.py: unshard, wait_for_unshard, post_backward;
 _fsdp_state.py: the order of hooks; _fsdp_collectives.py: buffers).
 """
@@ -24,8 +24,8 @@ EMBEDDINGS, TAIL, ROOT = "embeddings", "tail", "root"
 
 @dataclass
 class Group:
-    """Parameters that are gathered together; `elements` of all pieces, with their padding. `stays` gathered from the
-    forward pass to the backward pass. `waits`: its inputs have no gradient, so its own are summed at the end."""
+    """Parameters that are gathered together. `elements`: of all shards, with padding. `stays`: remains gathered between
+    the forward and backward pass. `waits`: its inputs have no gradient, so its own gradients are reduced at the end."""
 
     names: list[str]
     elements: int
@@ -38,7 +38,7 @@ class Group:
 
 
 def piece(shape: Shape, ranks: int) -> Shape:
-    """The first rank's, which is the largest: the first dimension is cut (torch.chunk), and all are padded to this."""
+    """The first rank's shard, the largest: torch.chunk splits the first dimension, and all are padded to this."""
     first, *rest = shape or (1,)
     return math.ceil(first / ranks), *rest
 
@@ -68,13 +68,12 @@ class Fsdp(Resident):
         ends = {self.group_of[op.weights[0]]: index for index, op in enumerate(used)}
         self.order = sorted(self.groups, key=lambda key: (key == ROOT, ends[key]))  # the root module ends last
         self.now = ""  # the group whose module runs
-        self.late = self.sent = (
-            0  # bytes of the gather before, and of the last sum of gradients, which are kept a while
-        )
+        # Bytes of the previous gather and of the last gradient reduction, which are freed late.
+        self.late = self.sent = 0
 
     def _group_of(self, name: str, used: list[Op]) -> str:
-        """Each layer, which is what a model names in `_no_split_modules`; the embeddings, with the head where that has
-        the same weight; the closing norm and head; and with the model itself the rest."""
+        """A group is a layer (what a model lists in `_no_split_modules`), the embeddings, or the final norm and head,
+        with the embeddings if tied. The rest belongs to the root module."""
         if found := LAYER.match(name):
             return found[1]
         first, last = used[0].weights[0], used[-1].weights
@@ -105,7 +104,7 @@ class Fsdp(Resident):
         self.keep(ledger, name)
 
     def _enter_forward(self, ledger: Ledger, key: str) -> None:
-        """Entering a layer gathers its weights; leaving one gives them back. The model's own come before all others."""
+        """Entering a layer gathers its weights; leaving it frees them. The root module's are gathered first."""
         if not self.now and ROOT in self.groups:
             self._gather(ledger, ROOT)
         if key != self.now and self.now and not self.groups[self.now].stays:
@@ -114,7 +113,7 @@ class Fsdp(Resident):
         self._gather(ledger, key)
 
     def _gather(self, ledger: Ledger, key: str) -> None:
-        """Pieces into one flat tensor, which lives on until the next is there, and out of it into the weights."""
+        """All-gathers into one flat tensor, freed after the next gather, and copies the weights out of it."""
         if not self.groups[key].is_here:
             self._ask(ledger, key)
             self._drop_late(ledger)
@@ -142,7 +141,7 @@ class Fsdp(Resident):
             self.groups[key].is_here = False
 
     def after_forward(self, ledger: Ledger) -> None:
-        """The forward pass is over, loss and all; the model's own hook runs first in the backward pass."""
+        """The forward pass, including the loss, is over; the root module's hook runs first in the backward pass."""
         if self.now and not self.groups[self.now].stays:
             self._release(ledger, self.now)
         self._drop_late(ledger)
@@ -166,13 +165,13 @@ class Fsdp(Resident):
         self._ask_before(ledger, key)
 
     def _ask_before(self, ledger: Ledger, key: str) -> None:
-        """The group that ran before it in the forward pass is gathered ahead (_backward_prefetch)."""
+        """Prefetches the group that ran before it in the forward pass (_backward_prefetch)."""
         if index := self.order.index(key):
             self._ask(ledger, self.order[index - 1])
 
     def _reduce(self, ledger: Ledger, key: str) -> None:
-        """post_backward: in a step's last micro-batch alone (`no_sync`) gradients are joined and summed, and each rank
-        keeps its part. What was joined lives on until the next group's."""
+        """post_backward: only the last micro-batch of a step (`no_sync`) concatenates and reduces gradients; each rank
+        keeps its shard. The concatenated buffer lives until the next group's."""
         group = self.groups[key]
         group.is_reduced = True
         self._release(ledger, key)
@@ -191,11 +190,11 @@ class Fsdp(Resident):
             ledger.give(GRADIENTS, part * self.size)
 
     def end(self, ledger: Ledger) -> None:
-        """Groups that wait come last, the model's own first (_root_post_backward_final_callback)."""
+        """Groups that wait are reduced last, the root's first among them (_root_post_backward_final_callback)."""
         for key in sorted(self.groups, key=lambda key: key != ROOT):
             if not self.groups[key].is_reduced:
                 self._reduce(ledger, key)
-        for group in self.groups.values():  # what was asked for and never used
+        for group in self.groups.values():  # prefetched and never used
             if group.is_coming:
                 ledger.give(GATHERED, group.elements * self.size)
                 group.is_coming = False

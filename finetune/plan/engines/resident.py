@@ -1,4 +1,4 @@
-"""What every engine is told, and what it answers. The plain ones: one process, DDP, and DeepSpeed's at stage 0."""
+"""The interface of every engine, and the engines without sharding: one process, DDP, and DeepSpeed at stage 0."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ GRADIENTS, STATES, BUCKETS, PIPE = "gradients", "optimizer states", "buckets", "
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of one rank's model (of one stage), in the order of `named_parameters`. `bytes_each` as the model
-    computes, 2 in bf16 and fp16; under autocast and in fp32 4. `frozen_each`: of those that are not trained, where it
-    is another."""
+    """The parameters of one rank's model (or pipeline stage), in `named_parameters` order. `bytes_each`: per element, 2
+    in bf16 and fp16, 4 in fp32 and under autocast. `frozen_each`: of frozen parameters, where it differs."""
 
     tensors: tuple[Tensor, ...]
     bytes_each: int
@@ -48,25 +47,25 @@ class Weights:
         return sum(tensor.elements for tensor in self.trained)
 
     def groups(self) -> list[list[Tensor]]:
-        """The Trainer's: with weight decay and without (transformers 5.23, Trainer.get_decay_parameter_names; by the
-        number of dimensions here, which tells biases and norms from the rest)."""
+        """The Trainer's parameter groups, with and without weight decay (transformers 5.23,
+        Trainer.get_decay_parameter_names). Here the number of dimensions tells biases and norms from the rest."""
         decayed = [tensor for tensor in self.trained if len(tensor.shape) > 1]
         rest = [tensor for tensor in self.trained if len(tensor.shape) <= 1]
         return [group for group in (decayed, rest) if group]
 
     def parts(self, ranks: int) -> list[Partition]:
-        """Of ZeRO-1 and -2, a flat tensor for each group."""
+        """For ZeRO-1 and -2: one flat tensor per group."""
         return [Partition(tuple(group), ranks) for group in self.groups()]
 
     def sub_groups(self, ranks: int, limit: int) -> list[int]:
-        """Elements of one rank's sub-groups under ZeRO-3, which are steps of its optimizer."""
+        """Elements of each sub-group of one rank under ZeRO-3; the optimizer steps them one by one."""
         pieces = ([shard(tensor.elements, ranks) for tensor in group] for group in self.groups())
         return [sum(group) for one in pieces for group in sub_groups(one, limit)]
 
 
 class Resident(Engine):
-    """One rank's. `device` bytes go to the ledger that is given; `host` bytes to `self.host`, which on a CPU is the
-    same. Calls come in the order: `hold`, then for each micro-batch `begin` and `end`, and `step`."""
+    """The engine of one rank. Device bytes go to the ledger that is passed in, host bytes to `self.host`, which on a
+    CPU is the same ledger. Call order: `hold`; `begin` and `end` for each micro-batch; `step`."""
 
     def __init__(self, weights: Weights, zero: Zero, optimizer: Optimizer, ranks: int, rank: int, host: Ledger) -> None:
         self.weights, self.zero, self.optimizer = weights, zero, optimizer
@@ -76,14 +75,14 @@ class Resident(Engine):
         self.is_first, self.is_boundary = True, True
         self.size = weights.bytes_each
         self.offloads = zero.offload_optimizer != "none"
-        self.kept: set[str] = set()  # whose gradient autograd's `grad` holds
+        self.kept: set[str] = set()  # parameters whose `grad` is set
 
     def gradient_bytes(self, name: str) -> int:
         """As autograd makes it; 0 for a frozen parameter."""
         return self.elements[name] * self.size if name in self.trains else 0
 
     def keep(self, ledger: Ledger, name: str) -> None:
-        """A gradient of this micro-batch stays in `grad`, or is added to the one that is there."""
+        """A gradient of this micro-batch stays in `grad`, or is added to the one already there."""
         ledger.give(TEMPORARY, self.gradient_bytes(name))
         if name not in self.kept:
             self.kept.add(name)
@@ -95,7 +94,7 @@ class Resident(Engine):
             ledger.give(GRADIENTS, self.gradient_bytes(name))
 
     def hold(self, ledger: Ledger) -> None:
-        """What is there between steps."""
+        """Takes the bytes that live between steps."""
         raise NotImplementedError
 
     def begin(self, ledger: Ledger, is_first: bool, is_boundary: bool) -> None:
@@ -103,10 +102,10 @@ class Resident(Engine):
         self.is_first, self.is_boundary = is_first, is_boundary
 
     def end(self, ledger: Ledger) -> None:
-        """Its backward pass is done."""
+        """The micro-batch's backward pass is done."""
 
     def step(self, ledger: Ledger) -> None:
-        """Norm, clipping, optimizer, and what brings the new weights to all ranks."""
+        """Gradient norm, clipping, optimizer, and the gather of the new weights."""
 
     def hold_states(self, ledger: Ledger, shapes: Sequence[tuple[int, ...]]) -> None:
         ledger.take(STATES, sum(self.optimizer.state_bytes(shape) for shape in shapes))
@@ -133,7 +132,7 @@ class Plain(Resident):
 
     def end(self, ledger: Ledger) -> None:
         if self.is_engine and self.is_boundary and self.ranks > 1:
-            # engine.py, buffered_allreduce_fallback: gradients are joined, 500 million elements at a time.
+            # engine.py, buffered_allreduce_fallback: gradients are flattened, 500 million elements at a time.
             flat = min(self.weights.trained_elements, 500_000_000)
             ledger.passing(BUCKETS, flat * self.size, "all-reduce of gradients")
 

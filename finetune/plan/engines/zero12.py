@@ -1,8 +1,8 @@
-"""ZeRO-1 and -2: weights whole on each rank, optimizer states (and under 2 the gradients) in equal parts; and what
-differs from ZeRO-1 under DeepSpeed's pipeline engine, and in bf16 with gradients added up in fp32.
+"""ZeRO-1 and -2: full weights on each rank, optimizer states (under 2 also gradients) in equal partitions.
+Variants: ZeRO-1 under DeepSpeed's pipeline engine, and bf16 with fp32 gradient accumulation.
 
-Followed step by step: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py, whose functions are named at each place, and
-runtime/pipe/engine.py, runtime/bf16_optimizer.py.
+Modeled step by step on deepspeed 0.19.8, runtime/zero/stage_1_and_2.py (each place names its function),
+runtime/pipe/engine.py and runtime/bf16_optimizer.py.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class Zero12(Resident):
 
     @property
     def part_bytes(self) -> int:
-        """Gradients of what this rank owns: of whole parameters, or, added up in fp32, of its part alone
+        """Gradients that this rank owns: of whole parameters or, accumulated in fp32, of its partition only
         (_build_compact_grad_partition_buffer)."""
         return self.part * FP32_BYTES if self.zero.accumulates_in_fp32 else self.owned_elements * self.size
 
     def hold(self, ledger: Ledger) -> None:
-        """__init__: flat weights, a master part of each group, the states; offloaded also their gradient, a copy of the
-        new weights, and two buffers of the largest parameter (temp_grad_buffer_for_cpu_offload, ..._gpu_offload)."""
+        """__init__: flat weights, masters of this rank's partition, states. Offload adds their gradients, a copy of the
+        new
+        weights, and two buffers of the largest parameter (temp_grad_buffer_for_cpu_offload, ..._gpu_offload)."""
         ledger.take(PARAMETERS, self.padded * self.size + self.weights.frozen_bytes)
         home = self.host if self.offloads else ledger
         home.take(MASTERS, self.part * FP32_BYTES)
@@ -65,7 +66,7 @@ class Zero12(Resident):
             self._reduce(ledger)
         self.filled += elements
         if self.contiguous and elements <= self.zero.reduce_bucket_size:
-            self.drop(ledger, name)  # it lies in the bucket now
+            self.drop(ledger, name)  # it is in the bucket now
         self.pending.append(name)
 
     def begin(self, ledger: Ledger, is_first: bool, is_boundary: bool) -> None:
@@ -73,9 +74,9 @@ class Zero12(Resident):
         self.pending: list[str] = []
 
     def _reduce(self, ledger: Ledger) -> None:
-        """reduce_ipg_grads: with `reduce_scatter` the bucket is joined once more for its all-reduce (allreduce_bucket,
-        flatten), without it is summed where it lies (gradient_reduction_w_predivide); then what this rank owns is
-        copied out, into a tensor for all that it owns (copy_grads_in_partition)."""
+        """reduce_ipg_grads: with `reduce_scatter` the bucket is flattened once more for its all-reduce
+        (allreduce_bucket, flatten), without it is reduced in place (gradient_reduction_w_predivide). Then the gradients
+        that this rank owns are copied out into one tensor (copy_grads_in_partition)."""
         if self.filled and self.ranks > 1 and (self.zero.reduce_scatter or not self.contiguous):
             ledger.passing(BUCKETS, self.filled * self.size, "all-reduce of a bucket")
         for name in self.pending:
@@ -83,7 +84,7 @@ class Zero12(Resident):
             if self.contiguous and owns and not self.has_part and not self.offloads:
                 self.has_part = True
                 ledger.take(GRADIENTS, self.part_bytes, "gradients of this rank's part")
-            # ZeRO-1 leaves a gradient that is larger than the bucket, and another rank's, where it is until the step.
+            # ZeRO-1 leaves gradients larger than the bucket, and those of other ranks, in place until the step.
             if (owns and self.contiguous) or (self.zero.stage == 2 and (self.contiguous or not owns)):
                 self.drop(ledger, name)
         self.pending.clear()
@@ -97,7 +98,7 @@ class Zero12(Resident):
             for name in [tensor.name for tensor in self.weights.trained if tensor.name in self.kept]:
                 self._into_bucket(ledger, name)
         self._reduce(ledger)
-        if self.has_part and not self.is_first and self.zero.stage == 2:  # added to those of the micro-batches before
+        if self.has_part and not self.is_first and self.zero.stage == 2:  # added to those of earlier micro-batches
             ledger.give(GRADIENTS, self.part_bytes)
         self.has_part = False
         if self.has_buckets:  # _release_ipg_buffers
@@ -105,12 +106,12 @@ class Zero12(Resident):
             self.has_buckets = False
 
     def step(self, ledger: Ledger) -> None:
-        """step: the gradients of the part are joined, then in fp32; the optimizer; the new weights are gathered."""
+        """step: flattens the partition's gradients, casts them to fp32, runs the optimizer, gathers the new weights."""
         ledger.phase = "optimizer"
         if not self.offloads:
             held = ledger.live.get(GRADIENTS, 0)
             for part in self.parts:
-                ledger.take(GRADIENTS, part.part * self.size, "gradients in one piece")
+                ledger.take(GRADIENTS, part.part * self.size, "flattened gradients")
                 if self.size < FP32_BYTES:
                     ledger.take(GRADIENTS, part.part * FP32_BYTES, "fp32 gradients")
                     ledger.give(GRADIENTS, part.part * self.size)
@@ -122,8 +123,8 @@ class Zero12(Resident):
 
 
 class Stage(Zero12):
-    """ZeRO-1 over the pipelines, with a reduce bucket too many: its hooks make one, and reduce_gradients adds another
-    for pipelines (stage_1_and_2.py, setup_buckets, reduce_gradients)."""
+    """ZeRO-1 across pipelines, with one reduce bucket too many: its hooks allocate one, and reduce_gradients allocates
+    another for pipelines (stage_1_and_2.py, setup_buckets, reduce_gradients)."""
 
     def end(self, ledger: Ledger) -> None:
         size = self.zero.reduce_bucket_size * self.size
@@ -136,8 +137,8 @@ class Stage(Zero12):
 
 
 class Bf16Stage(Zero12):
-    """DeepSpeed's BF16_Optimizer: ZeRO-1 that holds an fp32 gradient of every weight for good. It is taken for bf16
-    with gradients added up in fp32, under a pipeline and without (runtime/engine.py, _do_optimizer_sanity_check)."""
+    """DeepSpeed's BF16_Optimizer: ZeRO-1 with a permanent fp32 gradient of every weight. DeepSpeed uses it for bf16
+    with fp32 gradient accumulation, with or without a pipeline (runtime/engine.py, _do_optimizer_sanity_check)."""
 
     def hold(self, ledger: Ledger) -> None:
         ledger.take(PARAMETERS, self.padded * self.size + self.weights.frozen_bytes)
@@ -149,7 +150,7 @@ class Bf16Stage(Zero12):
         self.keep(ledger, name)  # and added to the fp32 one when the backward pass ends (update_hp_grads)
 
     def end(self, ledger: Ledger) -> None:
-        if self.is_boundary:  # joined for the all-reduce, and cast for the way (engine.py, allreduce_bucket)
+        if self.is_boundary:  # flattened for the all-reduce, and cast (engine.py, allreduce_bucket)
             ledger.passing(BUCKETS, self.padded * (FP32_BYTES + self.size), "all-reduce of gradients")
 
     def step(self, ledger: Ledger) -> None:

@@ -1,7 +1,7 @@
-"""ZeRO-3: weights in pieces, too; modules gather theirs before they run.
+"""ZeRO-3: weights are sharded too; modules gather theirs before they run.
 
-Followed step by step: deepspeed 0.19.8, runtime/zero/stage3.py, partition_parameters.py and
-partitioned_param_coordinator.py, whose functions are named at each place.
+Modeled step by step on deepspeed 0.19.8, runtime/zero/stage3.py, partition_parameters.py and
+partitioned_param_coordinator.py; each place names its function.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import Zero, shard
 
-SECOND = "secondary pieces"
+SECOND = "secondary shards"
 
 
 def _holders(module: str) -> set[str]:
-    """The modules around this one, by their dotted names."""
+    """The parents of this module, by dotted name."""
     parts = module.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts))}
 
@@ -47,23 +47,23 @@ class Zero3(Resident):
         self.trained_piece = sum(self.pieces[name] for name in self.trains)
         self.groups = self.weights.sub_groups(self.ranks, self.zero.sub_group_size)
         self.here: set[str] = set()  # gathered
-        self.second: set[str] = set()  # of which hpZ keeps a second piece
-        self.live = 0  # elements of those that are not persistent
-        self.filled: list[str] = []  # what lies in the reduce bucket
+        self.second: set[str] = set()  # those of which hpZ keeps a secondary shard
+        self.live = 0  # gathered elements that are not persistent
+        self.filled: list[str] = []  # parameters whose gradients are in the reduce bucket
         self.full = 0  # its elements
         self.uses: list[str] = []  # parameters in the order in which a micro-batch uses them
         self.later: dict[str, list[int]] = {}
         self.ahead: list[int] = []
-        self.at = self.asked = 0  # places in `uses`: of the module that runs, and up to which it has been prefetched
-        self.turn = 0  # modules that have begun to run
-        self.entered: list[int] = []  # of each of them, itself and the modules around it that begin with it
-        self.promised: dict[str, int] = {}  # the last use that the prefetch has passed by
+        self.at = self.asked = 0  # indices into `uses`: the end of the running module, and of the prefetch
+        self.turn = 0  # modules entered so far
+        self.entered: list[int] = []  # per turn: how many modules start, the module itself and its parents
+        self.promised: dict[str, int] = {}  # per parameter: the last use that the prefetch has covered
         self.gathers: list[Gather] = []
         self.reduced: list[tuple[int, ...]] = []  # elements of each gradient of each bucket
 
     def trace(self, tape: Tape, goes_back: bool = True) -> None:
-        """The order of a micro-batch, forward and backward, which DeepSpeed records in its first step. One that
-        is never trained has no way back."""
+        """The order of modules in a micro-batch, forward and backward, which DeepSpeed records in its first step. A
+        model that is never trained has no backward pass."""
         program = program_of(tape)
         passes = [*zip(tape.segments, program.forward, strict=True)]
         if goes_back:
@@ -80,7 +80,7 @@ class Zero3(Resident):
 
     def hold(self, ledger: Ledger) -> None:
         """_create_fp16_partitions_with_defragmentation, _create_fp32_partitions (a copy in fp32 runs, too),
-        _setup_for_real_optimizer: the reduce bucket, and gradients of all pieces."""
+        _setup_for_real_optimizer: the reduce bucket, and gradients of all shards."""
         weights_home = self.host if self.zero.offload_param != "none" else ledger
         home = self.host if self.offloads else ledger
         if self.zero.offload_param == "nvme":
@@ -110,9 +110,9 @@ class Zero3(Resident):
         self.promised.clear()
 
     def before_module(self, ledger: Ledger, module: str) -> None:
-        """fetch_sub_module: this module's parameters, then those of the next ones up to the prefetch bucket. What comes
-        together comes in one flat tensor, from which each is copied (AllGatherCoalescedHandle.wait). Modules that hold
-        others prefetch, too, so that gathering runs ahead of the computation."""
+        """fetch_sub_module: gathers this module's parameters, then those of the next modules up to the prefetch bucket.
+        Each gather fills one flat tensor, from which the parameters are copied (AllGatherCoalescedHandle.wait). Parent
+        modules prefetch too, so gathering runs ahead of the computation."""
         names = self.modules[module]
         self._gather(ledger, [name for name in names if name not in self.here], module)
         self.at += len(names)
@@ -136,8 +136,8 @@ class Zero3(Resident):
         self._gather(ledger, ahead, "prefetch")
 
     def after_module(self, ledger: Ledger, module: str) -> None:
-        """release_sub_module: what is not used again within `max_reuse_distance` elements, and whose next use the
-        prefetch has not passed by, because it was there (__params_to_release)."""
+        """release_sub_module: frees parameters that are not used again within `max_reuse_distance` elements and that
+        the prefetch has not skipped as already gathered (__params_to_release)."""
         for name in self.modules[module]:
             is_promised = self.promised.get(name, -1) >= self.at
             if name in self.here and name not in self.persistent and not is_promised and not self._is_near(name):
@@ -147,8 +147,8 @@ class Zero3(Resident):
                 ledger.give(GATHERED, self.elements[name] * self.size)
 
     def _keep_second(self, ledger: Ledger, name: str) -> None:
-        """hpZ: what is released first leaves a piece of one node's cut, from which the next gather comes; until the
-        weights change (partition_parameters.py, _partition_param_sec)."""
+        """hpZ: the first release of a parameter leaves a shard of it, cut within the node, from which it is gathered
+        until the weights change (partition_parameters.py, _partition_param_sec)."""
         if self.zero.hpz_ranks > 1 and name not in self.second:
             self.second.add(name)
             ledger.take(SECOND, shard(self.elements[name], self.zero.hpz_ranks) * self.size, name)
@@ -163,7 +163,7 @@ class Zero3(Resident):
         elements = sum(self.pieces[name] * self.ranks for name in names)
         self.gathers.append(Gather(ledger.phase, elements, len(names)))
         flat = elements * self.size
-        if self.zero.quantized_weights:  # as they come, and widened (partition_parameters.py, QuantizationInfo)
+        if self.zero.quantized_weights:  # as received, and dequantized (partition_parameters.py, QuantizationInfo)
             flat += flat // self.size
         whole = sum(self.elements[name] for name in names)
         self.live += whole
@@ -184,11 +184,11 @@ class Zero3(Resident):
             ledger.take(GRADIENTS, self.gradient_bytes(name), name)
 
     def _lies_in_bucket(self, name: str) -> bool:
-        """A copy does, and its own storage is gone."""
+        """Whether the gradient is copied into the bucket and its own storage freed."""
         return self.zero.contiguous_gradients and self.elements[name] <= self.zero.reduce_bucket_size
 
     def _reduce(self, ledger: Ledger) -> None:
-        """__avg_scatter_grads, reduce_scatter_coalesced: pieces of all ranks side by side, and what comes back."""
+        """__avg_scatter_grads, reduce_scatter_coalesced: one buffer with every rank's shards."""
         if not self.filled:
             return
         padded = tuple(self.pieces[name] * self.ranks for name in self.filled)
@@ -204,7 +204,7 @@ class Zero3(Resident):
         self._reduce(ledger)
 
     def step(self, ledger: Ledger) -> None:
-        """step: persistent parameters are cut up too, until the sub-groups have been stepped, one after another."""
+        """step: persistent parameters are sharded too while the optimizer steps the sub-groups one after another."""
         ledger.phase = "optimizer"
         for name in sorted(self.here - self.persistent):
             self._keep_second(ledger, name)
@@ -221,7 +221,7 @@ class Zero3(Resident):
         self.second.clear()
 
 
-# What it gathers and reduces in a micro-batch, in which order.
+# What one micro-batch gathers and reduces, in order.
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,8 @@ class Played:
 
 
 def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
-    """One micro-batch: what is gathered, forward and backward, and reduced in which buckets. Layouts that gather alike
-    are played once: it hangs on these settings alone."""
+    """What one micro-batch gathers, forward and backward, and which buckets it reduces. Cached by the settings that
+    matter, so layouts that gather alike are simulated once."""
     hangs_on = Zero(stage=3, reduce_bucket_size=zero.reduce_bucket_size, max_reuse_distance=zero.max_reuse_distance,
                     prefetch_bucket_size=zero.prefetch_bucket_size, max_live_parameters=zero.max_live_parameters,
                     persistence_threshold=zero.persistence_threshold)  # fmt: skip

@@ -1,5 +1,5 @@
-"""Which parameters each family of models has, by the `model_type` of its config. A new family is a few functions and a
-line in a table; a test holds every tensor against transformers."""
+"""The parameters of each model family, by the `model_type` of its config. A new family is a few functions and a
+row in a table; a test checks every tensor against transformers."""
 
 from finetune.plan.families.decoders import DECODERS
 from finetune.plan.families.encoders import ENCODERS

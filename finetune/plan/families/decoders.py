@@ -1,4 +1,4 @@
-"""Decoders: GPT-2, GPT-lite, and Llama with what followed it."""
+"""Decoders: GPT-2, GPT-lite, Llama and its descendants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYER_TYPES = FULL, WINDOW = ("full_attention", "sliding_attention")
 # GPT-2 and GPT-lite
 
 
-# A block's norms and linear layers, in their order.
+# A block's norms and linear layers, in order.
 GPT2_PARTS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 GPTLITE_PARTS = ("norm_1", "attention.qkv", "attention.out", "norm_2", "mlp.up", "mlp.down")
 
@@ -56,7 +56,7 @@ def _gptlite_block(sizes: Sizes, index: int) -> Named:
     return _gpt_block(f"transformer.blocks.{index}", GPTLITE_PARTS, linear, hidden, inner, bias)
 
 
-# Llama and what followed it
+# Llama and its descendants
 
 
 LLAMA_EMBEDDINGS = embeddings({"model.embed_tokens": "vocab_size"})
@@ -64,38 +64,38 @@ LLAMA_EMBEDDINGS = embeddings({"model.embed_tokens": "vocab_size"})
 
 @dataclass(frozen=True)
 class Style:
-    """What a decoder of this kind has that others have not, for its tensors and for its forward pass. `biases` are of
-    query, key and value; None: as `attention_bias` says, of the closing projection too. `windows`: which layers have a
-    sliding window where the config has no layer_types."""
+    """What sets a Llama-like decoder apart, in its tensors and its forward pass. `biases`: whether query, key and value
+    have them; None: the config's `attention_bias` decides, for the output projection too. `windows`: which layers have
+    a sliding window if the config has no layer_types."""
 
-    head_dim: int | None = None  # where the config says none; None: hidden_size / heads
+    head_dim: int | None = None  # if the config has none; None: hidden_size / heads
     biases: bool | None = False
-    attention_bias: bool = False  # where the config does not say
+    attention_bias: bool = False  # if the config does not say
     act: str = "silu"
     is_gemma: bool = False  # embeddings are scaled, norms add one to their weight
     head_norms: bool = False  # of queries and keys
-    closing_norms: bool = False  # behind attention and behind the MLP, before each is added
-    window: int | None = None  # where the config says none
+    closing_norms: bool = False  # after attention and after the MLP, before each residual sum
+    window: int | None = None  # if the config has none
     windows: str = "all"  # or "switched" (use_sliding_window), "unrotated" (the same), "every second", "five of six"
     unrotated: bool = False  # SmolLM3: every fourth layer has no rotary positions
     two_rotations: bool = False
-    attention_softcap: float = 0.0  # where the config says none
+    attention_softcap: float = 0.0  # if the config has none
     final_softcap: float = 0.0
-    expert_width: str | None = None  # what the config calls it
+    expert_width: str | None = None  # its config key
     tied: bool = False
     joined: bool = False  # Phi-3: query, key and value in one matrix, gate and up in another
     is_oss: bool = False  # gpt-oss: attention has sinks, experts and their router have biases
 
     @property
     def casts_late(self) -> bool:
-        """A norm's result is cast behind its weight, not before."""
+        """A norm's result is cast after the multiplication by its weight, not before."""
         return self.is_gemma or self.is_oss
 
     def head_width(self, sizes: Sizes) -> int:
         return sizes("head_dim", default=self.head_dim or sizes("hidden_size") // sizes("num_attention_heads"))
 
     def bias(self, sizes: Sizes) -> tuple[bool, bool]:
-        """Of query, key and value; and of the closing projection."""
+        """Whether query, key and value have biases, and whether the output projection has one."""
         asked = sizes.is_on("attention_bias", self.attention_bias)
         return asked if self.biases is None else self.biases, self.biases is None and asked
 
@@ -179,7 +179,7 @@ def _llama_block(style: Style, sizes: Sizes, index: int) -> Named:
 
 
 def _experts(style: Style, sizes: Sizes, name: str) -> Named:
-    """gpt-oss has its matrices turned (modeling_gpt_oss.py, GptOssExperts)."""
+    """gpt-oss stores its matrices transposed (modeling_gpt_oss.py, GptOssExperts)."""
     many, hidden, inner = (
         sizes("num_experts", "num_local_experts"),
         sizes("hidden_size"),
@@ -207,8 +207,9 @@ def _phi_block(sizes: Sizes, index: int) -> Named:
 
 
 def _rotary(style: Style, part: float, sizes: Sizes) -> Buffers:
-    """Inverse frequencies, twice; `part` of each head that is rotated. Gemma's embeddings are scaled by a number, and
-    Gemma 3 turns layers with a sliding window by other angles (modeling_gemma3.py, Gemma3RotaryEmbedding)."""
+    """Inverse frequencies, stored twice; `part` of each head is rotated. Gemma scales its embeddings by a buffer; Gemma
+    3
+    rotates sliding-window layers with other frequencies (modeling_gemma3.py, Gemma3RotaryEmbedding)."""
     if style.is_gemma:
         yield "model.embed_tokens.embed_scale", (), 4
     turned = int(style.head_width(sizes) * sizes.share("partial_rotary_factor", part))
@@ -220,7 +221,7 @@ def _rotary(style: Style, part: float, sizes: Sizes) -> Buffers:
 
 def _llama(style: Style) -> Family:
     heads = {CAUSAL: lm_head(style.tied), CLASSES: score()}
-    if not style.two_rotations:  # transformers has no Gemma 3 for tags
+    if not style.two_rotations:  # transformers has no Gemma 3 for token classification
         heads[TAGS] = tag_score("score")
     buffers = partial(_rotary, style, 1.0)
     return Family(LLAMA_EMBEDDINGS, partial(_llama_block, style), closing("model.norm"), heads, buffers=buffers)

@@ -21,9 +21,9 @@ from finetune.plan.families.parts import (
 
 @dataclass(frozen=True)
 class Encoder:
-    """What an encoder calls its modules and the keys of its config, BERT's unless said; the rest is the same in all."""
+    """An encoder's module names and config keys, BERT's by default; everything else is the same for all."""
 
-    layer: str = "bert.encoder.layer"  # whose number stands behind it
+    layer: str = "bert.encoder.layer"  # followed by the layer's number
     queries: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
     mixed: str = "attention.output.dense"
     mixed_norm: str = "attention.output.LayerNorm"
@@ -84,7 +84,7 @@ class Encoder:
             yield f"{self.decoder}.bias", (vocabulary,)
 
     def places(self, sizes: Sizes) -> Buffers:
-        """Numbers of positions, and zeros for the types of tokens."""
+        """Position ids, and zeros as token type ids."""
         for name in self.buffers:
             yield f"{self.embeddings}.{name}", (1, sizes("max_position_embeddings")), 8
 

@@ -1,4 +1,4 @@
-"""What reads no text: ResNets (transformers, models/resnet/modeling_resnet.py), and the benchmark MLPs
+"""Models that read no text: ResNets (transformers, models/resnet/modeling_resnet.py) and the benchmark MLPs
 (finetune/models/mlp.py)."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LAYER_TYPES = ("basic", BOTTLENECK)
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution without bias and a batch norm behind it."""
+    """A convolution without bias, followed by a batch norm."""
 
     name: str
     fan_in: int
@@ -26,7 +26,7 @@ class Conv:
 
 @dataclass(frozen=True)
 class Layer:
-    """`convs` one after another, and beside them a `shortcut` where the shape changes."""
+    """`convs` in sequence, and a parallel `shortcut` where the shape changes."""
 
     name: str
     convs: tuple[Conv, ...]

@@ -1,4 +1,4 @@
-"""What families are described with: the sizes of a config, and the parameters of common modules."""
+"""Building blocks of families: the sizes of a config, and the parameters of common modules."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Buffers = Iterator[tuple[str, Shape, int]]  # with the bytes of an element
 CAUSAL, MASKED, CLASSES, SEQ2SEQ = "causal_lm", "masked_lm", "sequence_classification", "seq2seq_lm"
 IMAGES, TAGS = "image_classification", "token_classification"
 SPANS = "question_answering"  # where an answer begins and ends
-LABELLED = (CLASSES, TAGS, SPANS)  # heads that the model which they stand on did not have before
-VECTORS = "embeddings"  # a head without parameters, of any family of text
-MOST = 100_000_000  # of any size that a config has
+LABELLED = (CLASSES, TAGS, SPANS)  # heads that a base model does not have
+VECTORS = "embeddings"  # a head without parameters, for any text family
+MOST = 100_000_000  # upper limit of any size in a config
 
 
 class Sizes:
-    """The whole numbers of a config, by the first of several names."""
+    """The integers of a config, each under the first of several names that is set."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         self.config, self.where = config, where
@@ -28,18 +28,18 @@ class Sizes:
     def __call__(self, *names: str, default: int | None = None) -> int:
         found = next((self.config[name] for name in names if self.config.get(name) is not None), default)
         if found is None:
-            raise RequestError(f"{self.where}: {' or '.join(names)} is missing. Add it: a model's shape hangs on it.")
+            raise RequestError(f"{self.where}: {' or '.join(names)} is missing. Add it: shapes depend on it.")
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             raise RequestError(f"{self.where}: {names[0]} is {found!r}, but it must be a whole number of 1 or more.")
         if found > MOST:
-            raise RequestError(f"{self.where}: {names[0]} is {found:,}. No model is so large. Mistyped?")
+            raise RequestError(f"{self.where}: {names[0]} is {found:,}. No model is that large. Mistyped?")
         return found
 
     def maybe(self, name: str) -> int | None:
         return None if self.config.get(name) is None else self(name)
 
     def share(self, name: str, default: float = 0.0) -> float:
-        """A number of any kind, such as the probability of a dropout."""
+        """Any number, such as a dropout probability."""
         found = self.config.get(name)
         if isinstance(found, bool) or not isinstance(found, int | float | None):
             raise RequestError(f"{self.where}: {name} is {found!r}, but it must be a number.")
@@ -80,7 +80,7 @@ def nothing(sizes: Sizes) -> Named:
 
 
 def embeddings(rows: dict[str, str], hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
-    """Tables by name, each as long as the config's key says."""
+    """Embedding tables by name; a config key gives the rows of each."""
     return lambda sizes: iter([(f"{name}.weight", (sizes(key), sizes(hidden))) for name, key in rows.items()])
 
 
@@ -104,7 +104,7 @@ def norm(name: str, size: int, bias: bool = True) -> Named:
 
 
 def lm_head(tied: bool, hidden: str = "hidden_size", bias: bool = False) -> Callable[[Sizes], Named]:
-    """`tied` is what the family does where the config does not say."""
+    """`tied`: the family's default if the config does not say."""
 
     def build(sizes: Sizes) -> Named:
         if not sizes.is_on("tie_word_embeddings", tied):

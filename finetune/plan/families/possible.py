@@ -1,5 +1,5 @@
-"""Shapes that are none: what transformers refuses in a config, or fails on in the first forward pass. A test holds
-these rules against the real models."""
+"""Impossible shapes: configs that transformers rejects, or that fail in the first forward pass. A test checks these
+rules against the real models."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from finetune.plan.families.decoders import LAYER_TYPES, STYLES, Style
 from finetune.plan.families.encoders import STYLES as ENCODERS
 from finetune.plan.families.parts import Sizes
 
-# The width that the heads share, and their number; any other family has a head's width of its own.
+# Config keys of the width that the heads split, and of their number. Other families set the width of a head.
 SHARED = {
     "gpt2": ("n_embd", "n_head"),
     **dict.fromkeys(("gptlite", "llama", "gemma2", "gemma3_text"), ("hidden_size", "num_attention_heads")),
     **{kind: (style.hidden, style.heads) for kind, style in ENCODERS.items()},
 }
-ACTIVATIONS = {  # keys of configs, by family where they are not hidden_act
+ACTIVATIONS = {  # config keys, for families where it is not hidden_act
     **{kind: style.act for kind, style in ENCODERS.items()},
     "gpt2": "activation_function",
     "gemma2": "hidden_activation",
@@ -36,9 +36,9 @@ ROPE_KEYS = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-PHI3_ROPES = ("default", "longrope", "su", "yarn")  # its config takes the last two for the second
-PARTIAL = {"phi": 0.5, "phi3": 1.0}  # the share of each head that is rotated, where the config says none
-PADDED = {*STYLES, *ENCODERS, "phi"}  # whose embedding has a row for the padding token
+PHI3_ROPES = ("default", "longrope", "su", "yarn")  # its config maps the last two to the second
+PARTIAL = {"phi": 0.5, "phi3": 1.0}  # the share of each head that is rotated, if the config has none
+PADDED = {*STYLES, *ENCODERS, "phi"}  # families whose embedding has a row for the padding token
 
 
 def refuse_impossible(kind: str, sizes: Sizes) -> None:
@@ -51,7 +51,7 @@ def _faults(kind: str, sizes: Sizes) -> Iterator[str]:
     if kind in SHARED:
         width, heads = SHARED[kind]
         if sizes(width) % sizes(heads):
-            yield f"{width} {sizes(width):,} is no multiple of {heads} {sizes(heads)}. Change one of them."
+            yield f"{width} {sizes(width):,} is not a multiple of {heads} {sizes(heads)}. Change one of them."
     if kind in STYLES or kind == "phi":
         yield from _decoder(kind, sizes)
     yield from _words(kind, sizes)
@@ -64,25 +64,25 @@ def _decoder(kind: str, sizes: Sizes) -> Iterator[str]:
     heads = sizes("num_attention_heads")
     pairs = sizes("num_key_value_heads", default=heads)
     if heads % pairs:
-        yield f"num_attention_heads {heads} is no multiple of num_key_value_heads {pairs}. Change one of them."
+        yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {pairs}. Change one of them."
     width = STYLES.get(kind, Style()).head_width(sizes)
     turned = int(width * sizes.share("partial_rotary_factor", PARTIAL.get(kind, 1.0))) if kind in PARTIAL else width
     if turned % 2 or turned > width:
         yield (
-            f"a head is {width} wide, of which {turned} are rotated, but they must be an even number and no more than "
-            "the head. Change head_dim, or hidden_size and num_attention_heads."
+            f"a head is {width} wide, of which {turned} are rotated, but that must be an even number, and at most the "
+            "width. Change head_dim, or hidden_size and num_attention_heads."
         )
     if kind == "gpt_oss" and (share := sizes.share("partial_rotary_factor", 1.0)) != 1:
-        yield f"partial_rotary_factor is {share}, but a gpt_oss rotates whole heads. Take it out."
+        yield f"partial_rotary_factor is {share}, but gpt_oss rotates whole heads. Remove it."
     if kind in STYLES and STYLES[kind].expert_width:
         chosen, many = sizes.maybe("num_experts_per_tok"), sizes("num_experts", "num_local_experts")
         if chosen is not None and chosen > many:
-            yield f"num_experts_per_tok is {chosen}, but there are {many} experts. Give at most those."
+            yield f"num_experts_per_tok is {chosen}, but there are {many} experts. Give at most that many."
     types, layers = sizes.config.get("layer_types"), sizes("num_hidden_layers")
     if types is not None and (not isinstance(types, list) or len(types) != layers):
-        yield f"layer_types must be a list of num_hidden_layers {layers} entries. Fix it, or take it out."
+        yield f"layer_types must be a list of num_hidden_layers {layers} entries. Fix it, or remove it."
     elif strange := [one for one in types or () if one not in LAYER_TYPES]:
-        yield f"layer_types has {strange[0]!r}, but those known are {' and '.join(LAYER_TYPES)}."
+        yield f"layer_types has {strange[0]!r}, but the known types are {' and '.join(LAYER_TYPES)}."
     yield from _rope(kind, sizes)
 
 
@@ -97,7 +97,7 @@ def _rope(kind: str, sizes: Sizes) -> Iterator[str]:
         name = str(one.get("rope_type", one.get("type", "default"))) if isinstance(one, dict) else "default"
         known = PHI3_ROPES if kind == "phi3" else tuple(ROPE_KEYS)
         if name not in known:
-            yield f"rope_parameters: rope_type is {name!r}, but those known are {', '.join(known)}."
+            yield f"rope_parameters: rope_type is {name!r}, but the known types are {', '.join(known)}."
         elif missing := [key for key in ROPE_KEYS.get(name, ()) if key not in one]:
             yield f"rope_parameters: rope_type {name} needs {', '.join(missing)}. Add it."
 

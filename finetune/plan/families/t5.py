@@ -6,7 +6,7 @@ from finetune.plan.families.parts import SEQ2SEQ, Family, Named, Sizes, embeddin
 
 
 def _t5_block(sizes: Sizes, index: int) -> Named:
-    """Encoder blocks come first, and then the decoder's."""
+    """Encoder blocks come first, then decoder blocks."""
     encoders = sizes("num_layers")
     side, number = ("encoder", index) if index < encoders else ("decoder", index - encoders)
     name = f"{side}.block.{number}.layer"

@@ -1,4 +1,4 @@
-"""The forward pass of each family of models, written down on a tape as its modules run it in eager mode."""
+"""The forward pass of each model family, recorded on a tape as its modules run it in eager mode."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ FORWARDS: dict[str, Callable[[Setting], Value]] = {
     **dict.fromkeys(STYLES, llama_like),
 }
 
-# No sdpa: one caps attention's scores, the other has sinks (models/gpt_oss/modeling_gpt_oss.py, _supports_sdpa).
+# No sdpa: the first caps attention scores, the second has sinks (models/gpt_oss/modeling_gpt_oss.py, _supports_sdpa).
 EAGER_ALONE = ("gemma2", "gpt_oss")
 
 
 def build_tape(model: Model, batch: Batch, numbers: Numbers, checkpoint_interval: int = 0, part: Part | None = None,
                loss_chunk_tokens: int = 0) -> Tape:  # fmt: skip
-    """One micro-batch of one rank. `part`: a stage of a pipeline, of a family that has one."""
+    """The tape of one micro-batch on one rank. `part`: a pipeline stage, for families that support it."""
     if model.family in EAGER_ALONE and numbers.attention == "sdpa":
         numbers = replace(numbers, attention="eager")
     shapes = {tensor.name: tensor.shape for tensor in model.tensors}

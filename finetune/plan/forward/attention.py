@@ -1,4 +1,4 @@
-"""Attention: in the open, as torch's math fallback runs it, or fused."""
+"""Attention: eager, torch's math fallback, or fused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EAGER, MATH, FUSED = "eager", "math", "fused"
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention's sizes. `pairs`: heads of keys and values."""
+    """Attention's sizes. `pairs`: key/value heads."""
 
     batch: Batch
     heads: int
@@ -24,19 +24,19 @@ class Heads:
     softcap: bool = False
     fp32_softmax: bool = True
     casts_weights: bool = True  # to the precision of the values
-    cached: bool = False  # keys and values come from a cache, head by head: no product needs a copy of them
-    names_scores: bool = False  # eager attention has a name for them until it ends
-    keys: int | None = None  # tokens that are looked at; None: as many as look
-    sinks: str = ""  # the parameter that stands beside the scores of each head as one token more
+    cached: bool = False  # keys and values come from a cache, laid out head by head: no product copies them
+    names_scores: bool = False  # a variable keeps them alive to the end of eager attention
+    keys: int | None = None  # tokens attended to; None: as many as attend
+    sinks: str = ""  # the parameter that adds one more token to each head's scores
 
     @property
     def repeats(self) -> bool:
-        """Each head of keys and values serves several of queries."""
+        """Each key/value head serves several query heads."""
         return self.pairs != self.heads
 
     @property
     def elements(self) -> int:
-        """Of the queries, and of what they mix."""
+        """Elements of the queries, and of the output."""
         return self.count * self.tokens * self.width
 
     @property
@@ -61,9 +61,9 @@ class Heads:
 
 
 def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool = False) -> str:
-    """Which one runs. On a CPU the fused kernel takes no dropout; on a GPU fp32 has the memory-efficient kernel alone,
-    which wants as many heads of keys as of queries (aten/src/ATen/native/transformers/sdp_utils_cpp.cpp,
-    cuda/sdp_utils.cpp)."""
+    """Which implementation runs. On a CPU the fused kernel takes no dropout; on a GPU fp32 has only the
+    memory-efficient kernel, which needs as many key heads as query heads
+    (aten/src/ATen/native/transformers/sdp_utils_cpp.cpp, cuda/sdp_utils.cpp)."""
     numbers = tape.numbers
     if numbers.attention == "eager":
         return EAGER
@@ -74,8 +74,8 @@ def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool 
 
 
 def split_heads(tape: Tape, x: Value, kind: str, rotated: bool = False) -> Value:
-    """(rows, tokens, heads x width) as (rows, heads, tokens, width). Fused attention's gradients lie as its inputs do;
-    others, and what has been rotated, must be copied on the way back."""
+    """(rows, tokens, heads x width) as (rows, heads, tokens, width). Fused attention's gradients have the layout of its
+    inputs; other gradients, and those of rotated values, are copied in the backward pass."""
     return x if kind == FUSED and not rotated else tape.alias(x)
 
 
@@ -89,7 +89,7 @@ def rotary(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
 
 
 def rotary_halves(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
-    """The same, half by half (models/gpt_oss/modeling_gpt_oss.py, _apply_rotary_emb)."""
+    """The same rotation, half by half (models/gpt_oss/modeling_gpt_oss.py, _apply_rotary_emb)."""
     first, second = tape.chunk(x, x.elements // 2, x.elements // 2)
     turned = (
         tape.add(tape.multiply(one, cos), tape.multiply(other, sin))
@@ -99,8 +99,8 @@ def rotary_halves(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
 
 
 def partly_turned(tape: Tape, x: Value, width: int, cos: Value, sin: Value, tokens: int) -> tuple[Value, Value]:
-    """Rotary positions on the first part of each head; the rest, and be it nothing, is joined to it again
-    (models/phi3/modeling_phi3.py, apply_rotary_pos_emb). Gives the whole and the turned part."""
+    """Rotary positions on the first part of each head; the rest, even if empty, is concatenated to it
+    again (models/phi3/modeling_phi3.py, apply_rotary_pos_emb). Returns the whole and the rotated part."""
     many = x.elements // width * (cos.elements // tokens)
     first, rest = tape.alias(x, many, "slice"), tape.alias(x, x.elements - many, "slice")
     turned = rotary(tape, first, cos, sin)
@@ -118,8 +118,8 @@ def rotations(tape: Tape, tokens: int, width: int) -> tuple[Value, Value]:
 
 
 def eager_mask(setting: Setting) -> tuple[Value, ...]:
-    """(rows, 1, tokens, tokens), zero or very small (transformers, masking_utils.py, eager_mask), of a causal model
-    where its attention is eager; other kinds need none."""
+    """(rows, 1, tokens, tokens), zero or a huge negative number (transformers, masking_utils.py, eager_mask), for a
+    causal model with eager attention; other kinds need none."""
     tape, batch = setting.tape, setting.batch
     is_eager = tape.numbers.attention == EAGER
     return (tape.op("mask", (), batch.positions * batch.tokens, needs_grad=False),) if is_eager else ()
@@ -132,8 +132,8 @@ def bool_mask(setting: Setting) -> Value:
 
 def attend(setting: Setting, heads: Heads, query: Value, key: Value, value: Value, mask: Value | None = None, *,
            joined: bool = False, also: Value | None = None) -> Value:  # fmt: skip
-    """Mixed values (rows, tokens, heads x width). `joined`: queries come from a cat, and so lie head by head. `also`: a
-    second mask, which eager attention adds."""
+    """The attention output (rows, tokens, heads x width). `joined`: queries come from a cat, so they are laid out head
+    by head. `also`: a second mask, which eager attention adds."""
     tape = setting.tape
     kind = kind_of(tape, heads, mask is not None, mask is not None and mask.needs_grad)
     if kind == EAGER:
@@ -142,18 +142,18 @@ def attend(setting: Setting, heads: Heads, query: Value, key: Value, value: Valu
         mixed = _math(tape, query, key, value, heads, mask)
     else:
         mixed = _fused(tape, query, key, value, heads, mask)
-        return tape.copy(mixed) if joined else mixed  # it lies as the queries do, and then transpose(1, 2) must copy
+        return tape.copy(mixed) if joined else mixed  # laid out like the queries, so transpose(1, 2) must copy
     tape.hold(query, key, value)
     return mixed
 
 
 def _repeated(tape: Tape, x: Value, heads: Heads) -> Value:
-    """repeat_kv: a copy for each head of queries; the gradients of copies are summed."""
+    """repeat_kv: one copy per query head; the gradients of copies are summed."""
     return tape.op("repeat", (x,), heads.elements) if heads.repeats else x
 
 
 def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, masks: tuple[Value | None, ...]) -> Value:
-    """eager_attention_forward of models/llama/modeling_llama.py and its like. matmul copies what it cannot flatten."""
+    """eager_attention_forward of models/llama/modeling_llama.py and similar. matmul copies what it cannot flatten."""
     repeats = heads.repeats or heads.cached
     wide_key, wide_value = _repeated(tape, key, heads), _repeated(tape, value, heads)
     scores = tape.matmul(tape.copy(query), wide_key if repeats else tape.copy(wide_key), heads.scores)
@@ -165,20 +165,20 @@ def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
     weights = _shares_with_sinks(tape, scores, heads) if heads.sinks else _shares(tape, scores, heads)
     if heads.fp32_softmax:
         weights = tape.cast(weights, query.bytes_each)
-        tape.hold(scores)  # softmax(scores).to(dtype): the name goes over to the result only when that is made
+        tape.hold(scores)  # softmax(scores).to(dtype): the variable is rebound only when the result exists
     elif heads.casts_weights:
         weights = tape.cast(weights, value.bytes_each)
     weights = tape.dropout(weights, heads.dropout)
     mixed = tape.matmul(weights, wide_value if repeats else tape.copy(wide_value), heads.mix)
     out = tape.op("copy", (mixed,), mixed.elements)  # transpose(1, 2).contiguous(), whose gradient is copied back
     tape.hold(mixed, wide_key, wide_value, *((scores,) if heads.names_scores else ()))
-    tape.keep(weights)  # attention returns them, and its caller has a name for them
+    tape.keep(weights)  # attention returns them, and its caller keeps them in a variable
     return out
 
 
 def _shares(tape: Tape, scores: Value, heads: Heads) -> Value:
-    """softmax. On a GPU one kernel reads fp16 and writes fp32, while bf16 is converted first
-    (aten/src/ATen/native/SoftMax.cpp, softmax with a dtype), and autocast asks for fp32 (autocast_mode.h)."""
+    """softmax. On a GPU one kernel reads fp16 and writes fp32; bf16 is converted first
+    (aten/src/ATen/native/SoftMax.cpp, softmax with a dtype), and autocast runs it in fp32 (autocast_mode.h)."""
     is_gpu = tape.numbers.device == "cuda"
     if heads.fp32_softmax and is_gpu and tape.numbers.is_fp16:
         return tape.softmax(scores, FP32_BYTES)
@@ -188,8 +188,8 @@ def _shares(tape: Tape, scores: Value, heads: Heads) -> Value:
 
 
 def _shares_with_sinks(tape: Tape, scores: Value, heads: Heads) -> Value:
-    """softmax over the scores and the sink, in the precision of the scores and less the largest of each row; the sink's
-    share is dropped (models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward)."""
+    """softmax over the scores and the sink, in the precision of the scores, less each row's maximum; the sink's weight
+    is dropped (models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward)."""
     rows = heads.count * heads.tokens
     joined = tape.op("cat", (scores,), scores.elements + rows, narrows=True, weights=(heads.sinks,),
                      module=heads.sinks.rpartition(".")[0])  # fmt: skip
@@ -223,14 +223,14 @@ def _math(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask
 
 
 def _fused(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask: Value | None) -> Value:
-    """Flash or memory-efficient: keeps its inputs, its output, and a log-sum-exp a row. A causal one does half of the
-    products; backward it does five (Dao et al., arXiv 2205.14135, algorithm 4)."""
+    """Flash or memory-efficient: saves its inputs, its output, and one log-sum-exp per row. Causal attention computes
+    half of the products; the backward pass computes five (Dao et al., arXiv 2205.14135, algorithm 4)."""
     numbers = tape.numbers
     query, key, value = (tape.cast(part, numbers.product_bytes) for part in (query, key, value))
     if mask is not None:
         if numbers.attention == "sdpa":
             key, value = _repeated(tape, key, heads), _repeated(tape, value, heads)
-        if mask.bytes_each == 1:  # as floats, and for each row (attention.cpp, convert_boolean_attn_mask)
+        if mask.bytes_each == 1:  # made floats, and expanded to each row (attention.cpp, convert_boolean_attn_mask)
             many = heads.batch.rows * heads.tokens * heads.looked_at
             mask = tape.op("mask", (mask,), many, bytes_each=numbers.product_bytes, needs_grad=False)
     length = heads.tokens // 2 if heads.causal and mask is None else heads.looked_at
@@ -247,11 +247,11 @@ def _fused(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
 
 
 def _flash_scratch(heads: Heads, bytes_each: int) -> int:
-    """What flash attention's backward pass takes on a GPU, in half precision: the gradient of queries in fp32 and a sum
-    a row, and those of keys and values for each head of queries
+    """Scratch bytes of flash attention's backward pass on a GPU, in half precision: the fp32 gradient of queries, one
+    sum per row, and gradients of keys and values for every query head
     (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd)."""
     if bytes_each == FP32_BYTES:
-        return 0  # the memory-efficient kernel's
+        return 0  # fp32 runs the memory-efficient kernel
     rows = heads.batch.rows * -(-heads.tokens // 128) * 128
     width = -(-heads.width // 32) * 32
     expanded = 2 * heads.elements * bytes_each if heads.repeats else 0

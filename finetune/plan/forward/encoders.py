@@ -1,4 +1,4 @@
-"""Encoders: BERT, RoBERTa, DistilBERT (models/bert/modeling_bert.py and its like)."""
+"""Encoders: BERT, RoBERTa, DistilBERT (models/bert/modeling_bert.py and similar)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def encoder(setting: Setting) -> Value:
         if not is_distilled:
             held.append(tape.embedding(f"{style.embeddings}.token_type_embeddings", batch.positions))
             x = tape.add(x, held[-1])
-        # RoBERTa counts positions in each row, without padding.
+        # RoBERTa numbers positions per row, skipping padding.
         rows = batch.positions if setting.family == "roberta" else batch.tokens
         place = tape.embedding(f"{style.embeddings}.position_embeddings", rows)
         x = tape.layer_norm(tape.add(x, place), f"{style.embeddings}.LayerNorm")

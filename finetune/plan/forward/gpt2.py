@@ -1,4 +1,4 @@
-"""GPT-2, and Phi: attention and MLP beside one another."""
+"""GPT-2; and Phi, which runs attention and MLP in parallel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _gpt2_block(setting: Setting, index: int, x: Value, mask: tuple[Value, ...])
 
 def gpt_block(setting: Setting, name: str, parts: Sequence[str], heads: Heads, act: str, dropout: float, x: Value,
               mask: tuple[Value, ...], keeps: bool = True) -> Value:  # fmt: skip
-    """Attention and MLP, a norm before each. `keeps`: attention's output has a name to the block's end."""
+    """Attention and MLP, a norm before each. `keeps`: a variable keeps attention's output to the block's end."""
     tape, kind = setting.tape, kind_of(setting.tape, heads)
     norm_1, qkv, out_of, norm_2, up, down_to = (f"{name}.{part}" for part in parts)
     normed = tape.layer_norm(x, norm_1)
@@ -89,7 +89,7 @@ def _phi_block(setting: Setting, index: int, x: Value, mask: tuple[Value, ...], 
             parts[at] = tape.layer_norm(parts[at], f"{name}.self_attn.{part}_layernorm")
     turned = [partly_turned(tape, part, width, *turns, batch.tokens) for part in parts[:2]]
     mixed = attend(setting, heads, turned[0][0], turned[1][0], parts[2], *mask, joined=True)
-    tape.hold(*parts, *(part for _, part in turned))  # the block has names for both parts of each
+    tape.hold(*parts, *(part for _, part in turned))  # variables of the block keep both parts
     out = tape.dropout(tape.linear(mixed, f"{name}.self_attn.dense"), dropout)
     bent = activation(tape, sizes.word("hidden_act", "gelu_new"), tape.linear(normed, f"{name}.mlp.fc1"))
     down = tape.dropout(tape.linear(bent, f"{name}.mlp.fc2"), dropout)

@@ -1,5 +1,5 @@
-"""GPT-lite (finetune/models/gptlite.py) and the benchmark MLPs (finetune/models/mlp.py): models that come as flat lists
-of layers, whole or a stage of a pipeline (gptlite_pipeline.py)."""
+"""GPT-lite (finetune/models/gptlite.py) and the benchmark MLPs (finetune/models/mlp.py): models built as flat lists
+of layers, run whole or as a pipeline stage (gptlite_pipeline.py)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from finetune.plan.forward.losses import cross_entropy, decoder_head, label_loss
 from finetune.plan.forward.parts import Part, Setting, stack
 from finetune.plan.values import FP32_BYTES, Value
 
-# Families of such models: the entries before their blocks and behind them; the loss is in the last.
+# Per family, the number of entries before and after its blocks; the last one contains the loss.
 LISTED = {"gptlite": (2, 2), "mlp": (0, 1)}
 EMBEDDINGS, NORM = "transformer.embeddings", "transformer.norm"
 
 
-# The names of all entries by their place, what a stage is given, and what an entry makes of it.
+# The names of all entries in order, a stage's input, and the function that runs an entry.
 Listed = tuple[list[str], Value, Callable[[int, Value], Value]]
 
 
 def stage(setting: Setting, part: Part) -> Value:
-    """DeepSpeed runs a stage's layers in groups of `activation_checkpoint_interval`, and recomputes those groups in
-    which all may be (deepspeed 0.19.8, runtime/pipe/module.py, forward and _is_checkpointable)."""
+    """DeepSpeed runs a stage's layers in groups of `activation_checkpoint_interval`, and recomputes the groups
+    whose layers all support it (deepspeed 0.19.8, runtime/pipe/module.py, forward and _is_checkpointable)."""
     names, x, run = (_listed_gptlite if setting.family == "gptlite" else _listed_mlp)(setting, part)
     before, behind = LISTED[setting.family]
     end = len(names) - behind
@@ -124,7 +124,7 @@ def _layer_name(index: int) -> str:
 
 
 def _inputs(setting: Setting) -> Value:
-    x = setting.tape.given(0)  # it is there already
+    x = setting.tape.given(0)  # already allocated
     x.elements = setting.batch.rows * setting.sizes("width")
     return x
 

@@ -1,4 +1,4 @@
-"""Llama and what followed it: one decoder, whose parts a `Style` chooses."""
+"""Llama and its descendants: one decoder, whose parts a `Style` chooses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from finetune.plan.values import Value
 
 @dataclass(frozen=True)
 class _Shared:
-    """What the model makes once for all layers: masks and rotations by kind of layer."""
+    """Masks and rotations by kind of layer, which the model makes once for all layers."""
 
     masks: dict[str, tuple[Value, ...]]  # one, or none
     rotations: dict[str, tuple[Value, Value]]
@@ -66,7 +66,7 @@ def _caps(sizes: Sizes, name: str, default: float) -> bool:
 
 
 def _shared(setting: Setting, style: Style, kinds: list[str]) -> _Shared:
-    """Masks are made where attention is eager, or its window shorter than the text (masking_utils.py,
+    """A mask is made if attention is eager, or if its window is shorter than the text (masking_utils.py,
     _ignore_causal_mask_sdpa)."""
     tape, sizes, tokens = setting.tape, setting.sizes, setting.batch.tokens
     window = sizes.maybe("sliding_window") or style.window

@@ -7,15 +7,15 @@ from finetune.plan.forward.parts import Setting
 from finetune.plan.tape import Tape
 from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, INT64_BYTES, Gemm, Value
 
-DROPOUTS = ("classifier_dropout", "hidden_dropout")  # before the layer of tags, the first that the config has
-# How often the chunked loss reads or writes its logits beside the products: amax, sub_, exp_ and sum; and mul for the
+DROPOUTS = ("classifier_dropout", "hidden_dropout")  # before the tag layer: the first of these in the config
+# Passes of the chunked loss over its logits besides the products: amax, sub_, exp_ and sum; mul for the
 # gradients (torch 2.13, nn/modules/linear_cross_entropy.py, _linear_cross_entropy_batch_chunked_accumulator).
 LOSS_PASSES, GRADIENT_PASSES = 6, 2
 
 
 def decoder_head(setting: Setting, x: Value, tied: str, softcap: bool = False) -> Value:
-    """Of a causal model logits over the vocabulary and ForCausalLMLoss: in fp32, labels shifted; `tied` is the weight
-    of a tied head. Of a decoder with another head its scores."""
+    """For a causal model, logits over the vocabulary and ForCausalLMLoss, in fp32 with shifted labels; `tied` is the
+    weight of a tied head. For another head, its scores and loss."""
     tape = setting.tape
     if setting.head == VECTORS:
         return vector_loss(setting, x)
@@ -34,8 +34,8 @@ def decoder_head(setting: Setting, x: Value, tied: str, softcap: bool = False) -
 
 
 def class_head(setting: Setting, x: Value) -> Value:
-    """Scores at every position, of which the last of each row counts (modeling_layers.py,
-    GenericForSequenceClassification), or with tags each (GenericForTokenClassification)."""
+    """Scores at every position; the loss takes the last of each row (modeling_layers.py,
+    GenericForSequenceClassification), or for tags every one (GenericForTokenClassification)."""
     if setting.head == TAGS:
         outer, inner = DROPOUTS
         share = setting.sizes.share(outer, setting.sizes.share(inner, 0.1))
@@ -47,12 +47,12 @@ def class_head(setting: Setting, x: Value) -> Value:
 
 
 def shifted_labels(setting: Setting) -> Value:
-    """A copy of the labels, moved by one, which the loss keeps."""
+    """A copy of the labels, shifted by one, which the loss saves."""
     return setting.tape.op("labels", (), setting.batch.positions, bytes_each=INT64_BYTES, needs_grad=False)
 
 
 def output_in_fp32(tape: Tape, logits: Value) -> None:
-    """The model's output holds its logits until the loss is taken from it; with autocast accelerate converts them
+    """The model's output keeps the logits until the loss is read from it; with autocast accelerate converts them
     (accelerate/utils/operations.py, ConvertOutputsToFp32)."""
     tape.hold(logits)
     tape.release_casts()
@@ -61,7 +61,7 @@ def output_in_fp32(tape: Tape, logits: Value) -> None:
 
 
 def cross_entropy(tape: Tape, logits: Value, rows: int, labels: Value | None = None) -> Value:
-    """log_softmax, whose output is kept, and nll_loss; with autocast in fp32 (aten/src/ATen/autocast_mode.h)."""
+    """log_softmax, whose output is saved, and nll_loss; under autocast in fp32 (aten/src/ATen/autocast_mode.h)."""
     logits = tape.cast(logits, FP32_BYTES) if tape.numbers.autocast else logits
     scores = tape.op("log_softmax", (logits,), logits.elements, saves_output=True)
     kept = (scores,) if labels is None else (scores, labels)
@@ -69,15 +69,15 @@ def cross_entropy(tape: Tape, logits: Value, rows: int, labels: Value | None = N
 
 
 def label_loss(setting: Setting, logits: Value, rows: int | None = None) -> Value:
-    """Of one label a sample, or of one for each of `rows` tokens, where it stands; in the precision of the logits
-    (models/bert/modeling_bert.py)."""
+    """Cross-entropy with one label per sample, or one for each of `rows` tokens, not shifted; in the precision of the
+    logits (models/bert/modeling_bert.py)."""
     loss = cross_entropy(setting.tape, logits, rows or setting.batch.rows)
     output_in_fp32(setting.tape, logits)
     return loss
 
 
 def span_loss(setting: Setting, logits: Value) -> Value:
-    """Of two positions a sample, each among all of its tokens (models/bert/modeling_bert.py)."""
+    """Cross-entropy of two positions per sample, each among all its tokens (models/bert/modeling_bert.py)."""
     tape, rows, half = setting.tape, setting.batch.rows, logits.elements // 2
     sides = [tape.copy(side) for side in tape.chunk(logits, half, half)]
     first, last = (cross_entropy(tape, side, rows) for side in sides)
@@ -88,8 +88,8 @@ def span_loss(setting: Setting, logits: Value) -> Value:
 
 
 def vector_loss(setting: Setting, x: Value) -> Value:
-    """One vector a sample, the mean of its tokens in fp32 (finetune.models.encoder, pooled), and a loss of vectors,
-    beside which it is small."""
+    """One vector per sample, the fp32 mean of its tokens (finetune.models.encoder, pooled), and a loss over these
+    vectors, small by comparison."""
     tape, batch = setting.tape, setting.batch
     mask = tape.op("mask", (), batch.positions, bytes_each=FP32_BYTES, needs_grad=False)
     weighted = tape.multiply(tape.cast(x, FP32_BYTES), mask)
@@ -98,10 +98,10 @@ def vector_loss(setting: Setting, x: Value) -> Value:
 
 
 def chunked_loss(setting: Setting, x: Value, tied: str) -> Value:
-    """torch.nn.functional.linear_cross_entropy with `acc_policy="compact"`, some rows of logits at a time, all in the
-    precision of the products (torch 2.13, nn/modules/linear_cross_entropy.py). In fp32, where the sum is asked for, the
-    gradients are made in the forward pass; in half precision, where losses are asked for one by one, in the backward
-    pass and from logits that are computed again (finetune/models/chunked_loss.py)."""
+    """torch.nn.functional.linear_cross_entropy with `acc_policy="compact"`, a chunk of rows of logits at a time, in the
+    precision of the products (torch 2.13, nn/modules/linear_cross_entropy.py). In fp32 the summed loss is requested,
+    whose gradients are made in the forward pass; in half precision per-token losses, whose gradients are made in the
+    backward pass, from recomputed logits (finetune/models/chunked_loss.py)."""
     tape, rows, size = setting.tape, setting.batch.positions, setting.tape.numbers.product_bytes
     weight = "lm_head.weight" if "lm_head.weight" in tape.shapes else tied
     names = (weight, *(name for name in ("lm_head.bias",) if name in tape.shapes))

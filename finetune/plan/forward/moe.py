@@ -10,8 +10,8 @@ from finetune.plan.values import FP32_BYTES, INT64_BYTES, Gemm, Value
 
 
 def experts(setting: Setting, name: str, x: Value, width: str, act: str) -> Value:
-    """Each token goes to the `num_experts_per_tok` likeliest experts. How many tokens each gets makes no difference to
-    memory or products."""
+    """Each token goes to the `num_experts_per_tok` likeliest experts. How many tokens each expert gets changes neither
+    memory nor products."""
     tape, sizes, rows = setting.tape, setting.sizes, setting.batch.positions
     chosen = sizes("num_experts_per_tok", default=2 if width == "intermediate_size" else 8)
     pairs = rows * chosen
@@ -33,8 +33,8 @@ def experts(setting: Setting, name: str, x: Value, width: str, act: str) -> Valu
 
 
 def oss_experts(setting: Setting, name: str, x: Value) -> Value:
-    """gpt-oss (models/gpt_oss/modeling_gpt_oss.py): the softmax is over the chosen alone, and biases are gathered as
-    long as the products."""
+    """gpt-oss (models/gpt_oss/modeling_gpt_oss.py): the softmax covers only the chosen experts, and biases are gathered
+    to the shape of the products."""
     tape = setting.tape
     chosen = setting.sizes("num_experts_per_tok", default=4)
     pairs = setting.batch.positions * chosen
@@ -62,13 +62,13 @@ def _clamped_gate(tape: Tape, both: Value) -> Value:
 
 
 def _bias(tape: Tape, name: str, order: Value) -> Value:
-    """That of each pair's expert. It is gathered before the product, which is why its gradient comes behind."""
+    """The bias of each pair's expert. It is gathered before the product, so its gradient comes after the product's."""
     return tape.op("index", (), order.elements * tape.shapes[name][1], saves=(order,), weights=(name,),
                    module=name.rpartition(".")[0])  # fmt: skip
 
 
 def _sorted(tape: Tape, x: Value, shares: Value, chosen: int) -> tuple[Value, Value, Value]:
-    """The experts of all pairs of token and expert in order, and the token and the share of each pair."""
+    """Pairs of token and expert, sorted by expert: their order, and the token and share of each."""
     pairs = shares.elements
     order = tape.op("sort", (), pairs, bytes_each=INT64_BYTES, needs_grad=False, scratch=2 * INT64_BYTES * pairs)
     picked = tape.op("index", (x,), x.elements * chosen, saves=(order,), scratch_back=x.bytes)
@@ -76,7 +76,7 @@ def _sorted(tape: Tape, x: Value, shares: Value, chosen: int) -> tuple[Value, Va
 
 
 def _back(tape: Tape, x: Value, out: Value, share: Value, *named: Value) -> Value:
-    """What the experts made, weighed and summed where each token stood. Variables still name `named`."""
+    """The experts' output, weighted and summed at each token's place. Variables keep `named` until then."""
     weighed = tape.multiply(out, share)
     inverse = tape.op("inverse", (), share.elements, bytes_each=INT64_BYTES, needs_grad=False)
     back = tape.op("index", (weighed,), weighed.elements, saves=(inverse,), scratch_back=weighed.bytes)
@@ -85,7 +85,7 @@ def _back(tape: Tape, x: Value, out: Value, share: Value, *named: Value) -> Valu
 
 
 def _grouped(tape: Tape, x: Value, weight: str) -> Value:
-    """Each expert's share of the rows times its matrix, which lies either way."""
+    """Each expert's rows times its matrix, which may be transposed."""
     many, *sides = tape.shapes[weight]
     fan_in = sides[0] if f"{weight}_bias" in tape.shapes else sides[1]
     fan_out = math.prod(sides) // fan_in

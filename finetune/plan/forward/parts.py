@@ -1,4 +1,4 @@
-"""What forward passes are made of: the batch, stacks of like layers, activations."""
+"""Building blocks of forward passes: the batch, stacks of like layers, activations."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from finetune.plan.families.parts import Sizes
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, Segment, Value
 
-RNG_STATE_BYTES = 5056  # torch.get_rng_state(), which checkpoint keeps; of a GPU's generator, 16 bytes on the host
-LONGEST_PERIOD = 24  # of layers that differ in turn: windowed ones, recomputed ones
+RNG_STATE_BYTES = 5056  # torch.get_rng_state(), which checkpoint saves; a GPU generator's is 16 bytes on the host
+LONGEST_PERIOD = 24  # layers in a repeating pattern of windows or recomputation
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of one rank: `rows` samples of `tokens`, or of pictures of `image_size` pixels square. A decoder
-    behind an encoder has samples of `targets` tokens; None: of as many."""
+    """A micro-batch of one rank: `rows` samples of `tokens`, or images of `image_size` pixels square. `targets`: tokens
+    per sample of a decoder behind an encoder; None: as many."""
 
     rows: int
     tokens: int = 1
@@ -30,8 +30,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Part:
-    """A pipeline stage: entries `first` to before `last` of the flat list of layers, which for GPT-lite is token
-    embedding, position embedding, one a block, closing norm, head (finetune/models/gptlite_pipeline.py)."""
+    """A pipeline stage: entries `first` to `last`, exclusive, of the flat list of layers. GPT-lite's are token
+    embedding, position embedding, each block, final norm, head (finetune/models/gptlite_pipeline.py)."""
 
     first: int
     last: int
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Setting:
-    """All that a forward pass is written down from. Every `checkpoint_interval`-th layer is recomputed; 0: none."""
+    """The inputs of a recorded forward pass. Every `checkpoint_interval`-th layer is recomputed; 0: none."""
 
     tape: Tape
     sizes: Sizes
@@ -63,9 +63,8 @@ def stack(
     kind: Callable[[int], Hashable] = lambda index: None,
     held: Callable[[int], tuple[Value, ...]] = lambda index: (),
 ) -> Value:
-    """`layers` one after another, each a segment; `name` is its module's. Layers of one `kind` are alike, so that the
-    middle ones need not be recorded: they are the same operators under other names. `held`: what each is given besides.
-    """
+    """`layers` in sequence, each a segment; `name` is its module's. Layers of one `kind` are alike, so the middle ones
+    are not recorded again: they are the same operators under other names. `held`: further inputs of each layer."""
     tape = setting.tape
     keys = [(kind(layer), setting.recomputes(layer)) for layer in layers]
     first, period, repeats = _pattern(keys)
@@ -84,8 +83,8 @@ def stack(
 
 
 def _pattern(keys: Sequence[Hashable]) -> tuple[int, int, int]:
-    """Where the layers begin that stand for others, how many they are, and how often they come. One period before them
-    and one behind is recorded as well, for what stands at an end may differ; so is a first layer unlike all others."""
+    """The repeating pattern of layers: where it begins, its period, and how often it repeats. One period before and one
+    after it are recorded as well, because the ends may differ; so is a first layer unlike all others."""
     for alone in (0, 1):
         rest = keys[alone:]
         for period in range(1, LONGEST_PERIOD):
@@ -128,14 +127,14 @@ def activation(tape: Tape, name: str, x: Value) -> Value:
 
 
 def inverse_root(tape: Tape, x: Value, module: str) -> Value:
-    """One over the root of the mean square of each row, as long as the weight of the norm `module`."""
+    """1 / sqrt(mean square) of each row, which is as long as the weight of the norm `module`."""
     variance = tape.mean(tape.power(x), x.elements // tape.shapes[f"{module}.weight"][0])
     return tape.unary("rsqrt", tape.shift(variance))
 
 
 def rms_norm(tape: Tape, x: Value, module: str, plus_one: bool = False) -> Value:
     """As Llama's module computes it, in fp32 (transformers, models/llama/modeling_llama.py, LlamaRMSNorm); `plus_one`:
-    Gemma's, which casts back behind the weight."""
+    Gemma's, which casts back after the weight."""
     size = x.bytes_each
     full = tape.cast(x, FP32_BYTES)
     normed = tape.multiply(full, inverse_root(tape, full, module))

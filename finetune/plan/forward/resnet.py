@@ -1,4 +1,4 @@
-"""ResNets (transformers, models/resnet/modeling_resnet.py). A convolution counts as a product of unfolded pictures."""
+"""ResNets (transformers, models/resnet/modeling_resnet.py). A convolution counts as a product of unfolded images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Picture = tuple[Value, int]  # (rows, channels, side, side) and its side
 def resnet(setting: Setting) -> Value:
     tape, sizes, rows = setting.tape, setting.sizes, setting.batch.rows
     with tape.segment("stem"):
-        pixels = tape.given(0)  # the batch is there already
+        pixels = tape.given(0)  # the batch is already allocated
         pixels.elements = rows * stem(sizes).fan_in * setting.batch.image_size**2
         x, side = _conv(setting, (pixels, setting.batch.image_size), stem(sizes))
         x = tape.unary("relu", x)
@@ -30,7 +30,7 @@ def resnet(setting: Setting) -> Value:
 
 
 def _layer(setting: Setting, picture: Picture, layer: Layer) -> Picture:
-    """The sum is made in place (`hidden_state += residual`)."""
+    """The residual is added in place (`hidden_state += residual`)."""
     tape, made = setting.tape, picture
     for conv in layer.convs:
         value, side = _conv(setting, made, conv)

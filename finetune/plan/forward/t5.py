@@ -1,4 +1,4 @@
-"""T5: an encoder and a decoder, with biases of relative positions (models/t5/modeling_t5.py)."""
+"""T5: an encoder and a decoder, with relative position biases (models/t5/modeling_t5.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def t5(setting: Setting) -> Value:
 
 
 def _side(setting: Setting, side: str, layers: range, states: Value | None, read: int | None = None) -> Value:
-    """Embedding, blocks, closing norm. `states`: what the decoder looks at besides, of `read` tokens."""
+    """Embedding, blocks, final norm. `states`: the encoder output that the decoder attends to, of `read` tokens."""
     tape, dropout = setting.tape, setting.sizes.share("dropout_rate", DROPOUT)
     with tape.segment(f"{side} embeddings"):
         embedded = tape.embedding("shared", setting.batch.positions)
@@ -88,9 +88,9 @@ def _block(setting: Setting, name: str, x: Value, bias: list[Value], cross: list
 
 def _attention(setting: Setting, name: str, x: Value, states: Value, bias: list[Value], decodes: bool,
                read: int | None = None, mask: Value | None = None) -> Value:  # fmt: skip
-    """`read`: it looks at so many tokens of the encoder's states, with zeros for a bias. The decoder keeps keys and
-    values in a cache, in training as well, for its config is a copy that the Trainer does not reach; but not where it
-    is checkpointed."""
+    """`read`: cross-attention to that many tokens of the encoder's states, with zeros for a bias. The decoder caches
+    keys and values in training too, because its config is a copy that the Trainer does not change; but not when it is
+    checkpointed."""
     tape, sizes, count = setting.tape, setting.sizes, setting.sizes("num_heads")
     heads = Heads(setting.batch, count, sizes("d_kv"), count, sizes.share("dropout_rate", DROPOUT), causal=False,
                   fp32_softmax=False, casts_weights=False, keys=read,
@@ -110,12 +110,12 @@ def _attention(setting: Setting, name: str, x: Value, states: Value, bias: list[
 
 
 def _bias(setting: Setting, name: str, bias: list[Value], decodes: bool, read: int | None) -> Value:
-    """(1, heads, tokens, tokens): sdpa gets a contiguous copy in each block, and the decoder's with what must not be
-    seen masked in it (integrations/sdpa_attention.py, create_position_bias_mask)."""
+    """(1, heads, tokens, tokens): sdpa gets a contiguous copy in each block, and the decoder's has the causal mask
+    applied (integrations/sdpa_attention.py, create_position_bias_mask)."""
     tape, tokens, count = setting.tape, setting.batch.tokens, setting.sizes("num_heads")
     elements = tokens * (tokens if read is None else read) * count
     if read is not None:
-        if not bias:  # checkpointed, they get a gradient
+        if not bias:  # when checkpointed, they get a gradient
             bias.append(tape.op("zeros", (), elements, needs_grad=bool(setting.checkpoint_interval),
                                 bytes_each=tape.numbers.product_bytes))  # fmt: skip
         return bias[0]

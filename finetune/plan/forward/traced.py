@@ -1,6 +1,5 @@
-"""A plan's tape of a model of no family that is written down here: of what `finetune.measure.tracing` recorded of its
-modules. What autograd does with an operator is known by its name; of those that are not known it makes gradients as
-large as their inputs.
+"""The tape of a model outside the known families, from what `finetune.measure.tracing` recorded of its modules.
+An operator's name tells what autograd does with it; unknown operators make gradients as large as their inputs.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ NAMES = {"_to_copy": "cast", "clone": "copy", "native_layer_norm": "layer_norm",
          "baddbmm": "matmul"}  # fmt: skip
 PASSES_ON = {"add", "clone", "add_"}
 IN_FP32 = {"native_layer_norm", "_log_softmax", "_softmax"}  # under autocast on a GPU (aten/src/ATen/autocast_mode.h)
-TWICE = 2  # tensors in between of pow's gradient (FunctionsManual.cpp, pow_backward)
+TWICE = 2  # intermediate tensors of pow's gradient (FunctionsManual.cpp, pow_backward)
 
 
 def tape_of_trace(trace: Trace, tape: Tape, batch: Batch, interval: int) -> None:
-    """All of it is put on `tape`. `interval`: layers that are checkpointed together; 0: none are."""
+    """Puts the whole trace on `tape`. `interval`: layers checkpointed together; 0: none."""
     player = _Player(trace, tape, batch)
     for segment, ops in groupby(trace.ops, key=lambda op: op["segment"]):
         is_layer = 0 < segment <= trace.layers
@@ -63,7 +62,7 @@ class _Player:
         return self.values[number]
 
     def entry(self, ops: Sequence[Any]) -> tuple[Value, ...]:
-        """What a layer gets from those before it, and hands gradients back to."""
+        """A layer's inputs from earlier layers that need a gradient."""
         made = {number for op in ops for number in op["out"]}
         given = {number: None for op in ops for number in op["in"] if number not in made and number in self.values}
         return tuple(self.values[number] for number in given if self.values[number].needs_grad)
@@ -107,7 +106,7 @@ class _Player:
         return self.values[number]
 
     def width(self, traced: int, name: str, inputs: Sequence[Value]) -> int:
-        """Traced in bf16; what was bf16 is as wide as the model computes, under autocast as what it comes from."""
+        """Bytes per element. The trace is in bf16, which becomes the model's precision, under autocast its inputs'."""
         if traced != HALF_BYTES:
             return traced
         if not self.numbers.autocast:
@@ -162,7 +161,7 @@ class _Player:
         return (*([of_input] if inputs and inputs[0].needs_grad else []), of_other)
 
     def between(self, name: str, inputs: tuple[Value, ...], outs: tuple[Value, ...], weights: tuple[str, ...]) -> int:
-        """What a backward pass takes for itself: as `finetune.plan.tape` has it by operator."""
+        """Scratch bytes of the backward pass, by operator as in `finetune.plan.tape`."""
         size = outs[0].bytes
         if name == "pow":
             return TWICE * size

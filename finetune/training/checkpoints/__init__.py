@@ -1,1 +1,1 @@
-"""Checkpoints that are whole or not there: written, named in a manifest, verified, chosen, kept and deleted."""
+"""Atomic checkpoints: writing them, recording them in a manifest, verifying, choosing, rotating and deleting them."""

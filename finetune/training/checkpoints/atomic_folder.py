@@ -1,4 +1,4 @@
-"""A folder that is whole or not there, written by all ranks together."""
+"""A folder that all ranks write together, and that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from finetune.training.checkpoints.writing import (
 
 
 class Handed(Protocol):
-    """Who writes and commits beside what goes on (finetune.training.checkpoints.trainer_adapter)."""
+    """Writes and commits the folder while training continues (finetune.training.checkpoints.trainer_adapter)."""
 
     def begin(self, place: Path) -> None:
-        """The ranks begin to write."""
+        """Called before the ranks begin to write."""
 
     @property
     def names(self) -> list[str]:
-        """Of the files that it will write of this rank's."""
+        """The files of this rank that it will write later."""
 
     def hand_over(self, sizes: dict[str, int]) -> None:
-        """All that is still to be done; `sizes` are of this rank's share of the files that are there."""
+        """Pass on the remaining work; `sizes` are those of this rank's share of the files already written."""
 
 
 class AtomicFolder:
-    """Writes one folder, all ranks together: `with AtomicFolder(place, about) as folder`, and it is there with its
-    manifest and on the disk, or it is not. Without `about` it gets no manifest. With `beside` it will be there later.
+    """All ranks write one folder: after `with AtomicFolder(place, about) as folder` it is flushed to disk with its
+    manifest, or does not exist. Without `about` it gets no manifest. With `beside` it appears later.
 
-    What is written is `unfinished-NAME/NAME`: libraries that choose the last name themselves can be sent there.
+    Files are written to `unfinished-NAME/NAME`, so that libraries that choose the last path component can be used.
     """
 
     def __init__(self, place: Path, about: About | None, beside: Handed | None = None) -> None:
@@ -62,8 +62,8 @@ class AtomicFolder:
         return self.folder
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        # Where it failed, the unfinished folder stays under a name that nobody resumes from. The other ranks may be
-        # anywhere in a library's collectives: the launcher ends them once this one has.
+        # On failure the unfinished folder keeps a name that nobody resumes from. The other ranks may be anywhere in
+        # a library's collectives: the launcher ends them once this one has ended.
         with explained(self.place):
             if error is not None:
                 raise error
@@ -81,7 +81,7 @@ class AtomicFolder:
 
     @property
     def bytes(self) -> int:
-        """Once it has its place."""
+        """The folder's size; known once it is in place."""
         return sum(record.bytes for record in self.records.values())
 
     def _sizes(self, later: set[str]) -> dict[str, int]:
@@ -96,9 +96,7 @@ class AtomicFolder:
         end = time.monotonic() + SHARED_DISK_SECONDS
         while not self.folder.is_dir():
             if time.monotonic() > end:
-                raise RunError(
-                    f"{self.folder}: rank 0 has made it, but this rank does not see it. Use a shared folder."
-                )
+                raise RunError(f"{self.folder}: rank 0 created it, but this rank does not see it. Use a shared folder.")
             time.sleep(0.1)
 
     def _commit(self) -> None:

@@ -1,4 +1,4 @@
-"""Saving beside the training, a rank's side: it copies what it would write, and a process of its own writes that
+"""Asynchronous saving, the training rank's side: it copies what it would write, and a separate process writes the copy
 (finetune.training.checkpoints.writer_process)."""
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from finetune.training.checkpoints.learned import Learned
 from finetune.training.checkpoints.writer_process import Copy, Job, Report, main
 from finetune.training.checkpoints.writing import OtherRankError, folder_of, outer_of
 
-ENDING_SECONDS = 60.0  # that a rank which fails gives to the parts of the others, once its own is on the disk
+ENDING_SECONDS = 60.0  # how long a failing rank waits for the others' parts, once its own is on disk
 
 
 class Writer:
-    """The process and the memory of this rank. One checkpoint at a time: `begin`, `keep` for each file, `hand_over`,
-    and then `wait` for what its process reports."""
+    """This rank's writer process and the memory they share. One checkpoint at a time: `begin`, `keep` for each file,
+    `hand_over`, and then `wait` for the process's report."""
 
     def __init__(self) -> None:
         self.memory = Memory(os.memfd_create("finetune-checkpoint"))
         self.learned = Learned()
-        self.folder: Path | None = None  # into which the ranks write just now
-        self.outer: Path | None = None  # is there until the last checkpoint begun has its place
+        self.folder: Path | None = None  # the folder that the ranks are writing to
+        self.outer: Path | None = None  # exists until the most recent checkpoint is in place
         self.copies: list[Copy] = []
-        self.reports: list[Report] = []  # on the job under way
-        self.commits = False  # whether the checkpoint gets its place here
+        self.reports: list[Report] = []  # on the current job
+        self.commits = False  # whether this process renames the checkpoint into place
         self.start()
 
     def start(self) -> None:
-        """Where it has died between two saves, anew."""
+        """Start the process, or restart it when it has died between two saves."""
         own, other = Pipe()
         words = [str(number) for number in (other.fileno(), self.memory.handle, os.getpid())]
-        # It needs no GPU, and is not to say which accelerator it finds.
+        # It needs no GPU, and must not log which accelerator it finds.
         env = environment_of_child() | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", f"from {main.__module__} import main; main()", *words]
         self.process = subprocess.Popen(command, env=env, pass_fds=(other.fileno(), self.memory.handle))
@@ -65,8 +65,8 @@ class Writer:
         return [copy.name for copy in self.copies]
 
     def keep(self, path: str | Path, content: Any, is_zip: bool = True) -> bool:
-        """What torch.save would write to `path`. False where it is for the caller to write: no save is under way, or
-        classes or devices are in it that only this process knows."""
+        """Copy what torch.save would write to `path`. False if the caller must write it: no save is in progress, or
+        the content has classes or devices that only this process knows."""
         if self.folder is None or not Path(path).is_relative_to(self.folder):
             return False
         try:
@@ -79,8 +79,8 @@ class Writer:
         return True
 
     def keep_model(self, folder: Path, weights: dict[str, torch.Tensor], write: Callable[[bool], None]) -> None:
-        """What `write` writes of `weights` into the checkpoint: the first time by itself. It is told whether to write
-        the weights, or all but these."""
+        """Copy the `weights` that `write` would write to the checkpoint; the first time, let `write` write them. Its
+        argument says whether to write the weights or only the other files."""
         known = self.learned.of(weights) if folder == self.folder else None
         if known is None:
             write(True)
@@ -94,11 +94,11 @@ class Writer:
     def hand_over(self, job: Job) -> None:
         self.folder, self.commits = None, job.keeper is not None
         words = bytearray(pickle.dumps(replace(job, copies=tuple(self.copies))))
-        place = self.memory.put(torch.frombuffer(words, dtype=torch.uint8))  # a pipe would hold few of them
+        place = self.memory.put(torch.frombuffer(words, dtype=torch.uint8))  # too large for a pipe's buffer
         self.connection.send((place, len(words), self.memory.segments))
 
     def look(self) -> str | None:
-        """What has gone wrong with the checkpoint under way, if it has; waits for nothing."""
+        """The error of the checkpoint in progress, if any. Does not wait."""
         with suppress(EOFError, OSError):
             while self.connection.poll():
                 self.reports.append(self.connection.recv())
@@ -112,11 +112,11 @@ class Writer:
         return f"the process that writes it {how}"
 
     def is_done(self) -> bool:
-        """Whether nothing is left to do here of the job under way."""
+        """Whether this process has finished its part of the current job."""
         return self.look() is None and any(report.is_whole or not self.commits for report in self.reports)
 
     def wait(self, whole: bool) -> Report:
-        """Until this part is on the disk, or the `whole` checkpoint in its place. Raises OtherRankError or OSError."""
+        """Wait until this part is on disk, or the `whole` checkpoint in place. Raises OtherRankError or OSError."""
         while True:
             error = self.look()
             found = [report for report in self.reports if report.is_whole or not whole]
@@ -129,8 +129,8 @@ class Writer:
                 self.connection.poll(0.2)
 
     def close(self, gives_time: bool = False) -> None:
-        """The process ends; with `gives_time` the checkpoint under way may get its place first. Until then this rank
-        does not end, for a launcher ends the others with the first; but these may be gone."""
+        """End the process; with `gives_time`, first let the checkpoint in progress finish. This rank stays alive until
+        then, because a launcher ends all ranks when one ends; the wait is limited, because the others may be gone."""
         end = math.inf
         while gives_time and self.folder is None and self.look() is None and time.monotonic() < end:
             if self.outer is None or (self.is_done() and not self.outer.exists()):

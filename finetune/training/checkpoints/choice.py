@@ -1,6 +1,6 @@
-"""Which checkpoint a run goes on from. Each rank looks cheaply before the ranks have met, so that a wrong request costs
-nothing. Once they have, and rank 0 has the run folder's lock, it looks anew, for a predecessor may have saved another
-meanwhile, and all read every byte of it together."""
+"""Which checkpoint a run resumes from. Before the process group exists, each rank makes a cheap check, so that a wrong
+request fails at once. After that, rank 0 takes the run folder's lock and chooses again, because the previous run may
+have saved another checkpoint meanwhile; then all ranks together read every byte of it."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from finetune.training.checkpoints.writing import (
     together,
 )
 
-ALWAYS = ("auto", "allow")  # values of --resume that are no path
+ALWAYS = ("auto", "allow")  # values of --resume that are not paths
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint folder, or None to start anew, and what there is to say of it, a line each."""
+    """The checkpoint folder, or None to start from scratch, and notes on it, one line each."""
 
     checkpoint: str | None
     notes: tuple[str, ...] = ()
 
 
 def checkpoint_to_resume(run: Run) -> Chosen:
-    """What --resume means, by names and sizes alone. Raises RequestError where there is none, unless it is `allow`: a
-    job that a cluster starts again may have been cut off before its first checkpoint."""
+    """The checkpoint that --resume means, judged by names and sizes only. Raises RequestError if there is none, except
+    for `allow`: a job that a cluster restarts may have been interrupted before its first checkpoint."""
     resume = run.value("resume")
     if not resume:
         return Chosen(None)
@@ -56,8 +56,8 @@ def checkpoint_to_resume(run: Run) -> Chosen:
 
 
 def settle(run: Run, chosen: Chosen) -> Chosen:
-    """All ranks agree on the checkpoint, and have read all of it: one that does not verify gives way to the next. Call
-    it once they have met and rank 0 has the lock. Raises RequestError on all of them alike."""
+    """All ranks agree on the checkpoint and read all of it; one that does not verify is skipped for an older one. Call
+    it once the process group exists and rank 0 holds the lock. Raises RequestError on all ranks."""
     if run.value("resume") not in ALWAYS:
         _refuse_other_sight(chosen.checkpoint)
         if chosen.checkpoint is not None and (found := verify_together(Path(chosen.checkpoint))):
@@ -74,7 +74,7 @@ def settle(run: Run, chosen: Chosen) -> Chosen:
 
 
 def newest_verified(run_folder: Path) -> Path:
-    """For who has no run to describe: the newest of which every byte is as it was saved. All ranks must call it."""
+    """The newest checkpoint that verifies, for callers that have no Run. All ranks must call it."""
     for path in of_first(together(lambda: checkpoints_in(run_folder) if leads() else [])):
         if not verify_together(path):
             return path
@@ -82,7 +82,7 @@ def newest_verified(run_folder: Path) -> Path:
 
 
 def _newest(run: Run, broken: dict[str, str]) -> Chosen:
-    """The newest of the run folder that looks right and is not among those that were read and found `broken`."""
+    """The newest checkpoint in the run folder that passes the cheap check and has not been found `broken`."""
     folder, resume = Path(run.values["output_dir"]).expanduser(), run.values["resume"]
     skipped: list[str] = []
     for path, why in _looked_at(folder, broken, run.value("resume_changed") == "allow"):
@@ -96,19 +96,19 @@ def _newest(run: Run, broken: dict[str, str]) -> Chosen:
         raise RequestError(f"--resume {resume}: {folder} holds no checkpoint. {START_ANEW}")
     raise RequestError(
         f"--resume {resume}: {folder} holds no checkpoint that verifies. {' '.join(skipped)} `finetune checkpoint "
-        f"verify {folder}` says more. {START_ANEW}"
+        f"verify {folder}` gives details. {START_ANEW}"
     )
 
 
 def _looked_at(folder: Path, broken: dict[str, str], takes_others: bool) -> Iterator[tuple[Path, str | None]]:
-    """Newest first, with what is wrong. The only one may have been moved aside by a save that was cut off: rank 0 gives
-    it its name again once it has the lock."""
+    """Checkpoints, newest first, each with its problem, if any. An interrupted save may have renamed the only one: rank
+    0 restores its name once it holds the lock."""
     for link in sorted(path for path in folder.glob("checkpoint-*") if path.is_symlink()):
-        yield link, f"{link.name} is a link, and only folders of the run itself are gone on with."
+        yield link, f"{link.name} is a link, and a run resumes only from its own folders."
     own = read_run(folder)
     for path in checkpoints_in(folder) or sorted(folder.glob(f"{REPLACED}checkpoint-*"), reverse=True):
         if not (path / MANIFEST).exists():
-            why = f"has no {MANIFEST}: another version wrote it, and only --resume {path} takes it, as it is."
+            why = f"has no {MANIFEST}: another version wrote it. --resume {path} accepts it without verification."
             yield path, f"{path.name} {why}"
             continue
         found = broken.get(path.name) or in_short(_glance(path))
@@ -118,14 +118,14 @@ def _looked_at(folder: Path, broken: dict[str, str], takes_others: bool) -> Iter
 
 
 def _named(run: Run, path: Path) -> Chosen:
-    """The user's own choice, which may be older than manifests."""
+    """The checkpoint that the user named, which may predate manifests."""
     if not (path / STATE_FILE).is_file():
-        raise RequestError(f"--resume {path}: is no checkpoint folder (no trainer_state.json in it). {RESUMES}")
+        raise RequestError(f"--resume {path}: is not a checkpoint folder (it has no trainer_state.json). {RESUMES}")
     if path.is_symlink():
         raise RequestError(f"--resume {path}: is a link to {os.readlink(path)}. Give the checkpoint itself.")
     notes: tuple[str, ...] = ()
     if not (path / MANIFEST).exists():
-        notes = (f"warning: {path} has no {MANIFEST}, so nobody can say whether it is whole. It is taken as it is.",)
+        notes = (f"warning: {path} has no {MANIFEST}, so it cannot be verified. It is used as it is.",)
         found = state_problems(path, None)
         if found:
             raise RequestError(_refused(path, found))
@@ -134,13 +134,13 @@ def _named(run: Run, path: Path) -> Chosen:
     other = of_another_run(path, read_run(Path(run.values["output_dir"]).expanduser()))
     if other and run.value("resume_changed") != "allow":
         raise RequestError(
-            f"--resume {path}: {other} Give another --output_dir, or go on all the same by --resume_changed allow."
+            f"--resume {path}: {other} Give another --output_dir, or resume anyway with --resume_changed allow."
         )
     return Chosen(str(path), notes)
 
 
 def _glance(path: Path) -> list[str]:
-    """Names and sizes, and the content of the one file that is read before all are."""
+    """Check names and sizes, and the content of the small files that are read before the rest."""
     if found := problems(path, hashes=False):
         return found
     manifest = read_manifest(path)
@@ -150,13 +150,13 @@ def _glance(path: Path) -> list[str]:
 
 def _refused(path: Path, found: list[str]) -> str:
     return (
-        f"--resume {path}: it is not as it was saved. {in_short(found)} Give another checkpoint, or auto for "
+        f"--resume {path}: it does not verify. {in_short(found)} Give another checkpoint, or auto for "
         "the newest that verifies."
     )
 
 
 def _refuse_other_sight(checkpoint: str | None) -> None:
-    """Each rank has looked for the path that was given: on a disk that not all see, or not yet, some would not."""
+    """Raise unless all ranks found the given path: on a disk that is not shared, or lags, some would not."""
     seen = every(checkpoint)
     for number, found in enumerate(seen):
         if found != seen[0]:
@@ -164,7 +164,7 @@ def _refuse_other_sight(checkpoint: str | None) -> None:
 
 
 def _refuse_other_disk(checkpoint: str | None, seen_early: str | None) -> None:
-    """What rank 0 has chosen all must see, if not at once; and where it has found none, none may have seen one."""
+    """Raise unless all ranks come to see rank 0's choice; if it found none, no other rank may have seen one."""
     end = time.monotonic() + SHARED_DISK_SECONDS
     while checkpoint and not (Path(checkpoint) / STATE_FILE).is_file() and time.monotonic() < end:
         time.sleep(0.1)
@@ -182,16 +182,16 @@ def _seen_otherwise(by_first: str | None, rank: int, says: str) -> RequestError:
 
 
 def _refuse_if_finished(run: Run, checkpoint: Path, kind: type[FinetuneError]) -> None:
-    """A run that has had all its steps keeps its results. For a cluster that starts it again that is no error."""
+    """Raise if the run has done all its steps: its results are kept. For a cluster's restart, this is not an error."""
     state = read_json_object(checkpoint / STATE_FILE)
     asked = run.value("max_steps")
     by_steps = asked > 0 and state["global_step"] >= asked
     by_epochs = asked <= 0 and state["global_step"] >= state["max_steps"]
     card = checkpoint.parent / LAST_WRITTEN
     if not card.is_file() or card.stat().st_mtime < (checkpoint / STATE_FILE).stat().st_mtime:
-        return  # cut off after its last step: what comes after training is still to do
+        return  # interrupted after its last step: the work after training is still to be done
     if by_steps or (by_epochs and run.value("num_train_epochs") <= state["num_train_epochs"]):
         raise kind(
-            f"--resume: the run ended at step {state['global_step']}, and nothing is left to do. To go on, ask "
-            "for more by --num_train_epochs or --max_steps."
+            f"--resume: the run ended at step {state['global_step']}, and nothing is left to do. To continue, raise "
+            "--num_train_epochs or --max_steps."
         )

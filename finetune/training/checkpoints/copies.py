@@ -1,7 +1,7 @@
-"""Copies of objects with tensors, in memory that two processes share, and the objects again on the other side.
+"""Copy objects with tensors into memory that two processes share, and rebuild them on the other side.
 
-The memory is a memfd: it has no name, so that nothing of it is left however the processes end. It is kept between
-saves, for its pages cost more to get than to fill (828 MB: 0.8 s the first time, 0.05 s after that).
+The memory is a memfd: it has no name, so nothing is left behind however the processes end. It is kept between saves,
+because allocating its pages costs more than filling them (828 MB: 0.8 s the first time, 0.05 s after that).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 SEGMENT_BYTES = 64 * 2**20
 ALIGNMENT = 64
 
-Segment = tuple[int, int]  # where it begins in the memory, and its bytes
-Place = tuple[int, int]  # of some bytes: the number of the segment, and where they begin in it
+Segment = tuple[int, int]  # offset in the memory, size in bytes
+Place = tuple[int, int]  # of a block of bytes: index of the segment, offset in it
 
 
 class Memory:
-    """`handle` is the memfd's; `segments` are mapped. One side fills it by `put`, the other reads it by `at`."""
+    """`handle` is the memfd; `segments` are mapped. One side writes with `put`, the other reads with `at`."""
 
     def __init__(self, handle: int, segments: Sequence[Segment] = ()) -> None:
         self.handle = handle
@@ -33,7 +33,7 @@ class Memory:
         self.map(segments)
 
     def map(self, segments: Sequence[Segment]) -> None:
-        """Those that are not mapped yet."""
+        """Map the segments that are not mapped yet."""
         for begin, size in segments[len(self.segments) :]:
             self.segments.append((begin, size))
             self.maps.append(torch.frombuffer(mmap.mmap(self.handle, size, offset=begin), dtype=torch.uint8))
@@ -43,11 +43,11 @@ class Memory:
         return sum(size for _, size in self.segments)
 
     def clear(self) -> None:
-        """What is put comes in place of what is there."""
+        """Let the next `put` overwrite what is there."""
         self.used = [0] * len(self.segments)
 
     def put(self, content: torch.Tensor) -> Place:
-        """Copy a flat tensor of bytes, of any device. Raises OSError where there is no memory."""
+        """Copy a flat tensor of bytes from any device. Raises OSError when memory runs out."""
         number, begin = self._room(content.numel())
         self.maps[number][begin : begin + content.numel()].copy_(content)
         return number, begin
@@ -70,22 +70,22 @@ class Memory:
 
 
 class OtherDeviceError(Exception):
-    """A tensor that is pickled by value is on a device that the process on the other side may not have."""
+    """A tensor pickled by value is on a device that the other process may not have."""
 
 
 class _Copier(pickle.Pickler):
-    """Storages go into the memory, each once, all else into the pickle: the file that torch.save makes of what comes
-    out on the other side is that of the object."""
+    """Puts each storage into the memory once, and everything else into the pickle. On the other side, torch.save makes
+    the same file from the rebuilt object as from the original."""
 
     def __init__(self, file: io.BytesIO, memory: Memory) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.memory = memory
-        self.stored: dict[int, tuple[torch.UntypedStorage, Place]] = {}  # held, so that no address comes twice
+        self.stored: dict[int, tuple[torch.UntypedStorage, Place]] = {}  # references, so that no address is reused
 
     def reducer_override(self, obj: Any) -> Any:
         is_plain = type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized
         if not is_plain or vars(obj) or obj.is_conj() or obj.is_neg() or obj.device.type == "meta":
-            # As pickle has it, by value, and with its device; of a parameter what it holds comes here again.
+            # Pickle's default: by value, with its device. A Parameter's data tensor comes through here again.
             if isinstance(obj, torch.Tensor) and type(obj) is not torch.nn.Parameter and obj.device.type != "cpu":
                 raise OtherDeviceError
             return NotImplemented
@@ -114,13 +114,13 @@ class _Maker(pickle.Unpickler):
         place, size = found
         if size == 0:
             return torch.UntypedStorage(0)
-        if place not in self.made:  # a storage of its own, which torch.save writes whole, and not all of the memory
+        if place not in self.made:  # a separate storage: torch.save writes whole storages, and would write all memory
             self.made[place] = _alone(self.memory.at(place, size)).untyped_storage()
         return self.made[place]
 
 
 def _alone(content: torch.Tensor) -> torch.Tensor:
-    """The same bytes, of a storage that ends where they end."""
+    """The same bytes, in a storage of exactly their size."""
     return torch.frombuffer(content.numpy(), dtype=torch.uint8)
 
 
@@ -137,19 +137,19 @@ def _tensor(
 
 
 def copied(content: Any, memory: Memory) -> bytes:
-    """A pickle of it, for `restored`, whose tensors are in the memory. May raise OtherDeviceError."""
+    """A pickle for `restored`; its tensors are in the memory. May raise OtherDeviceError."""
     file = io.BytesIO()
     _Copier(file, memory).dump(content)
     return file.getvalue()
 
 
 def restored(pickled: bytes, memory: Memory) -> Any:
-    """On the CPU, and only for as long as nothing else is put into the memory. `pickled` is of a process of ours."""
+    """The object on the CPU, valid until the memory is written again. `pickled` must come from a process of ours."""
     return _Maker(io.BytesIO(pickled), memory).load()
 
 
 def copied_weights(weights: dict[str, torch.Tensor], memory: Memory) -> dict[str, Any]:
-    """Each contiguous and by itself, as safetensors takes them."""
+    """Copy each weight separately and contiguously, as safetensors requires."""
     found = {}
     for name, weight in weights.items():
         flat = weight.detach().contiguous().reshape(-1).view(torch.uint8)

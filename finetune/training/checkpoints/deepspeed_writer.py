@@ -1,4 +1,4 @@
-"""How DeepSpeed hands over the files that it saves: by its own interface for writers of checkpoints."""
+"""Intercepts the files that DeepSpeed saves, through its checkpoint engine interface."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Keep = Callable[[str, Any, bool], bool]
 
 
 class CopyingCheckpointEngine(TorchCheckpointEngine):
-    """As DeepSpeed's, but what `keep` takes is written later."""
+    """DeepSpeed's default engine, except that the files that `keep` accepts are written later."""
 
     def __init__(self, before: Any, keep: Keep) -> None:
         self.name, self.zipfile_serialization, self.keep = before.name, before.zipfile_serialization, keep
@@ -22,7 +22,7 @@ class CopyingCheckpointEngine(TorchCheckpointEngine):
 
 
 def copy_for(engine: Any, keep: Keep) -> None:
-    """In place of DeepSpeed's default; another writer that the config asks for stays, and saves as it does."""
+    """Replace DeepSpeed's default checkpoint engine; another one chosen by the config stays, and saves as usual."""
     before = engine.checkpoint_engine
     if type(before) in (TorchCheckpointEngine, CopyingCheckpointEngine):
         engine.checkpoint_engine = CopyingCheckpointEngine(before, keep)

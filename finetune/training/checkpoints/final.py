@@ -1,6 +1,6 @@
-"""The final model of a run folder: whose weights it gets, how it is put in place, and that it opens.
+"""The final model of a run folder: which weights it gets, how it is moved into place, and the check that it opens.
 
-A run is done only once its model has been opened: weights by name and shape, finite numbers, files by hash.
+A run is done only once its model has been opened and checked: names and shapes, finite values, file hashes.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from finetune.training.checkpoints.manifest import CHECKPOINT, FileRecord, check
 from finetune.training.checkpoints.verifying import verify_together
 from finetune.training.checkpoints.writing import every, flush, leads, of_first, rank, ranks, together
 
-FINAL = "final"  # where it is put together
+FINAL = "final"  # the folder in which the model is assembled
 Shapes = Mapping[str, Sequence[int]]
 WEIGHTS = ".safetensors"
 
 
 def best_in(run_folder: Path, named: str | None) -> Path | None:
-    """The checkpoint of this run folder that trainer_state.json has `named` the best, by its last name alone: the file
-    may be a stranger's, and the folder may have moved since."""
+    """The checkpoint in this run folder that trainer_state.json `named` best. Only the last path component is used: the
+    file may be untrusted, and the folder may have moved."""
     name = Path(named or "").name
     return run_folder / name if CHECKPOINT.fullmatch(name) else None
 
 
 def note_place_of_best(state: Any, place: Path) -> None:
-    """What trainer_state.json is to say of the best checkpoint when that of this step is saved at `place`."""
+    """Set the best checkpoint's path for trainer_state.json, when this step's checkpoint is saved at `place`."""
     best = state.best_global_step
     if best and (best == state.global_step or place.with_name(f"checkpoint-{best}").is_dir()):
         state.best_model_checkpoint = str(place.with_name(f"checkpoint-{best}"))
 
 
 def best_to_load(run_folder: Path, named: str | None) -> Path | None:
-    """That one, if it verifies; else None, which rank 0 says: the last weights are kept. All ranks must call it."""
+    """`best_in`, if it verifies; else None, and rank 0 warns that the last weights are kept. All ranks must call it."""
     best, why = best_in(run_folder, named), None
     if best is None or not of_first(together(lambda: best.is_dir() if leads() else False)):
         why = "is gone"
     else:
         try:
             found = verify_together(best)
-        except (FinetuneError, OSError) as error:  # the run is done: that must not end it
+        except (FinetuneError, OSError) as error:  # training is done: this must not fail the run
             found = [first_line(error, 400)]
         if found:
-            why = f"is not as it was saved: {found[0]}"
+            why = f"does not verify: {found[0]}"
     if why is None:
         return best
     if leads():
@@ -61,12 +61,12 @@ def best_to_load(run_folder: Path, named: str | None) -> Path | None:
 
 
 def save_final(run_folder: Path, write: Callable[[Path], None]) -> dict[str, FileRecord]:
-    """The model that `write` saves, into the run folder in place of one that is there. Returns what its files are, for
+    """Save the model with `write`, and replace the one in the run folder. Returns the records of its files, for
     `open_final`. All ranks must call it.
 
-    At every moment `from_pretrained` finds the old model, or none, or the new: the old weights go before anything of
-    the new model comes, and what it looks for first, the index or the one file, comes last. Until then `final/` is
-    whole.
+    At every moment `from_pretrained` finds the old model, none, or the new one: the old weights are deleted before any
+    file of the new model is moved, and the file that it looks for first (the index or the single file) is moved last.
+    Until then `final/` is complete.
     """
     with (whole := AtomicFolder(run_folder / FINAL, None)) as folder:
         write(folder)
@@ -83,22 +83,21 @@ def _move_up(folder: Path) -> None:
     for path in sorted(folder.iterdir(), key=lambda path: (path.name.endswith(".index.json"), path.name in last)):
         target = run_folder / path.name
         if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)  # of one that was saved before
+            shutil.rmtree(target)  # from an earlier save
         os.replace(path, target)
     flush(run_folder)
     folder.rmdir()
 
 
 def _weights(folder: Path) -> list[Path]:
-    """What `from_pretrained` would open, the index first."""
+    """The files that `from_pretrained` would open, the index first."""
     kinds = ("*.safetensors.index.json", "pytorch_model*.index.json", "model*.safetensors", "adapter_model.safetensors")
     return [path for kind in (*kinds, "pytorch_model*.bin", "adapter_model.bin") for path in sorted(folder.glob(kind))]
 
 
 def open_final(run_folder: Path, records: Mapping[str, FileRecord], expected: Shapes) -> None:
-    """The model that has just been moved into its place; `records` are of its files as they were written, `expected`
-    the weights that were trained, with their shapes. All ranks must call it, each reads its share. Raises RunError on
-    all of them."""
+    """Check the model that was just moved into place. `records` are its files as written; `expected` are the names and
+    shapes of the trained weights. All ranks must call it; each reads its share. Raises RunError on all of them."""
     own = shares({name: record.bytes for name, record in records.items()}, ranks())[rank()]
     parts = every(together(lambda: _look(run_folder, {name: records[name] for name in own})))
     shapes = {name: shape for _, part, _ in parts for name, shape in part.items()}
@@ -106,8 +105,8 @@ def open_final(run_folder: Path, records: Mapping[str, FileRecord], expected: Sh
     diverged = [name for _, _, part in parts for name in part]
     if diverged and not problems:
         raise RunError(
-            f"{run_folder}: training has diverged: {', '.join(diverged[:3])} of the model that was saved "
-            f"{'hold' if len(diverged) > 1 else 'holds'} numbers that are not finite. Lower --learning_rate."
+            f"{run_folder}: training has diverged: {', '.join(diverged[:3])} of the saved model "
+            f"{'hold' if len(diverged) > 1 else 'holds'} non-finite values. Lower --learning_rate."
         )
     if problems:
         newest = next(iter(checkpoints_in(run_folder)), None)
@@ -119,29 +118,29 @@ def open_final(run_folder: Path, records: Mapping[str, FileRecord], expected: Sh
 
 
 def _unlike(there: Shapes, expected: Shapes) -> list[str]:
-    """What differs from the weights that were trained."""
+    """The differences between the saved weights and the trained ones."""
     if not there:
         return [f"no weights ({WEIGHTS}) were written."]
     missing = [f"{name} is missing." for name in expected if name not in there]
     return missing + [
-        f"{name} is {there[name]}, and was trained as {list(shape)}."
+        f"{name} has shape {there[name]}, but was trained with {list(shape)}."
         for name, shape in expected.items()
         if name in there and list(shape) != there[name]
     ]
 
 
 def _look(folder: Path, records: Mapping[str, FileRecord]) -> tuple[list[str], dict[str, list[int]], list[str]]:
-    """What is wrong with files, the shapes of the weights in them, and the names of those that are not finite."""
+    """Problems of the files, the shapes of their weights, and the names of weights that are not finite."""
     problems: list[str] = []
     shapes: dict[str, list[int]] = {}
     diverged: list[str] = []
     for name, record in records.items():
         try:
             if hash_of(folder / name) != record.xxh3_128:
-                problems.append(f"{name} has other content than was written.")
+                problems.append(f"{name} does not have the content that was written.")
             elif name.endswith(WEIGHTS):
                 with safe_open(folder / name, framework="pt") as file:
-                    for weight in file.keys():  # noqa: SIM118  (it is no dict)
+                    for weight in file.keys():  # noqa: SIM118  (it is not a dict)
                         tensor = file.get_tensor(weight)
                         shapes[weight] = list(tensor.shape)
                         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

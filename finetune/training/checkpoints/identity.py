@@ -1,7 +1,7 @@
-"""Of which run a checkpoint is, and what decided its course until then. Never imports torch.
+"""Which run a checkpoint belongs to, and what determined its results so far. Never imports torch.
 
-`run.json` in a checkpoint holds the run's id, the step, the flags and facts that change the numbers, and the hash of
-every other file: weights, optimizer and state that were saved at one step. In a run folder it holds id and lineage.
+`run.json` in a checkpoint holds the run's id, the step, the flags and facts that affect the results, and the hash of
+every other file, which ties weights, optimizer and state to one step. In a run folder it holds the id and lineage.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from finetune.training.checkpoints.manifest import FileRecord, Manifest
 
 FORMAT = 1
 RUN_ID = re.compile("[0-9a-f]{32}")
-SHOWN = 8  # of a run's id
+SHOWN = 8  # leading characters of a run's id
 MOST_LAUNCHES = 10_000
-MOST_SHOWN = 100  # stretches of a lineage; recipe.yaml must stay as small as readers of YAML take it
+MOST_SHOWN = 100  # stretches of a lineage; recipe.yaml must stay below the size limit of our YAML reader
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The steps after `from_step`, until the next of a lineage: by which run, and which flags and facts were changed
-    then, each with the value before and after."""
+    """The steps after `from_step`, up to the next stretch of the lineage: which run took them, and which flags and
+    facts changed at its start, each as (before, after)."""
 
     run: str
     from_step: int
@@ -41,7 +41,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Identity:
-    """`flags` are compared by value. `facts` are what data and model come to: hashes, and the model's config."""
+    """`flags` are compared by value. `facts` describe the data and the model: hashes, and the model's config."""
 
     run: str
     flags: Mapping[str, Any]
@@ -52,7 +52,7 @@ class Identity:
     files: Mapping[str, str] = field(default_factory=dict)  # their hashes
 
     def at(self, step: int, records: Mapping[str, FileRecord]) -> Identity:
-        """For the checkpoint of `step`."""
+        """The identity for the checkpoint of `step`."""
         return replace(self, step=step, files={name: record.xxh3_128 for name, record in records.items()})
 
     def as_json(self) -> dict[str, Any]:
@@ -64,13 +64,13 @@ def new_id() -> str:
 
 
 def shown(value: Any) -> str:
-    """A flag's value in a line."""
+    """A flag's value, shortened to fit a line."""
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_identity(folder: Path) -> Identity | None:
-    """Of a checkpoint; None for one that has none. Raises RequestError for what is not as we write it."""
+    """A checkpoint's identity, or None if it has none. Raises RequestError for a malformed file."""
     place = f"{folder.name}/{IDENTITY}"
     if not (folder / IDENTITY).exists() and not (folder / IDENTITY).is_symlink():
         return None
@@ -86,11 +86,11 @@ def read_identity(folder: Path) -> Identity | None:
         lineage = _lineage(content["lineage"])
         return Identity(_id(content["run"]), dict(content["flags"]), facts, texts[0], lineage, step, texts[1])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RequestError(f"{place} is not as it was written: {str(error)[:100] or type(error).__name__}.") from error
+        raise RequestError(f"{place} is malformed: {str(error)[:100] or type(error).__name__}.") from error
 
 
 def read_run(run_folder: Path) -> tuple[str, tuple[Stretch, ...]] | None:
-    """Id and lineage of the run that a folder holds; None where it tells none. Raises RequestError."""
+    """Id and lineage of the run in a folder, or None if it records none. Raises RequestError."""
     place = f"{run_folder.name}/{IDENTITY}"
     if not (run_folder / IDENTITY).exists():
         return None
@@ -99,17 +99,17 @@ def read_run(run_folder: Path) -> tuple[str, tuple[Stretch, ...]] | None:
         return _id(content["run"]), _lineage(content["lineage"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RequestError(
-            f"{place} is not as it was written: {str(error)[:100]}. Delete it: it is made anew from the checkpoint."
+            f"{place} is malformed: {str(error)[:100]}. Delete it: it is recreated from the checkpoint."
         ) from error
 
 
 def run_record(run: str, lineage: Sequence[Stretch]) -> dict[str, Any]:
-    """What `read_run` reads."""
+    """The content of the file that `read_run` reads."""
     return {"format": FORMAT, "run": run, "lineage": [asdict(stretch) for stretch in lineage]}
 
 
 def lineage_lines(lineage: Sequence[Stretch]) -> list[str]:
-    """Which steps ran under which flags, for people; nothing where all ran under the same."""
+    """Readable lines on which steps ran under which flags; none if the flags never changed."""
     if len(lineage) < 2:
         return []
     ends = [f"{stretch.from_step}" for stretch in lineage[1:]] + ["the end"]
@@ -119,15 +119,15 @@ def lineage_lines(lineage: Sequence[Stretch]) -> list[str]:
 
 
 def of_another_run(checkpoint: Path, own: tuple[str, tuple[Stretch, ...]] | None) -> str | None:
-    """Says so where it is neither of the run whose folder this is, nor of one that the run has gone on from."""
+    """A message if the checkpoint is neither from this folder's run nor from one that it was resumed from."""
     identity = read_identity(checkpoint)
     if identity is None or own is None or identity.run in (own[0], *(stretch.run for stretch in own[1])):
         return None
-    return f"{checkpoint.name} is of run {identity.run[:SHOWN]}, and the folder is of run {own[0][:SHOWN]}."
+    return f"{checkpoint.name} belongs to run {identity.run[:SHOWN]}, and the folder to run {own[0][:SHOWN]}."
 
 
 def mixed(folder: Path, manifest: Manifest) -> list[str]:
-    """What of a checkpoint was not saved with the rest of it, though its manifest may have been made anew."""
+    """Files of a checkpoint that were not saved with the rest, even if its manifest was recreated to match them."""
     try:
         identity = read_identity(folder)
     except RequestError as error:
@@ -135,7 +135,7 @@ def mixed(folder: Path, manifest: Manifest) -> list[str]:
     if identity is None:
         return []
     if identity.step != manifest.step:
-        return [f"{folder.name}: {IDENTITY} is of step {identity.step}, and the manifest of step {manifest.step}."]
+        return [f"{folder.name}: {IDENTITY} is for step {identity.step}, but the manifest is for {manifest.step}."]
     now = {name: record.xxh3_128 for name, record in manifest.files.items() if name != IDENTITY}
     others = [name for name in sorted(now.keys() | identity.files.keys()) if now.get(name) != identity.files.get(name)]
     return [
@@ -145,7 +145,7 @@ def mixed(folder: Path, manifest: Manifest) -> list[str]:
 
 def _lineage(content: Any) -> tuple[Stretch, ...]:
     if not isinstance(content, list) or len(content) > MOST_LAUNCHES:
-        raise ValueError("lineage is no list")
+        raise ValueError("lineage is not a list")
     found = []
     for row in content:
         changed = {str(name): (before, now) for name, (before, now) in dict(row["changed"]).items()}
@@ -155,5 +155,5 @@ def _lineage(content: Any) -> tuple[Stretch, ...]:
 
 def _id(value: Any) -> str:
     if not isinstance(value, str) or not RUN_ID.fullmatch(value):
-        raise ValueError("run is no id")
+        raise ValueError("run is not an id")
     return value

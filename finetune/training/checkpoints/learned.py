@@ -1,5 +1,5 @@
-"""How transformers writes a model's weights, learnt from a file that it has written: which tensors, under which names,
-with which metadata. The next file of the same model can then be written elsewhere, to the same bytes."""
+"""Learns how transformers writes a model's weights from a file that it wrote: which tensors, under which names, with
+which metadata. Another process can then write the next file of the same model, byte for byte the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Form:
-    """Of one file."""
+    """The form of one weights file."""
 
     file: str
     names: tuple[str, ...]
@@ -22,14 +22,14 @@ class Form:
 
 
 class Learned:
-    """Nothing, until a model was written to a single file whose tensors are those of the state dict to the byte."""
+    """Empty until a model is written to a single file whose tensors equal those of the state dict bit by bit."""
 
     def __init__(self) -> None:
         self.shapes: Shapes = {}
         self.form: Form | None = None
 
     def of(self, weights: dict[str, torch.Tensor]) -> Form | None:
-        """None where the model is not the one that was looked at."""
+        """The form, or None if the shapes are not those that `look` saw."""
         return self.form if _shapes(weights) == self.shapes else None
 
     def look(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -41,7 +41,7 @@ class Learned:
             names = tuple(file.keys())
             for name in names:
                 if name not in weights or not _are_same(file.get_tensor(name), weights[name]):
-                    return  # an adapter, whose names are changed, or a model whose weights are converted
+                    return  # an adapter (its names are changed), or a model whose weights are converted
             self.form = Form(files[0].name, names, dict(file.metadata() or {}))
 
 
@@ -50,7 +50,7 @@ def _shapes(weights: dict[str, torch.Tensor]) -> Shapes:
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit by bit: NaN is NaN."""
+    """Compares bits, so NaN equals NaN."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     flat = [part.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for part in (one, other)]

@@ -1,4 +1,4 @@
-"""One run in a run folder at a time. The lock goes with the process that has it, however that ends. No torch."""
+"""One run per run folder at a time. The lock is released when its process ends, however it ends. No torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from finetune.errors import BusyError, RequestError
 from finetune.run.files import LOCK
 
-# For a predecessor whose ranks are still ending, or whose host has failed: an NFS server keeps a dead client's lock for
-# about 90 s, its lease (Linux, Documentation/filesystems/nfs/nfsd-admin-interfaces.rst).
+# The previous run's ranks may still be ending, or its host may have failed: an NFS server keeps a dead client's lock
+# for about 90 s, its lease (Linux, Documentation/filesystems/nfs/nfsd-admin-interfaces.rst).
 RESUMED_WAITS_SECONDS = 120.0
 POLL_SECONDS = 0.2
 OWNER_BYTES = 4096
 
-_held: dict[Path, int] = {}  # handles of this process: closing one gives its lock up
+_held: dict[Path, int] = {}  # file descriptors of this process: closing one releases its lock
 
 
 def lock_run_folder(folder: Path, command: str, wait_seconds: float = 0.0) -> str | None:
-    """Take the folder for this process until it ends; None where that is done, or a line to say where the disk has no
-    locks. Raises an error that names the owner: BusyError where it has waited. Only rank 0 calls it."""
+    """Lock the folder until this process ends. Returns None, or a note to print if the disk does not support locks.
+    Raises an error that names the owner: BusyError after waiting, else RequestError. Only rank 0 calls it."""
     path = folder.resolve() / LOCK
     if path in _held:
         return None
@@ -44,26 +44,26 @@ def lock_run_folder(folder: Path, command: str, wait_seconds: float = 0.0) -> st
                 continue
             os.close(handle)
             raise (BusyError if has_said else RequestError)(
-                f"--output_dir {folder}: another run writes there ({owner}). Wait for its end or stop it, or give "
+                f"--output_dir {folder}: another run writes there ({owner}). Wait until it ends, stop it, or give "
                 "another folder."
             ) from None
         except OSError as error:  # some network disks
             os.close(handle)
-            return f"note: {folder} cannot be locked ({error.strerror}). Let no second run write there."
+            return f"note: {folder} cannot be locked ({error.strerror}). Make sure that no other run writes there."
     if not _held:
-        os.register_at_fork(after_in_child=give_up_locks)  # a data loader's worker may outlive its rank
+        os.register_at_fork(after_in_child=give_up_locks)  # a data loader worker may outlive its rank
     _held[path] = handle
     record = {"host": socket.gethostname(), "pid": os.getpid(), "command": command}
     record["started"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    with suppress(OSError):  # of a full disk: the lock is held all the same
+    with suppress(OSError):  # disk full: the lock is held all the same
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(record).encode()[:OWNER_BYTES], 0)
     return None
 
 
 def give_up_locks() -> None:
-    """Close the handles: in a forked child, where that does not unlock the parent's; or once a run has ended whose
-    process goes on."""
+    """Close the file descriptors: in a forked child, which does not release the parent's locks, or after a run whose
+    process continues."""
     for handle in _held.values():
         with suppress(OSError):
             os.close(handle)
@@ -75,5 +75,5 @@ def _owner(handle: int) -> str:
         found = json.loads(os.pread(handle, OWNER_BYTES, 0))
         words = {name: str(found[name])[:300] for name in ("pid", "host", "started", "command")}
     except (ValueError, KeyError, TypeError, RecursionError):
-        return "its owner has not said its name yet"
+        return "the owner has not recorded its name yet"
     return f"process {words['pid']} on {words['host']}, started {words['started']}: {words['command']}"

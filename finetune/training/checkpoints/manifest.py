@@ -1,7 +1,7 @@
-"""What a checkpoint is made of: every file's size and hash, and the run that wrote it. Never imports torch.
+"""A checkpoint's manifest: every file's size and hash, and the run that wrote it. Never imports torch.
 
-`manifest.json` is written last into a folder that still has its unfinished name. A folder that agrees with its manifest
-is as its run left it.
+`manifest.json` is written last, into a folder that still has its unfinished name. A folder that matches its manifest is
+as its run left it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from finetune.safe_read.files import DEEPEST_FOLDER, is_hollow
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-OWN_HASH = "own_xxh3_128"  # of the rest of the manifest, in canonical form
+OWN_HASH = "own_xxh3_128"  # hash of the rest of the manifest, in canonical form
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
-NAMED_AT_MOST = 3  # problems of a checkpoint, in a message
+NAMED_AT_MOST = 3  # problems that a message lists
 BLOCK_BYTES = 4 * 2**20
 ENGINES = ("ddp", "deepspeed", "fsdp", "pipeline")
 
@@ -41,7 +41,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Spread:
-    """How a run is spread: `engine` is one of ENGINES; one process without DeepSpeed is "ddp" with a world of 1."""
+    """How a run is distributed: `engine` is one of ENGINES; a single process without DeepSpeed is "ddp" with world size
+    1."""
 
     engine: str
     world_size: int
@@ -57,7 +58,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`saved` is UTC in ISO 8601; `files` are named by their path inside the folder, with "/"."""
+    """`saved` is UTC in ISO 8601; the keys of `files` are paths relative to the folder, with "/"."""
 
     step: int
     epoch: float | None
@@ -73,14 +74,15 @@ class Manifest:
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
-    """The folders that are named as checkpoints, newest step first, whatever is in them. A link is no folder of a run:
-    it leads to what is not its own, and which nothing may delete."""
+    """The folders with checkpoint names, newest step first, whatever they contain. Links are left out: they lead to
+    folders that may belong to others, and that nothing may delete."""
     found = [(int(m[1]), path) for path in run_folder.glob("checkpoint-*") if (m := CHECKPOINT.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True) if path.is_dir() and not path.is_symlink()]
 
 
 def problems(folder: Path, hashes: bool) -> list[str]:
-    """What is wrong with a checkpoint, a sentence each; empty where it verifies. Without `hashes`, names and sizes."""
+    """What is wrong with a checkpoint, one sentence each; empty if it verifies. Without `hashes`, checks only names and
+    sizes."""
     try:
         manifest = read_manifest(folder)
     except RequestError as error:
@@ -89,16 +91,16 @@ def problems(folder: Path, hashes: bool) -> list[str]:
 
 
 def in_short(found: list[str]) -> str:
-    """The first of what `problems` has found, for a message."""
+    """The first few of the problems found, for a message."""
     more = len(found) - NAMED_AT_MOST
     return " ".join(found[:NAMED_AT_MOST]) + (f" And {more} more." if more > 0 else "")
 
 
 def misfits(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that are missing, too many, of another size, or not regular files."""
+    """Files that are missing, unexpected, of the wrong size, or not regular files."""
     named = CHECKPOINT.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
-        return [f"{folder.name}: {MANIFEST} is of step {manifest.step}."]
+        return [f"{folder.name}: {MANIFEST} is for step {manifest.step}."]
     try:
         there, strange = files_of(folder)
     except OSError as error:
@@ -115,7 +117,7 @@ def misfits(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def altered(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Of the files `names`, those whose hash is another. They must have passed `misfits`."""
+    """A sentence for each of the files `names` whose hash differs. They must have passed `misfits`."""
     found = []
     for name in names:
         try:
@@ -124,18 +126,18 @@ def altered(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]
             found.append(f"{folder.name}/{_shown(name)} cannot be read: {error.strerror}.")
             continue
         if not same:
-            found.append(f"{folder.name}/{_shown(name)} has other content than it was saved with.")
+            found.append(f"{folder.name}/{_shown(name)} has changed since it was saved.")
     return found
 
 
 def _shown(name: str) -> str:
-    """A name that a terminal may print: who made it up may have meant the terminal."""
+    """The name, safe to print: an untrusted name may contain terminal control sequences."""
     return name if name.isprintable() else ascii(name)
 
 
 def files_of(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """The sizes of the plain files below a folder, and the names of what is none: folders, too, that are deeper than
-    any of ours. Links are not followed."""
+    """The sizes of the regular files below a folder, and the names of everything else, including folders nested deeper
+    than any of ours. Links are not followed."""
     files: dict[str, int] = {}
     strange: list[str] = []
 
@@ -145,7 +147,7 @@ def files_of(folder: Path) -> tuple[dict[str, int], list[str]]:
     for base, folders, names in os.walk(folder, onerror=fail):
         if len(Path(base).relative_to(folder).parts) == DEEPEST_FOLDER:
             strange += [Path(base, name).relative_to(folder).as_posix() for name in folders]
-            folders.clear()  # which are not walked into
+            folders.clear()  # do not descend into them
         for name in (*names, *folders):
             path = Path(base, name)
             mode = path.lstat()
@@ -163,12 +165,12 @@ def hash_of(path: Path) -> str:
 
 
 def record_of(path: Path, to_disk: bool = False) -> FileRecord:
-    """A file as it is read, whatever the system says of its size. With `to_disk` it is on the disk afterwards."""
+    """Size and hash of the bytes that are read, whatever stat reports. With `to_disk`, the file is also flushed."""
     digest, size = xxhash.xxh3_128(), 0
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     with open(handle, "rb", buffering=0) as file:
         if is_hollow(handle):
-            raise OSError(errno.EFBIG, "it is nearly all a hole")
+            raise OSError(errno.EFBIG, "nearly all of it is a hole (sparse file)")
         block = memoryview(bytearray(BLOCK_BYTES))
         while count := file.readinto(block):
             digest.update(block[:count])
@@ -179,18 +181,18 @@ def record_of(path: Path, to_disk: bool = False) -> FileRecord:
 
 
 def shares(sizes: dict[str, int], count: int) -> list[list[str]]:
-    """The names in `count` lists of about the same number of bytes, the same on every rank that asks."""
+    """The names in `count` lists of about equal bytes; every rank computes the same lists."""
     spread: list[list[str]] = [[] for _ in range(count)]
     loads = [0] * count
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         lightest = min(range(count), key=lambda i: loads[i])
         spread[lightest].append(name)
-        loads[lightest] += sizes[name] + 1  # a file has its cost, be it empty
+        loads[lightest] += sizes[name] + 1  # even an empty file has a cost
     return spread
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Into a folder that is being written; on the disk when this returns."""
+    """Write the manifest into an unfinished folder, and flush it to disk."""
     content = {"format": FORMAT, **asdict(manifest)}
     content[OWN_HASH] = _own_hash(content)
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
@@ -200,20 +202,20 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises RequestError, in a sentence, for whatever is not a manifest that we have written."""
+    """Raises RequestError, with a one-sentence message, for anything but a manifest that this toolkit wrote."""
     place = f"{folder.name}/{MANIFEST}"
     content = read_json_object(folder / MANIFEST, inside=folder, name=place)
     if content.get("format") != FORMAT:
-        raise RequestError(f"{place} has format {str(content.get('format'))[:20]!r}, and this version reads {FORMAT}.")
+        raise RequestError(f"{place} has format {str(content.get('format'))[:20]!r}, but this version reads {FORMAT}.")
     try:
         manifest = _parsed(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RequestError(f"{place} is not as it was written: {str(error)[:100] or type(error).__name__}.") from error
+        raise RequestError(f"{place} is malformed: {str(error)[:100] or type(error).__name__}.") from error
     for name in manifest.files:
         if not _is_inside(name):
-            raise RequestError(f"{place} names {name[:100]!r}, which is no file inside the checkpoint.")
+            raise RequestError(f"{place} names {name[:100]!r}, which is not a file inside the checkpoint.")
     if content.get(OWN_HASH) != _own_hash(content):
-        raise RequestError(f"{place} has other content than it was saved with.")
+        raise RequestError(f"{place} has changed since it was saved.")
     return manifest
 
 
@@ -223,16 +225,16 @@ def _own_hash(content: dict[str, Any]) -> str:
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
-    """Raises KeyError, TypeError or ValueError where a field is missing or of another kind."""
+    """Raises KeyError, TypeError or ValueError if a field is missing or has the wrong type."""
     layout = content["layout"]
     engine = layout["engine"]
     if engine not in ENGINES:
-        raise ValueError(f"{str(engine)[:20]!r} is no engine")
+        raise ValueError(f"{str(engine)[:20]!r} is not an engine")
     sizes = ("zero_stage", "stages", "pipelines")
     optional = {name: layout[name] if layout[name] is None else _count(layout, name) for name in sizes}
     epoch = content["epoch"]
     if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int | float)):
-        raise TypeError("epoch is no number")
+        raise TypeError("epoch is not a number")
     files = {}
     for name, record in content["files"].items():
         if not re.fullmatch("[0-9a-f]{32}", record["xxh3_128"]):
@@ -259,12 +261,12 @@ def _count(content: dict[str, Any], name: str) -> int:
 def _text(content: dict[str, Any], name: str) -> str:
     value = content[name]
     if not isinstance(value, str) or len(value) > 100:
-        raise ValueError(f"{name} is no short text")
+        raise ValueError(f"{name} is not a short string")
     return value
 
 
 def _is_inside(name: str) -> bool:
-    """A relative path in plain form, that stays in the folder: links on it are found by `misfits`."""
+    """Whether the name is a normalized relative path inside the folder. `misfits` finds links along it."""
     path = PurePosixPath(name)
     plain = name == path.as_posix() and not path.is_absolute() and ".." not in path.parts
     return plain and name not in ("", ".", MANIFEST) and "\0" not in name and "\\" not in name

@@ -1,4 +1,4 @@
-"""Which checkpoints stay. The newest that verify, and the best; by step, for clocks jump."""
+"""Which checkpoints are kept: the newest that verify, and the best. Ordered by step, because clocks jump."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from finetune.training.checkpoints.final import best_in
 from finetune.training.checkpoints.manifest import MANIFEST, checkpoints_in, files_of, problems
 from finetune.training.checkpoints.writing import delete, flush, point_to
 
-Marks = dict[str, tuple[int, int]]  # of each file its size and the nanosecond at which it was last written
+Marks = dict[str, tuple[int, int]]  # each file's size, and modification time in nanoseconds
 
 
 class Keeper:
-    """Of one run folder, on rank 0. Reading every byte of all that is kept at each save would cost more than the save:
-    a checkpoint that has verified, and whose files are as large and as old as they were then, is not read again. What a
-    disk says of a checkpoint that is there already is a warning, and ends no run whose save has succeeded."""
+    """Rotates the checkpoints of one run folder, on rank 0. Reading all kept checkpoints at each save would cost more
+    than the save, so a verified checkpoint is not read again while its files keep their sizes and modification times. A
+    disk error on an older checkpoint only warns: it does not end a run whose save has succeeded."""
 
     def __init__(self, run_folder: Path) -> None:
         self.run_folder = run_folder
         self.trusted: dict[Path, Marks] = {}
 
     def trust(self, checkpoint: Path) -> None:
-        """It has just been written, or has verified."""
+        """Record a checkpoint that has just been written or has verified."""
         try:
             self.trusted[checkpoint.resolve()] = _marks(checkpoint)
         except OSError as error:
             _warn(checkpoint, error)
 
     def go_on_from(self, checkpoint: Path, step: int) -> None:
-        """A resumed run begins after `step`, and all ranks have read its checkpoint. Later ones are of a past that does
-        not lead here: they get a name that nobody chooses, or the next `--resume auto` would go on from them."""
+        """A resumed run begins after `step`, and all ranks have read its checkpoint. Later checkpoints are from an
+        abandoned branch of the run: they are renamed, or the next `--resume auto` would continue from them."""
         if (checkpoint / MANIFEST).is_file():
             self.trust(checkpoint)
         there = checkpoints_in(self.run_folder)
@@ -43,20 +43,20 @@ class Keeper:
             point_to(self.run_folder / checkpoint.name)
         flush(self.run_folder)
         print(
-            f"note: later than step {step}, and now named {SUPERSEDED}...: {', '.join(aside)}. Nothing goes on from "
-            "them or deletes them.",
+            f"note: checkpoints later than step {step} are now named {SUPERSEDED}...: {', '.join(aside)}. No run "
+            "resumes from them or deletes them.",
             flush=True,
         )
 
     def rotate(self, limit: int | None, current: Path, best: str | None) -> None:
-        """Delete what is older than the newest `limit` that verify, but `current` and `best` never."""
+        """Delete the checkpoints older than the newest `limit` that verify, but never `current` or `best`."""
         if limit is None or limit < 1:
             return
         spared = {current.name, named.name if (named := best_in(self.run_folder, best)) else ""}
         there, whole = checkpoints_in(self.run_folder), 0
         for i, checkpoint in enumerate(there):
             if not any(whole + j >= limit and other.name not in spared for j, other in enumerate(there[i:])):
-                return  # nothing is to be deleted, and so nothing to be read
+                return  # nothing to delete, so nothing to verify
             try:
                 if whole >= limit and checkpoint.name not in spared:
                     self.trusted.pop(checkpoint.resolve(), None)
@@ -79,7 +79,7 @@ class Keeper:
 def _set_aside(checkpoint: Path) -> bool:
     aside = checkpoint.with_name(SUPERSEDED + checkpoint.name)
     try:
-        shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+        shutil.rmtree(aside, ignore_errors=True)  # from an earlier resume
         os.replace(checkpoint, aside)
     except OSError as error:
         _warn(checkpoint, error)
@@ -88,7 +88,7 @@ def _set_aside(checkpoint: Path) -> bool:
 
 
 def _warn(checkpoint: Path, error: OSError) -> None:
-    print(f"warning: {checkpoint.name} is left as it is: {error.strerror or error}.", flush=True)
+    print(f"warning: {checkpoint.name} stays as it is: {error.strerror or error}.", flush=True)
 
 
 def _marks(checkpoint: Path) -> Marks:

@@ -1,4 +1,4 @@
-"""Is there room for a checkpoint? Asked before anything of it is written, and once before the first step."""
+"""Is there room for a checkpoint? Checked before each save, and once before the first step."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from finetune.host.control_group import memory_granted
 from finetune.training.checkpoints.writing import leads, together
 
 FP32_BYTES = 4
-# Of each element that is trained, what the optimizer keeps; in fp32, or in a byte. Others keep two moments, as Adam.
+# Bytes of optimizer state per trained element, in fp32 unless quantized. Other optimizers keep two moments, like Adam.
 STATES_BYTES = {"sgd": 0, "rmsprop": 4, "adagrad": 4, "adafactor": 0, "lion": 4, "8bit": 2, "4bit": 1}
 MOMENTS_BYTES = 8
 OTHER_BYTES = 2**18  # config, tokenizer, random states
-MARGIN = 1.02  # headers, and blocks that are not full
+MARGIN = 1.02  # headers, and partly filled blocks
 
-_said: set[Path] = set()  # of which folders' disks that has been said
+_said: set[Path] = set()  # folders whose note has been printed
 
 
 def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
-    """About as many as a checkpoint of this Trainer will have, all ranks together.
+    """The approximate size of this Trainer's checkpoint, all ranks together.
 
-    The weights stand in `model*.safetensors`; DeepSpeed and FSDP keep them a second time in a form of their own, and
-    DeepSpeed has in its optimizer's shards an fp32 copy of what is trained (deepspeed 0.19.8, runtime/engine.py,
+    The weights are in `model*.safetensors`. DeepSpeed and FSDP write them a second time in their own format, and
+    DeepSpeed's optimizer shards hold an fp32 copy of the trained weights (deepspeed 0.19.8, runtime/engine.py,
     save_checkpoint; zero/stage3.py and stage_1_and_2.py, state_dict). Under ZeRO-3 no second copy is written.
     """
     parameters = [(getattr(p, "ds_numel", p.numel()), p) for p in trainer.model.parameters()]
@@ -46,8 +46,8 @@ def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
 
 
 def copied_bytes(trainer: Any, size: int) -> int:
-    """Of a checkpoint of `size` bytes, about what the ranks of the fullest host copy: DeepSpeed's and FSDP's ranks each
-    their part, rank 0 the weights beside it, and without these rank 0 all."""
+    """Of a checkpoint of `size` bytes, about how many the ranks of the busiest host copy. With DeepSpeed or FSDP each
+    rank copies its part, and rank 0 also the weights; otherwise rank 0 copies everything."""
     ranks = int(trainer.args.world_size)
     hosts = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     if hosts == 1 or not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
@@ -57,18 +57,18 @@ def copied_bytes(trainer: Any, size: int) -> int:
 
 
 def free_memory() -> int:
-    """Bytes that this host may still give, and the control groups that this process is in."""
+    """Bytes still available on this host and in this process's control groups, whichever is less."""
     return min([int(psutil.virtual_memory().available), *(granted.free for granted in memory_granted())])
 
 
 def stage_bytes(counts: list[int], optim: str, has_momentum: bool, weights_only: bool) -> int:
-    """What one rank writes of a pipeline's checkpoint, all in fp32: `counts` are the elements of each tensor."""
+    """Bytes that one rank writes of a pipeline's checkpoint, all in fp32; `counts` are the elements of each tensor."""
     states = 0 if weights_only else states_bytes(optim, has_momentum)
     return int(MARGIN * sum(counts) * (FP32_BYTES + states))
 
 
 def states_bytes(optim: str, has_momentum: bool = False) -> int:
-    """Of one element that is trained, by what --optim says, and for SGD --optim_args."""
+    """Bytes of optimizer state per trained element, from --optim, and for SGD from --optim_args."""
     kind = optim.rpartition(".")[2].lower()
     for width in ("8bit", "4bit"):
         if width in kind:
@@ -79,7 +79,7 @@ def states_bytes(optim: str, has_momentum: bool = False) -> int:
 
 
 def check_space(run_folder: Path, needed: int, when: str) -> None:
-    """Raises RunError on all ranks where there is too little. All ranks must call it; rank 0 looks."""
+    """Raises RunError on all ranks if there is too little room. All ranks must call it; rank 0 checks."""
     together(lambda: _check(run_folder, needed, when) if leads() else None)
 
 
@@ -88,14 +88,14 @@ def _check(run_folder: Path, needed: int, when: str) -> None:
     disk = shutil.disk_usage(there)
     if disk.total == 0:  # some network and user-space file systems do not say
         if run_folder not in _said:
-            print(f"note: the disk of {run_folder} does not say how much room it has. None is asked for.", flush=True)
+            print(f"note: the disk of {run_folder} does not report its free space, so it is not checked.", flush=True)
             _said.add(run_folder)
         return
     if (free := disk.free) >= needed:
         return
     raise RunError(
-        f"{when}: a checkpoint needs about {needed / 2**20:,.0f} MiB, and the disk of {run_folder} has "
-        f"{free / 2**20:,.0f} MiB free. Nothing of it was written, and earlier checkpoints are whole. Make room, keep "
-        "fewer by --save_total_limit, save without the optimizer by --save_only_model True, or give another "
+        f"{when}: a checkpoint needs about {needed / 2**20:,.0f} MiB, but the disk of {run_folder} has "
+        f"{free / 2**20:,.0f} MiB free. Nothing was written, and earlier checkpoints are whole. Make room, keep "
+        "fewer with --save_total_limit, save without the optimizer with --save_only_model True, or give another "
         "--output_dir; then --resume auto."
     )

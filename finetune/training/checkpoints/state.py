@@ -1,4 +1,5 @@
-"""trainer_state.json before anything counts on it: who made its hash anew may have made up its numbers. No torch."""
+"""Validates trainer_state.json before anything relies on it: whoever recomputed its hash may have forged its values. No
+torch."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from finetune.run.files import STATE_FILE
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import CHECKPOINT
 
-MOST = 2**63  # a stream has so many epochs
-MOST_ROWS = 100_000  # of log_history, of which a run of ours keeps far fewer (training/run_folder.py)
+MOST = 2**63  # a streamed data set has about this many epochs
+MOST_ROWS = 100_000  # rows of log_history; our runs keep far fewer (training/run_folder.py)
 
 
 def _is_count(value: Any) -> bool:
@@ -27,7 +28,7 @@ def _is_number(value: Any, least: float = -math.inf) -> bool:
 
 
 def _is_amount(value: Any) -> bool:
-    """Of any size: a large model's floating-point operations are more than 2**63 in a day."""
+    """Any size is valid: a large model's floating-point operations exceed 2**63 in a day."""
     return _is_number(value) and math.isfinite(value) and value >= 0
 
 
@@ -39,7 +40,7 @@ TEXT: Rule = (lambda value: value is None or isinstance(value, str), "a text, or
 SWITCH: Rule = (lambda value: value is None or isinstance(value, bool), "true or false")
 OBJECT: Rule = (lambda value: value is None or isinstance(value, dict), "an object, or null")
 RULES = {
-    **dict.fromkeys(("global_step", "max_steps", "num_train_epochs"), COUNT),  # without which nothing goes on
+    **dict.fromkeys(("global_step", "max_steps", "num_train_epochs"), COUNT),  # required to resume
     **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "num_input_tokens_seen"), FROM_ZERO),
     "total_flos": (lambda value: value is None or _is_amount(value), "a number from 0 on, or null"),
     "best_metric": NUMBER,
@@ -48,7 +49,7 @@ RULES = {
     "trial_params": OBJECT,
     "train_batch_size": (lambda value: value is None or (_is_count(value) and value > 0), "a whole number from 1 on"),
 }
-# What else TrainerState of transformers 5.23 has (trainer_callback.py), which takes no other names.
+# The other fields of TrainerState in transformers 5.23 (trainer_callback.py), which accepts no other names.
 KEPT = "epoch best_global_step log_history stateful_callbacks".split()
 OF_CALLBACKS: dict[str, Rule] = {
     "sums": (lambda value: isinstance(value, list) and all(map(_is_number, value)), "a list of numbers"),
@@ -58,7 +59,7 @@ OF_CALLBACKS: dict[str, Rule] = {
 
 
 def state_problems(folder: Path, step: int | None) -> list[str]:
-    """What is wrong with the numbers of a checkpoint's state, which is of `step`, a sentence each."""
+    """What is wrong with the values in the state of a checkpoint for `step`, one sentence each."""
     try:
         state = read_json_object(folder / STATE_FILE)
     except RequestError as error:
@@ -68,7 +69,7 @@ def state_problems(folder: Path, step: int | None) -> list[str]:
         named = CHECKPOINT.fullmatch(folder.name)
         step = int(named[1]) if step is None and named else step
         if step is not None and state["global_step"] != step:
-            found.append(f"global_step is {state['global_step']}, and the checkpoint is of step {step}")
+            found.append(f"global_step is {state['global_step']}, but the checkpoint is for step {step}")
     found += [f"has {name[:40]!r}, which the Trainer does not know" for name in state if name not in {*RULES, *KEPT}]
     found += _of_steps(state)
     found += _of_callbacks(state.get("stateful_callbacks", {}), state.get("global_step"))
@@ -76,7 +77,7 @@ def state_problems(folder: Path, step: int | None) -> list[str]:
 
 
 def _of_steps(state: dict[str, Any]) -> Iterator[str | None]:
-    """What can be no more than the steps that were taken. An epoch has one at least."""
+    """Check values that cannot exceed the number of steps taken. An epoch has at least one step."""
     step = state.get("global_step")
     last = step if _is_count(step) else MOST
 
@@ -87,25 +88,25 @@ def _of_steps(state: dict[str, Any]) -> Iterator[str | None]:
         yield _broken(name, state.get(name), is_until_then, f"a number from 0 to {last}, its step, or null")
     rows = state.get("log_history", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        yield "log_history is no list of objects"
+        yield "log_history is not a list of objects"
     elif len(rows) > MOST_ROWS:
-        yield f"log_history has {len(rows):,} rows, of which nobody keeps more than {MOST_ROWS:,}"
+        yield f"log_history has {len(rows):,} rows, but at most {MOST_ROWS:,} are accepted"
     else:
         wrong = next((row["step"] for row in rows if not is_until_then(row.get("step"))), 0)
         yield _broken("log_history's step", wrong, is_until_then, f"a number from 0 to {last}")
 
 
 def _of_callbacks(callbacks: Any, step: Any) -> Iterator[str | None]:
-    """What callbacks remember: flags and numbers, and lists of numbers."""
+    """Check the state that callbacks saved: flags, numbers, and lists of numbers."""
     if not isinstance(callbacks, dict):
-        yield "stateful_callbacks is no object"
+        yield "stateful_callbacks is not an object"
         return
 
     def is_past(value: Any) -> bool:
         good = isinstance(value, int) and not isinstance(value, bool) and value >= -1
         return good and (not isinstance(step, int) or value <= step)
 
-    rules = {**OF_CALLBACKS, "logged_step": (is_past, "a step until then, or -1")}
+    rules = {**OF_CALLBACKS, "logged_step": (is_past, "a step up to this one, or -1")}
     for name, kept in callbacks.items():
         for one in kept if isinstance(kept, list) else [kept]:
             attributes = one.get("attributes", {}) if isinstance(one, dict) else None
@@ -113,7 +114,7 @@ def _of_callbacks(callbacks: Any, step: Any) -> Iterator[str | None]:
                 for key in filter(attributes.__contains__, rules):
                     yield _broken(f"{str(name)[:40]}.{key}", attributes[key], *rules[key])
             else:
-                yield f"what it keeps of {str(name)[:40]!r} is no object"
+                yield f"its entry for {str(name)[:40]!r} is not an object"
 
 
 def _broken(name: str, value: Any, fits: Callable[[Any], bool], rule: str) -> str | None:

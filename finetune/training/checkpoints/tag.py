@@ -1,4 +1,4 @@
-"""DeepSpeed's folder in a checkpoint, which a file beside it names. DeepSpeed joins whatever stands there to the
+"""DeepSpeed's folder in a checkpoint, and the pointer file that names it. DeepSpeed joins whatever the file says to the
 checkpoint's path, and opens what it finds as plain pickles (deepspeed 0.19.8, runtime/engine.py, load_checkpoint)."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LONGEST_NAME_BYTES = 200
 
 
 def named_tag(folder: Path, pointer: str = LATEST) -> Path | None:
-    """The folder that `pointer` names, if it does. Raises RequestError for what is no folder of this checkpoint."""
+    """The folder that `pointer` names, if any. Raises RequestError if it is not a folder of this checkpoint."""
     path = folder / pointer
     if not path.is_file():
         return None
@@ -24,20 +24,20 @@ def named_tag(folder: Path, pointer: str = LATEST) -> Path | None:
     if not named:
         return None
     if not TAG.fullmatch(named) and not (pointer == LATEST_UNIVERSAL and UNIVERSAL_TAG.fullmatch(named)):
-        raise RequestError(f"{path}: names {named[:60]!r}, which is no folder global_stepN of this checkpoint.")
+        raise RequestError(f"{path}: names {named[:60]!r}, which is not a global_stepN folder of this checkpoint.")
     tag = folder / named
     if tag.is_symlink() or not tag.is_dir():
-        raise RequestError(f"{path}: names {named}, which is no folder there: the checkpoint was cut off, or altered.")
+        raise RequestError(f"{path}: names {named}, which is not a folder: the checkpoint is incomplete or altered.")
     return tag
 
 
 def newest_tag(folder: Path) -> Path | None:
-    """The folder of the latest step, by its number; None where there is none."""
+    """The folder with the highest step number, or None."""
     found = [path for path in folder.iterdir() if TAG.fullmatch(path.name) and path.is_dir()]
     return max(found, key=lambda path: int(path.name.removeprefix("global_step")), default=None)
 
 
 def refuse_other_tags(folder: Path) -> None:
-    """Raises RequestError where a pointer leads out of the checkpoint, or nowhere."""
+    """Raises RequestError if a pointer leads out of the checkpoint, or to nothing."""
     for pointer in (LATEST, LATEST_UNIVERSAL):
         named_tag(folder, pointer)

@@ -1,5 +1,5 @@
-"""A checkpoint of the Hugging Face Trainer: whole or not at all, with what its manifest says, and what goes for it; and
-whether it is written while the training goes on (--async_save), and what waits for one that is."""
+"""Atomic checkpoints of the Hugging Face Trainer: saving with a manifest, rotating older ones, and optionally writing
+while training continues (--async_save)."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from finetune.training.checkpoints.space import check_space, copied_bytes, free_
 from finetune.training.checkpoints.writer_process import Job
 from finetune.training.checkpoints.writing import About, every, explained, leads, of_first, rank, ranks, together
 
-MEMORY_SHARE = 0.5  # of what is free on a host, that the copies may take
+MEMORY_SHARE = 0.5  # of a host's free memory: the most that the copies may take
 
 
 class TrainerSaves:
-    """Those of one run. All ranks must call every method but `go_on`."""
+    """The saves of one run. All ranks must call every method except `go_on`."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.keeper = Keeper(Path(trainer.args.output_dir))
-        self.saved_bytes = 0  # of the last checkpoint, all files
+        self.saved_bytes = 0  # size of the last checkpoint, all files
         self.beside = SavesBeside(self)
-        self.chosen: Path | None = None  # the checkpoint that the run goes on from
+        self.chosen: Path | None = None  # the checkpoint that the run resumes from
 
     @property
     def place(self) -> Path:
-        """Of the checkpoint of this step."""
+        """The folder for this step's checkpoint."""
         return Path(self.trainer.args.output_dir) / f"checkpoint-{self.trainer.state.global_step}"
 
     def save(self, write: Callable[[], None]) -> None:
-        """`write` is the Trainer's own saving, sent to the unfinished folder; its paths are then made those to come."""
+        """`write` is the Trainer's own save, redirected to the unfinished folder; its paths are then corrected."""
         trainer, state, place, about = self.trainer, self.trainer.state, self.place, self._about()
         self.beside.finish(place.name)
         self.check_space(f"step {about.step}")
@@ -54,7 +54,7 @@ class TrainerSaves:
             if trainer.args.should_save:
                 state.save_to_json(str(folder / STATE_FILE))
         if beside is not None:
-            if trainer.stop.agreed:  # the run ends here
+            if trainer.stop.agreed:  # the run stops after this save
                 beside.finish()
             return
         self.saved_bytes = whole.bytes
@@ -63,16 +63,16 @@ class TrainerSaves:
             self.keeper.rotate(trainer.args.save_total_limit, place, state.best_model_checkpoint)
 
     def go_on(self) -> None:
-        """Once the Trainer knows the step after which a resumed run begins. Only rank 0."""
+        """Called on rank 0 once the Trainer knows the step after which a resumed run begins."""
         if self.chosen is not None:
             self.keeper.go_on_from(self.chosen, self.trainer.state.global_step)
 
     def check_space(self, when: str) -> None:
-        """Raises RunError where there is too little for the next."""
+        """Raises RunError if there is too little room for the next checkpoint."""
         check_space(Path(self.trainer.args.output_dir), self.expected_bytes(), when)
 
     def expected_bytes(self) -> int:
-        """Of the next checkpoint, all ranks together."""
+        """The size of the next checkpoint, all ranks together."""
         return self.saved_bytes or trainer_bytes(self.trainer, self._about().layout.zero_stage)
 
     def _about(self) -> About:
@@ -88,18 +88,18 @@ class TrainerSaves:
 
 
 class SavesBeside(TrainerCallback):
-    """Of one run. Add it before StopOnSignal, which ends a run at a save. All ranks must call `choose`, `of` and
-    `finish`."""
+    """The asynchronous saves of one run. Add it before StopOnSignal, which ends a run at a save. All ranks must call
+    `choose`, `of` and `finish`."""
 
     def __init__(self, saves: TrainerSaves) -> None:
         self.saves = saves
-        self.writer: Writer | None = None  # None where a save is finished before the training goes on
+        self.writer: Writer | None = None  # None if saves are synchronous
         self.about: About | None = None
-        self.place: Path | None = None  # of the checkpoint under way
+        self.place: Path | None = None  # of the checkpoint in progress
         self.said: set[str] = set()
 
     def choose(self, asked: str) -> None:
-        """Before the first step; rank 0 says what comes of `asked`, the flag."""
+        """Called before the first step with the flag's value; rank 0 prints the outcome."""
         if asked == "off" or self.writer is not None:
             return
         size = self.saves.expected_bytes()
@@ -107,14 +107,14 @@ class SavesBeside(TrainerCallback):
         if why is None and (asked == "on" or size >= WORTH_BYTES):
             together(self._start)
             self._say(
-                f"checkpoints are written beside the training (--async_save {asked}): a copy of about "
+                f"checkpoints are written while training continues (--async_save {asked}): a copy of about "
                 f"{size / 2**20:,.0f} MiB, all ranks together, stays in host memory"
             )
         elif why is not None and (asked == "on" or size >= WORTH_BYTES):
             self._say(f"note: --async_save {asked}: saves stay synchronous, because {why}.")
 
     def of(self, about: About) -> SavesBeside | None:
-        """Who finishes the next checkpoint; None where the ranks do."""
+        """The object that finishes the next checkpoint, or None if the ranks do so themselves."""
         self.about = about
         return self if self.writer is not None else None
 
@@ -140,7 +140,7 @@ class SavesBeside(TrainerCallback):
         self.writer.hand_over(job)
 
     def finish(self, because: str = "") -> None:
-        """Until the checkpoint under way has its place. Raises RunError on all ranks where one could not write."""
+        """Wait until the checkpoint in progress is in place. Raises RunError on all ranks if one could not write."""
         if self.writer is None or self.place is None:
             return
         writer, place, self.place = self.writer, self.place, None
@@ -161,7 +161,7 @@ class SavesBeside(TrainerCallback):
             self.saves.keeper.trusted = report.trusted
 
     def close(self, gives_time: bool = False) -> None:
-        """Nothing is written any more; with `gives_time` what is under way first (Writer.close)."""
+        """Stop writing; with `gives_time`, first let the checkpoint in progress finish (Writer.close)."""
         if self.writer is not None:
             self.writer.close(gives_time and self.place is not None)
         self.writer = self.place = None
@@ -174,7 +174,7 @@ class SavesBeside(TrainerCallback):
             copy_for(trainer.deepspeed, self.keep)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Each rank by itself: what its writer has met ends the run at its next save, or at its end."""
+        """Each rank on its own: an error of its writer ends the run at its next save, or at its end."""
         if self.writer is None or self.place is None or self.place.name in self.said:
             return
         error = self.writer.look()
@@ -182,7 +182,7 @@ class SavesBeside(TrainerCallback):
             self.said.add(self.place.name)
             print(
                 f"\nwarning: rank {rank()}: {self.place.name} is not saved: {error}. Earlier checkpoints are whole. "
-                "The run ends with status 1 at its next save, or at its end.",
+                "The run will end with status 1 at its next save, or at its end.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -191,7 +191,7 @@ class SavesBeside(TrainerCallback):
         self.finish()
 
     def keep(self, path: str | Path, content: Any, is_zip: bool = True) -> bool:
-        """True where the file that torch.save would write is written later."""
+        """True if the file that torch.save would write will be written later."""
         return self.writer is not None and self.writer.keep(path, content, is_zip)
 
     def _start(self) -> None:
@@ -203,16 +203,16 @@ class SavesBeside(TrainerCallback):
 
 
 def obstacle(trainer: Any, size: int) -> str | None:
-    """Why checkpoints of `size` bytes cannot be written beside the training."""
+    """Why checkpoints of `size` bytes cannot be written while training continues, or None."""
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create to hold the copies (Linux has)"
     if trainer.args.save_on_each_node:
-        return "--save_on_each_node has several ranks write files of one name"
+        return "with --save_on_each_node, several ranks write files of the same name"
     if trainer.is_deepspeed_enabled:
         offload = trainer.accelerator.state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
         places = [(offload.get(f"offload_{what}") or {}).get("device") for what in ("optimizer", "param")]
         if "nvme" in places:
-            return "what is offloaded to NVMe is not copied to memory"
+            return "state offloaded to NVMe cannot be copied to memory"
     for kind in get_reporting_integration_callbacks(trainer.args.report_to):
         own = "on_save" in vars(kind)
         if own and (kind.__name__ != "WandbCallback" or os.environ.get("WANDB_LOG_MODEL") == "checkpoint"):
@@ -221,6 +221,6 @@ def obstacle(trainer: Any, size: int) -> str | None:
     if needed > MEMORY_SHARE * free:
         return (
             f"the copies take about {needed / 2**20:,.0f} MiB of this host's memory, of which {free / 2**20:,.0f} MiB "
-            "are free, and they may take half"
+            "are free, and they may take at most half of that"
         )
     return None

@@ -1,4 +1,4 @@
-"""A checkpoint before anything of it is opened: is it as it was saved, and can opening it run code?"""
+"""Checks a checkpoint before any of it is opened: is it as it was saved, and could opening it run code?"""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from finetune.training.checkpoints.writing import every, leads, of_first, rank, 
 
 
 def verify_together(folder: Path) -> list[str]:
-    """What is wrong with it; all ranks know what all have found, each in its share of the bytes. All must call it.
-    Raises RequestError on all of them where it holds what is not opened, whoever has made it."""
+    """What is wrong with it. Each rank reads its share of the bytes, and all get all findings. All ranks must call it.
+    Raises RequestError on all of them if it holds a file that is never opened, whoever made it."""
     sizes, found = of_first(together(lambda: _names_and_sizes(folder) if leads() else ({}, [])))
     if found:
         return found
@@ -21,9 +21,9 @@ def verify_together(folder: Path) -> list[str]:
 
     def look() -> list[str]:
         found = []
-        if (folder / MANIFEST).exists():  # without one it was named by the user, who has been told
+        if (folder / MANIFEST).exists():  # without one, the user named it and has been warned
             found = altered(folder, read_manifest(folder), [name for name in share if name != MANIFEST])
-        if not found:  # what is broken is not opened, and is no reason to suspect anybody
+        if not found:  # a damaged checkpoint is not opened anyway, and does not suggest an attack
             for name in share:
                 refuse_unsafe(folder / name)
         return found
@@ -35,13 +35,13 @@ def verify_together(folder: Path) -> list[str]:
 
 
 def _names_and_sizes(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """Of all files, and what is wrong with them. A link may lead elsewhere a moment later."""
+    """The sizes of all files, and what is wrong. Links are refused: one may lead elsewhere a moment later."""
     if (folder / MANIFEST).exists() and (found := problems(folder, hashes=False)):
         return {}, found
     sizes, strange = files_of(folder)
     if strange:
         raise RequestError(
-            f"{folder / strange[0]}: is a link or not a regular file, and a checkpoint is opened only where all its "
-            f"files are. Of one that consists of links, as in the hub's cache, make a copy: cp -rL {folder} COPY."
+            f"{folder / strange[0]}: is a link or not a regular file, and a checkpoint may only contain regular "
+            f"files. If it consists of links, as in the hub's cache, make a copy: cp -rL {folder} COPY."
         )
     return sizes, []

@@ -1,8 +1,8 @@
-"""The process of a rank that writes checkpoints beside the training: what the rank has copied, and then, as a save
-without it does, hashes, flushes, and on rank 0 the manifest and the rename.
+"""A rank's process that writes checkpoints while training continues: it writes what the rank has copied, and then does
+the rest of a save: hashes, flushes, and on rank 0 the manifest and the rename.
 
-The ranks' writers need no collectives: each leaves what its files are beside the folder, and that of rank 0 waits for
-all of them. It ends with its rank, whatever that dies of.
+The writers need no collectives: each leaves the records of its files beside the folder, and rank 0's writer waits for
+all of them. A writer ends with its rank, however that dies.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from finetune.training.checkpoints.rotation import Keeper, Marks
 from finetune.training.checkpoints.writing import About, commit, folder_of, outer_of, record_on_disk
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-NICENESS = 10  # what it does can wait for a step
+NICENESS = 10  # training steps come first
 POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A file to come, by its name in the checkpoint: of torch.save, or of safetensors where there is `metadata`."""
+    """A file to be written, by its name in the checkpoint: with torch.save, or as safetensors if it has `metadata`."""
 
     name: str
     content: Any
@@ -53,8 +53,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's part of a checkpoint. `sizes` are those of the files that are there already, this rank's share. The
-    `keeper` is rank 0's."""
+    """One rank's part of a checkpoint. `sizes` are those of this rank's share of the files already written. Only rank 0
+    has a `keeper`."""
 
     place: Path
     about: About
@@ -69,7 +69,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """That a rank's part is on the disk; that the checkpoint has its place, of so many bytes; or what was met."""
+    """A rank's part is on disk; or the checkpoint (`is_whole`) is in place, with its size; or an error occurred."""
 
     is_whole: bool = False
     bytes: int = 0
@@ -79,7 +79,7 @@ class Report:
 
 
 def reports(job: Job, memory: Memory, connection: Connection) -> Iterator[Report]:
-    """Of a job, while it is done."""
+    """Do the job, and yield its reports."""
     folder, outer = folder_of(job.place), outer_of(job.place)
     own = {copy.name: copy.write(folder, memory) for copy in job.copies}
     own |= {name: record_on_disk(folder, name, size, job.rank) for name, size in job.sizes.items()}
@@ -101,7 +101,7 @@ def _tell(outer: Path, rank: int, records: dict[str, FileRecord]) -> None:
 
 
 def _told(outer: Path, rank: int, connection: Connection) -> dict[str, FileRecord]:
-    """By another rank's writer. Where it fails, its rank says so, and this rank closes the connection."""
+    """Wait for the records of a rank's writer. If it fails, its rank reports it and this one closes the connection."""
     path = outer / f"rank-{rank}.json"
     while not path.is_file():
         if connection.poll(POLL_SECONDS):
@@ -110,12 +110,12 @@ def _told(outer: Path, rank: int, connection: Connection) -> dict[str, FileRecor
 
 
 def main() -> None:
-    """Of the process, whose arguments are the handles of its connection and of the memory, and its rank's number."""
+    """The process's entry point. Its arguments: the handles of the connection and the memory, and the rank's pid."""
     handle, memory, parent = map(int, sys.argv[1:])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has died before that
+    if os.getppid() != parent:  # the parent died before the call above
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # meant for the ranks, which end it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # meant for the ranks, which end this process
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What makes a folder whole or not there: the words of ranks with one another, flushes, the manifest and the rename."""
+"""The building blocks of atomic folders: messages between ranks, flushes, the manifest and the rename."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from finetune.training.checkpoints.manifest import (
 )
 from finetune.versions import versions
 
-LATEST = "latest"  # in a run folder: the newest checkpoint, for people and tools; --resume looks for itself
-SHARED_DISK_SECONDS = 5.0  # after which a folder that rank 0 has made is to be seen by all
-# By which torch (caffe2/serialize/inline_container.cc), safetensors (serialize_file) and tokenizers (a bare Exception
-# with the words of Rust's std::io::Error) say that a disk failed them.
+LATEST = "latest"  # in a run folder, names the newest checkpoint for people and tools; --resume does not use it
+SHARED_DISK_SECONDS = 5.0  # within which all ranks must see a folder that rank 0 has created
+# In the disk errors of torch (caffe2/serialize/inline_container.cc), safetensors (serialize_file) and tokenizers (a
+# bare Exception with the message of Rust's std::io::Error).
 WRITERS_WORDS = ("inline_container", "PytorchStreamWriter", "basic_ios", "I/O error", "(os error ")
 RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # linux/fcntl.h
@@ -40,12 +40,12 @@ T = TypeVar("T")
 
 
 class OtherRankError(RunError):
-    """What a library or the system told another rank, or the process that writes for this one."""
+    """An error of a library or the system on another rank, or in this rank's writer process."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What a manifest says beside its files."""
+    """What a manifest records besides its files."""
 
     step: int
     epoch: float | None
@@ -56,7 +56,7 @@ class About:
 
 @contextmanager
 def explained(place: Path) -> Iterator[None]:
-    """What a disk says of `place`, as a RunError; a full one is explained further out."""
+    """Turn a disk's error about `place` into a RunError. A full disk is explained further out."""
     try:
         yield
     except Exception as error:
@@ -69,11 +69,11 @@ def explained(place: Path) -> Iterator[None]:
 
 
 def record_on_disk(folder: Path, name: str, size: int, rank: int) -> FileRecord:
-    """A file on the disk, as `rank` reads it, which rank 0 may have seen in another size. Raises RunError then."""
+    """Flush a file and return its record as `rank` reads it. Raises RunError if rank 0 saw another size."""
     record = record_of(folder / name, to_disk=True)
     if record.bytes != size:
         raise RunError(
-            f"{folder / name}: rank 0 sees {size:,} bytes and rank {rank} reads {record.bytes:,}. Something "
+            f"{folder / name}: rank 0 sees {size:,} bytes, but rank {rank} reads {record.bytes:,}. Something "
             "else writes there, or the hosts do not see the same disk. Earlier checkpoints are whole; fix that, "
             "then --resume auto."
         )
@@ -81,7 +81,7 @@ def record_on_disk(folder: Path, name: str, size: int, rank: int) -> FileRecord:
 
 
 def commit(place: Path, about: About | None, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
-    """The folder, whose files are on the disk, gets its manifest and its name. Returns its files. One rank calls it."""
+    """Give a folder whose files are on disk its manifest and its final name. Returns its files. One rank calls it."""
     folder, outer = folder_of(place), outer_of(place)
     if about is not None:
         saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -100,26 +100,26 @@ def commit(place: Path, about: About | None, records: dict[str, FileRecord]) -> 
 
 
 def write_identity(folder: Path, identity: Identity) -> FileRecord:
-    """Into a checkpoint, durably."""
+    """Write run.json into a checkpoint, durably."""
     write_durably(folder / IDENTITY, json.dumps(identity.as_json(), indent=1) + "\n")
     return record_of(folder / IDENTITY)
 
 
 def outer_of(place: Path) -> Path:
-    """Where `place` is while it is being written."""
+    """The outer folder in which `place` is assembled while it is being written."""
     return place.with_name(UNFINISHED + place.name)
 
 
 def folder_of(place: Path) -> Path:
-    """In that."""
+    """The folder inside `outer_of(place)` that will become `place`."""
     return outer_of(place) / place.name
 
 
 def put_in_place(folder: Path, place: Path) -> None:
-    """Rename, durably. What had that name is in the place of `folder` afterwards: at no moment is there neither."""
+    """Rename, durably. An existing `place` is swapped with `folder`, so that one of the two is always there."""
     if not place.exists():
         os.replace(folder, place)
-    elif not _exchange(folder, place):  # a file system that cannot; the two names are set one after the other
+    elif not _exchange(folder, place):  # the file system cannot swap; rename one after the other
         aside = place.with_name(REPLACED + place.name)
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(place, aside)
@@ -129,16 +129,16 @@ def put_in_place(folder: Path, place: Path) -> None:
 
 
 def restore_replaced(run_folder: Path) -> None:
-    """What was moved aside for one that never came has its name again. Only rank 0, with the run folder's lock."""
+    """Rename back what was moved aside for a replacement that never came. Only rank 0, with the run folder's lock."""
     for aside in run_folder.glob(f"{REPLACED}*"):
         place = aside.with_name(aside.name.removeprefix(REPLACED))
         if not place.exists():
-            with suppress(OSError):  # of a disk that cannot be written, which is said elsewhere
+            with suppress(OSError):  # a disk that cannot be written is reported elsewhere
                 os.rename(aside, place)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """renameat2(2), which Python does not have (3.13); False where the kernel or the file system does not know it."""
+    """renameat2(2), which Python lacks (as of 3.13); False if the kernel or the file system does not support it."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -147,12 +147,12 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def point_to(place: Path) -> None:
-    """`latest` names the checkpoint."""
+    """Make `latest` name the checkpoint."""
     write_durably(place.with_name(LATEST), f"{place.name}\n")
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Whole or not at all, and on the disk when this returns."""
+    """Write a file atomically, and flush it to disk."""
     temporary = path.with_name(path.name + ".unfinished")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -163,7 +163,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def delete(folder: Path) -> None:
-    """A checkpoint: what is left by a kill in the middle has another name."""
+    """Delete a checkpoint. If the process is killed midway, the remains have another name."""
     aside = folder.with_name(DELETING + folder.name)
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(folder, aside)
@@ -171,7 +171,7 @@ def delete(folder: Path) -> None:
 
 
 def clear_leftovers(run_folder: Path) -> None:
-    """What a run that was cut off left half written or half deleted. Only rank 0, with the run folder's lock."""
+    """Delete what an interrupted run left half written or half deleted. Only rank 0, with the run folder's lock."""
     restore_replaced(run_folder)
     for path in (path for name in (UNFINISHED, DELETING, REPLACED) for path in run_folder.glob(f"{name}*")):
         if path.is_dir() and not path.is_symlink():
@@ -179,19 +179,19 @@ def clear_leftovers(run_folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """A folder to the disk, so that one that has its name is whole after a power cut, too."""
+    """Flush a folder to disk, so that a folder with its final name is complete even after a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems that flush no folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot flush folders
             raise
     finally:
         os.close(handle)
 
 
 def together(do: Callable[[], T]) -> T:
-    """Each rank does its part. Where some fail, each of them raises what it met, and the others what the first met."""
+    """Each rank does its part. If some fail, each of those raises its own error, and the others raise the first one."""
     result, error = None, None
     try:
         result = do()
@@ -207,14 +207,14 @@ def together(do: Callable[[], T]) -> T:
 
 
 def _in_words(error: Exception | None) -> tuple[type[FinetuneError], str] | None:
-    """What the others are to raise."""
+    """The error that the other ranks raise: its class and message."""
     if isinstance(error, FinetuneError):
         return type(error), str(error)
     return None if error is None else (OtherRankError, f"rank {rank()}: {first_line(error)}")
 
 
 def every(own: T) -> list[T]:
-    """What each rank has, on all of them."""
+    """Every rank's value, on all ranks."""
     found: list[Any] = [own] * ranks()
     if ranks() > 1:
         distributed.all_gather_object(found, own)
@@ -222,7 +222,7 @@ def every(own: T) -> list[T]:
 
 
 def of_first(own: T) -> T:
-    """What rank 0 has, on all of them."""
+    """Rank 0's value, on all ranks."""
     told = [own]
     if ranks() > 1:
         distributed.broadcast_object_list(told, src=0)

@@ -1,1 +1,1 @@
-"""What ends a run in words, or keeps it going, where something fails in its midst: a hang, a NaN, memory, data."""
+"""Handling of failures during training (a hang, NaN, out of memory, bad data): explain them, and end or continue."""

@@ -1,4 +1,4 @@
-"""Which tensor of a model is the first that is not finite, in the forward or in the backward pass."""
+"""Finds the first tensor of a model that is not finite, in the forward or the backward pass."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Found:
 
 
 class Finder:
-    """Hooks on every module under `root`, for as long as it is entered. A module's own children come before it, so the
-    first finding is the innermost. Tensors whose only odd values are -inf pass: masks are made of them."""
+    """Hooks every module under `root` while `looking`. A module's children run before it returns, so the first finding
+    is the innermost. Tensors whose only non-finite values are -inf pass, because masks consist of them."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.first: Found | None = None
-        self.outputs: list[tuple[str, str, torch.Tensor]] = []  # in order; those that a gradient flows through
+        self.outputs: list[tuple[str, str, torch.Tensor]] = []  # outputs that require a gradient, in order
 
     @contextmanager
     def looking(self) -> Iterator[Finder]:
@@ -51,8 +51,8 @@ class Finder:
         return hook
 
     def backward(self, loss: torch.Tensor, parameters: bool) -> Found | None:
-        """The first gradient that is not finite, of what forward passes gave to `loss`. No gradient is added to a
-        parameter, so that no hook of DDP or ZeRO sends anything. `parameters`: look at theirs, too."""
+        """The first non-finite gradient of `loss` with respect to the recorded outputs and, with `parameters`, to the
+        parameters. No gradient is accumulated in a parameter, so no hook of DDP or ZeRO communicates."""
         own = [(name, p) for name, p in self.root.named_parameters() if p.requires_grad] if parameters else []
         reached = [tensor for _, _, tensor in self.outputs]
         gradients = torch.autograd.grad(loss, [*reached, *(p for _, p in own)], allow_unused=True)
@@ -85,7 +85,7 @@ def odd_inputs(batch: dict[str, Any]) -> Found | None:
 
 
 def _weights(module: nn.Module) -> str:
-    """Words about a module's own weights, where these are not finite before anything is computed."""
+    """A description of the module's own weights if they are not finite themselves, else ""."""
     for name, parameter in module.named_parameters(recurse=False):
         if odd := oddity(parameter.detach()):
             return f"; its {name} is {odd}"

@@ -1,4 +1,4 @@
-"""Out of memory, in words: what was measured, what `finetune plan` reckons, and the cheapest changes by it."""
+"""Explains an out-of-memory error: what was measured, what `finetune plan` predicts, and the cheapest changes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.training.speed import peak_rss_bytes
 
 GIB = 2**30
-# torch/c10/core/impl/alloc_cpu.cpp and caching allocators of 2.13; DeepSpeed and numpy hand these on.
+# From torch/c10/core/impl/alloc_cpu.cpp and the caching allocators of 2.13; DeepSpeed and numpy pass them on.
 WORDS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch's error on a GPU; on a CPU a RuntimeError, of which the words alone tell."""
+    """On a GPU torch has its own error class; on a CPU it raises a RuntimeError, recognizable only by its message."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in WORDS)
 
 
 def out_of_memory(error: BaseException, folder: Path, launch: Launch | None = None) -> RunError:
-    """What to raise for it. `folder` is the run's; its recipe.yaml is what is planned, for this run's `launch`."""
+    """The error to raise. The plan is made from recipe.yaml in the run's `folder`, for this run's `launch`."""
     said = (str(error).strip().splitlines() or ["no memory"])[0].removesuffix(".")
-    traceback.clear_frames(error.__traceback__)  # whose tensors planning needs the room of
+    traceback.clear_frames(error.__traceback__)  # frees the tensors in its frames: planning needs the memory
     gc.collect()
     return RunError(f"out of memory on rank {own_rank()}: {said[:200]}. {_measured()} {advice(folder, launch)}")
 
@@ -57,30 +57,30 @@ def _measured() -> str:
         bound += f"; its cgroup to {min(group.bytes for group in groups) / GIB:.2f} GiB"
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     own = f"this process took at most {peak_rss_bytes() / GIB:.2f} GiB (everything included)"
-    return f"Measured: {own}, of {memory:.2f} GiB of the machine{bound}."
+    return f"Measured: {own}, of the machine's {memory:.2f} GiB{bound}."
 
 
 def advice(folder: Path, launch: Launch | None = None) -> str:
-    """The plan of a run's recipe.yaml: its peak on a rank, and the three cheapest changes that lower it. Without a
-    `launch` the environment says what it is; `start` has changed that for the libraries."""
-    where = f"`finetune plan {folder / RUN_RECORD}` shows what takes it."
+    """The plan for a run's recipe.yaml: the peak of the fullest rank, and the three cheapest changes that lower it.
+    Without `launch` it is read from the environment, which `start` may have changed for the libraries."""
+    where = f"`finetune plan {folder / RUN_RECORD}` shows what uses it."
     try:
         machine = find_machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
         job, _, _ = job_of(run_of_record(folder, launch or read_launch()), machine)
         found = plan(job, machine)
     except (FinetuneError, OSError) as error:
-        return f"No plan of it: {error} Smaller micro-batches or --deepspeed zero3 take less."
+        return f"No plan could be made: {error} Smaller micro-batches or --deepspeed zero3 take less."
     changes = "; ".join(
         f"{one.layout} ({one.plan.peak_bytes / GIB:.2f} GiB, {one.plan.seconds.total / found.seconds.total:.2f} times "
         "the time)"
         for one in cheaper(found)
     )
     text = f"Planned: {found.peak_bytes / GIB:.2f} GiB of tensors on the fullest rank. "
-    return text + (f"The cheapest changes: {changes}. " if changes else "Nothing that is known lowers it. ") + where
+    return text + (f"The cheapest changes: {changes}. " if changes else "No known change lowers it. ") + where
 
 
 def oom_kills() -> int:
-    """How many processes of this cgroup the kernel has killed for want of memory so far (cgroup v2, memory.events)."""
+    """How many processes of this cgroup the kernel's OOM killer has killed so far (cgroup v2, memory.events)."""
     with suppress(OSError):
         lines = (own_group() / "memory.events").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

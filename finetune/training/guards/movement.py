@@ -1,4 +1,4 @@
-"""Whether anything moves in a process whose main thread stands still. Looked at from another thread."""
+"""Detects activity in a process whose main thread stands still. Runs in another thread."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import psutil
 
 PROC = Path("/proc")
 OWN = PROC / "self"
-IDLE_SHARE = 0.05  # of a core: what a process takes that waits, for its threads look around now and then
-# Bytes between two looks that are nobody's work. A process's own reads and writes: watches look into /proc, and rank 0
-# serves the heartbeats (its store reads with read(2), libuv). Of a child, and of any one socket, only keep-alives.
+IDLE_SHARE = 0.05  # of a core: what a waiting process may use, because its threads poll now and then
+# Bytes between two looks that do not count as work. In this process: the watchers read /proc, and rank 0 serves the
+# heartbeats (its store reads with read(2), libuv). In a child, or on any one socket: keep-alives only.
 OWN_BYTES, OWN_BYTES_A_RANK = 2**16, 2**12
 OTHER_BYTES = 2**10
 TCP_INFO_BYTES = 120  # linux/tcp.h, struct tcp_info: tcpi_bytes_acked and, after it, tcpi_bytes_received
@@ -26,20 +26,20 @@ TCP_INFO_BYTES = 120  # linux/tcp.h, struct tcp_info: tcpi_bytes_acked and, afte
 
 @dataclass(frozen=True)
 class Seen:
-    """Counts that only grow while a process lives."""
+    """Counters that only grow while a process lives."""
 
     at: float
-    cpu: dict[int, float]  # seconds by process; one's own under 0, without the threads that watch
+    cpu: dict[int, float]  # seconds by process id; 0 is this process, without its watcher threads
     own_bytes: int
     other_bytes: dict[str, int]  # of each child and of each TCP socket
     waits_for_a_disk: bool
 
 
 class Movement:
-    """Whether this process does anything: CPU time of all threads but `watchers`; bytes read and written, also over
-    TCP, which /proc/PID/io leaves out; a thread that waits for a disk; and the same of the processes that it has
-    started (a compiler, a data loader's worker). Asked only while the main thread stands still, for looking through the
-    processes of a large machine takes milliseconds."""
+    """Whether this process is active: CPU time of all threads except `watchers`; bytes read and written, including TCP,
+    which /proc/PID/io omits; a thread that waits for a disk; and the same for its child processes (a compiler, a data
+    loader worker). Call it only while the main thread stands still: listing the processes of a large machine takes
+    milliseconds."""
 
     def __init__(self, ranks: int = 1, watchers_port: int = 0) -> None:
         self.process = psutil.Process()
@@ -48,7 +48,7 @@ class Movement:
         self.before: Seen | None = None
 
     def forget(self) -> None:
-        """The main thread has moved: what comes is measured from anew."""
+        """The main thread has moved: start measuring again."""
         self.before = None
 
     def since_last(self) -> bool:
@@ -56,7 +56,7 @@ class Movement:
         now = self._look()
         self.before = now
         if before is None or now.waits_for_a_disk or before.cpu.keys() != now.cpu.keys():
-            return True  # a child has come or gone
+            return True  # a child has started or ended
         spent = sum(now.cpu.values()) - sum(before.cpu.values())
         if spent > IDLE_SHARE * (now.at - before.at) or own_bytes - before.own_bytes > self.own_bytes:
             return True
@@ -73,11 +73,11 @@ class Movement:
                 places.append(PROC / str(child.pid))
                 others[f"process {child.pid}"] = _bytes_of(places[-1])
         waits = any(_waits_for_a_disk(place) for place in places)
-        return Seen(time.monotonic(), cpu, _bytes_of(OWN), others, waits)  # bytes last: not those of looking
+        return Seen(time.monotonic(), cpu, _bytes_of(OWN), others, waits)  # bytes last, after this look's own reads
 
 
 def _waits_for_a_disk(process: Path) -> bool:
-    """State D of proc(5): also a long fsync, which moves no byte of this process."""
+    """State D of proc(5). Covers a long fsync, during which this process moves no bytes."""
     for task in process.glob("task/*/stat"):
         with suppress(OSError, IndexError):  # a thread that has just ended
             if task.read_text().rpartition(")")[2].split()[0] == "D":
@@ -86,7 +86,7 @@ def _waits_for_a_disk(process: Path) -> bool:
 
 
 def _bytes_of(process: Path) -> int:
-    """By read(2) and write(2) and their like, of files, pipes and TLS connections."""
+    """Bytes moved by read(2), write(2) and similar calls: files, pipes and TLS connections."""
     try:
         lines = (process / "io").read_text().splitlines()
     except OSError:
@@ -95,9 +95,9 @@ def _bytes_of(process: Path) -> int:
 
 
 def _sockets(without_port: int) -> Iterator[tuple[str, int]]:
-    """What this process's TCP connections have carried: by recv(2) and send(2) as well, as gloo and downloads do."""
+    """Bytes carried by each TCP connection of this process, including recv(2) and send(2) (gloo, downloads)."""
     for name in _names(OWN / "fd"):
-        with suppress(OSError, struct.error):  # closed meanwhile, or of another kind
+        with suppress(OSError, struct.error):  # closed meanwhile, or not TCP
             found = os.fstat(int(name))
             if not stat.S_ISSOCK(found.st_mode):
                 continue

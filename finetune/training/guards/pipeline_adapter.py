@@ -1,5 +1,5 @@
-"""What the NaN guard asks of a pipeline. Run again is the forward pass alone, for a pipeline's backward pass would take
-the step; of a gradient it can say no more than the stage."""
+"""The NaN guard's interface to a pipeline. Only the forward pass is run again, because a pipeline's backward pass would
+take the step; for a bad gradient it can only name the stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finetune.training.resuming import rng_state, set_rng_state
 
 
 class PipelineSuspect(Suspect):
-    """A stage between the first and the last reads no micro-batches."""
+    """Stages between the first and the last read no micro-batches."""
 
     bad_stage = False
 
@@ -30,7 +30,7 @@ class PipelineSuspect(Suspect):
         self.window, self.loss_before, self.bad_norm = window, self.trainer.running_loss.now, False
 
     def saw(self, norm: Any) -> bool:
-        """A stage's gradients may be finite where another's are not."""
+        """One stage's gradients may be finite when another's are not."""
         self.bad_stage = super().saw(norm)
         bad = torch.tensor([float(self.bad_stage)], device=self.trainer.device)
         distributed.all_reduce(bad, distributed.ReduceOp.MAX)
@@ -46,8 +46,8 @@ class PipelineSuspect(Suspect):
         if not backward:
             found += [(number, first) for number, first in enumerate(self._firsts()) if first]
         elif self.bad_stage or (trainer.launch.speaks and not self.bad_norm):
-            stage = f"stage {trainer.stage}" if self.bad_norm else "some stage"  # DeepSpeed tells no more
-            what = f"a gradient of {stage}, of outputs that are finite (which module's, a pipeline does not tell)"
+            stage = f"stage {trainer.stage}" if self.bad_norm else "some stage"  # all that DeepSpeed reports
+            what = f"a gradient of {stage}, although all outputs are finite (a pipeline does not tell which module's)"
             found.append((0, Found("", what)))
         return [
             self.finding(trainer.sampler, number, odd, trainer.pipelines, trainer.pipeline) for number, odd in found
@@ -71,7 +71,7 @@ class PipelineSuspect(Suspect):
         return firsts
 
     def advance_schedule(self) -> None:
-        if self.engine_leaves_out:  # else DeepSpeed has done it
+        if self.engine_leaves_out:  # otherwise DeepSpeed has done it
             self.trainer.scheduler.step()
 
     def can_load(self, folder: Path) -> bool:

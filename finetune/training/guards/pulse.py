@@ -1,7 +1,7 @@
-"""A sign of life from every rank once a second, and the end of the run where one fails to come.
+"""Every rank sends a heartbeat once a second; the run ends when one stops coming.
 
-Over a TCPStore of our own on rank 0's host (torch.distributed, public), from a thread: so that it goes on while the
-main thread waits in a collective that will never end."""
+Heartbeats go through a separate TCPStore on rank 0's host (torch.distributed, public API), from a thread, so that they
+continue while the main thread waits in a collective that will never end."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from finetune.training.guards.movement import Movement
 from finetune.training.guards.verdict import Heartbeat, Position, Verdict, judge, position_of
 
 BEAT_SECONDS = 1.0
-SUSPENDED_SECONDS = 3 * BEAT_SECONDS  # a lap so long: this process was stopped (a cluster suspends a job), or its host
-STORE_SECONDS = 5.0  # that a rank waits for the store at its beginning and at its end
-QUIET_RANKS_WAIT_SECONDS = 5.0  # so that the rank that speaks has spoken before a launcher ends it
-HURRIED_SECONDS = 6.0  # once a transfer has failed, somebody is gone: no need to be patient
+SUSPENDED_SECONDS = 3 * BEAT_SECONDS  # a longer lap means that the process (a suspended job) or its host was stopped
+STORE_SECONDS = 5.0  # how long a rank waits for the store at its start and at its end
+QUIET_RANKS_WAIT_SECONDS = 5.0  # so that the reporting rank has printed before a launcher ends it
+HURRIED_SECONDS = 6.0  # once a transfer has failed, some rank is gone: no need to be patient
 VERDICT = "verdict"
 MEND = "Where a checkpoint was saved, --resume auto goes on from it."
 
 
 class Pulse(threading.Thread):
-    """`pids` are the processes of this host by rank, which this one may end. The main thread calls `tick` as it gets
-    on with its work; what it does in between is looked at from here.
+    """`pids` are the processes of this host by rank, which this one may kill. The main thread calls `tick` as it makes
+    progress; this thread watches what it does in between.
 
-    Rank 0 judges, for it alone reads what all others tell; these read only rank 0's signs and its verdict. Where rank 0
-    itself fails, the others find that by themselves, and the lowest of those that live speaks.
+    Rank 0 judges, because only it reads all heartbeats; the others read only rank 0's heartbeat and its verdict. If
+    rank 0 itself fails, the others notice, and the lowest rank still alive reports it.
 
-    `has_stepped` tells whether this rank has finished a step since it began: what it waits for before (a tracker, a
-    lock of who compiles) is no fault.
+    `has_stepped` returns whether this rank has finished a step since it started: waiting before that (for a tracker,
+    or for another rank's compilation lock) is not a fault.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Pulse(threading.Thread):
         self.leaving = threading.Event()
         self.ticks = 0
         self.told: Verdict | None = None  # rank 0's
-        self.has_spoken = False  # here or on another rank: what else is seen now comes of it
+        self.has_spoken = False  # whether a verdict was reached: what is seen from now on is a consequence
         self.movement = Movement(self.world_size, store.port)
         self.own = Heartbeat(self.rank, 0, Position("", "", ""), 0.0, 0.0)
         self.since = self.idle_since = time.monotonic()
@@ -71,11 +71,11 @@ class Pulse(threading.Thread):
         self.ticks += 1
 
     def hurry(self) -> None:
-        """A transfer has failed in the main thread: who is gone is to be said soon."""
+        """A transfer has failed in the main thread: find out soon which rank is gone."""
         self.limit = min(self.limit, HURRIED_SECONDS)
 
     def leave(self) -> None:
-        """The main thread goes where nobody waits for this rank any more."""
+        """Stop: from here on, nobody waits for this rank."""
         self.leaving.set()
         self.join(2 * STORE_SECONDS)
 
@@ -91,7 +91,7 @@ class Pulse(threading.Thread):
                 self._forgive(lap - began)
             try:
                 self._look()
-            except Exception:  # what it does cannot be told; but it lives, and would be taken for dead
+            except Exception:  # its position is unknown, but without a heartbeat it would be taken for dead
                 self.own = replace(self.own, number=self.own.number + 1)
             verdict = None if was_suspended and not self.told else self._verdict()
             if verdict:
@@ -99,18 +99,18 @@ class Pulse(threading.Thread):
         talk.join(STORE_SECONDS)
 
     def _forgive(self, seconds: float) -> None:
-        """The others were suspended as well, or were not: they get as long again as if this had not been."""
+        """Whether or not the others were suspended too, the pause does not count against them."""
         for rank in self.others:
             self.seen_at[rank] += seconds
         self.since, self.idle_since = self.since + seconds, self.idle_since + seconds
         self.movement.forget()
 
     def _talk(self) -> None:
-        """In a thread of its own: a store whose host has stopped answers never, time-out or not (torch 2.13,
-        TCPStore.check). The age of rank 0's last sign tells for how long."""
+        """Runs in a separate thread: a store whose host has stopped never answers, timeout or not (torch 2.13,
+        TCPStore.check). The age of rank 0's last heartbeat tells for how long."""
         self.movement.watchers.add(threading.get_native_id())
         while not self.leaving.wait(BEAT_SECONDS):
-            with suppress(Exception):  # one beat is lost, whatever it was; where all are, the others say so
+            with suppress(Exception):  # one heartbeat is lost; if all are, the other ranks notice
                 self._exchange()
         with suppress(Exception):
             self.own = replace(self.own, number=self.own.number + 1, has_left=True)
@@ -147,7 +147,7 @@ class Pulse(threading.Thread):
             return self.told
         now = time.monotonic()
         ages = {rank: now - at for rank, at in self.seen_at.items()}
-        known = self.seen if self.rank else {**self.seen, 0: self.own}  # others judge only whether rank 0 is there
+        known = self.seen if self.rank else {**self.seen, 0: self.own}  # other ranks judge only whether rank 0 lives
         return judge(known, ages, self.limit, self.name_of)
 
     def _end(self, verdict: Verdict) -> None:
@@ -160,18 +160,18 @@ class Pulse(threading.Thread):
         self.has_spoken = True
         if verdict.said:
             if self.rank:
-                time.sleep(min(self.rank - 1, QUIET_RANKS_WAIT_SECONDS))  # the lowest that lives speaks
+                time.sleep(min(self.rank - 1, QUIET_RANKS_WAIT_SECONDS))  # the lowest rank alive prints first
             print(f"\nerror: {verdict.said}. The run cannot go on. {MEND}", file=sys.stderr, flush=True)
             if not self.rank:
                 telling = threading.Thread(target=self._tell_verdict, args=(verdict,), daemon=True)
-                telling.start()  # a store that answers no more must not keep this process
+                telling.start()  # a store that no longer answers must not block this process
                 telling.join(STORE_SECONDS)
-        for rank in verdict.ranks:  # a stopped process heeds no other signal, and a launcher would wait for it
+        for rank in verdict.ranks:  # a stopped process reacts to no other signal, and a launcher would wait for it
             if rank in self.pids and rank != self.rank:
                 with suppress(OSError):
                     os.kill(self.pids[rank], signal.SIGKILL)
         if not verdict.said or not self.rank:
-            time.sleep(QUIET_RANKS_WAIT_SECONDS if self.rank else 2 * BEAT_SECONDS)  # while rank 0's store is needed
+            time.sleep(QUIET_RANKS_WAIT_SECONDS if self.rank else 2 * BEAT_SECONDS)  # the others need rank 0's store
 
     def _tell_verdict(self, verdict: Verdict) -> None:
         with suppress(Exception):
@@ -181,8 +181,8 @@ class Pulse(threading.Thread):
 def begin_pulse(
     limit: float, pids: dict[int, int], name_of: Callable[[int], str], has_stepped: Callable[[], bool]
 ) -> Pulse | None:
-    """All ranks together. None where it is switched off (0), or where some rank does not reach rank 0's store, which is
-    said: a port that the system chooses must be open between the hosts, as for gloo and NCCL."""
+    """Start it; all ranks call it together. None if it is off (0), or, with a warning, if some rank cannot reach rank
+    0's store: a port chosen by the system must be open between the hosts, as for gloo and NCCL."""
     if not limit or distributed.get_world_size() == 1:
         return None
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -198,7 +198,7 @@ def begin_pulse(
     reach = every(store is not None)
     if not all(reach):
         if is_first:
-            print(f"warning: rank {reach.index(False)} does not reach {address}:{port}: a hang is not noticed.")
+            print(f"warning: rank {reach.index(False)} cannot reach {address}:{port}: hangs will not be detected.")
         return None
     pulse = Pulse(store, limit, pids, name_of, has_stepped)
     pulse.start()

@@ -1,9 +1,9 @@
-"""A batch that gave no finite step, on disk; and run again alone:
+"""Saves a batch whose step was not finite, and runs it again alone:
 
     python -m finetune.training.guards.replay RUN/_nan/step-5 CHECKPOINT --model_class AutoModelForCausalLM
 
-says for each micro-batch which tensor is the first that is not finite, on one process and with the given weights.
-Where ranks shared texts (--sequence_parallel_size), it joins their parts first.
+For each micro-batch, it names the first tensor that is not finite, on one process and with the given weights.
+If ranks shared texts (--sequence_parallel_size), it joins their parts first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import distributed
 
 from finetune.errors import RequestError
 
-FOLDER = "_nan"  # what begins so is not pushed to the hub (transformers 5.23, trainer.py, ignore_patterns)
+FOLDER = "_nan"  # names with "_" are not pushed to the hub (transformers 5.23, trainer.py, ignore_patterns)
 RNG = "rng."
 SHARING = "ranks_that_share_each_text"
 
@@ -55,8 +55,8 @@ def read_batches(file: Path) -> tuple[list[dict[str, torch.Tensor]], dict[str, t
 
 
 def groups_in(place: Path) -> list[list[Path]]:
-    """The ranks' files, those of one group together. Raises RequestError where a part of a text is not there."""
-    report = place / "report.json"  # which a full disk may have refused
+    """The ranks' files, grouped by shared texts. Raises RequestError if a part of a text is missing."""
+    report = place / "report.json"  # may be missing if the disk was full
     sharing = int(json.loads(report.read_text(encoding="utf-8")).get(SHARING, 1)) if report.is_file() else 1
     groups: dict[int, list[Path]] = {}
     for file in sorted(place.glob("rank-*.safetensors"), key=_rank):
@@ -64,15 +64,15 @@ def groups_in(place: Path) -> list[list[Path]]:
     if short := [group for group, files in groups.items() if len(files) != sharing]:
         ranks = f"{short[0] * sharing} to {(short[0] + 1) * sharing - 1}"
         raise RequestError(
-            f"{place}: ranks {ranks} shared each text, and not all of their files are here. Copy them from the other "
+            f"{place}: ranks {ranks} shared each text, but some of their files are missing. Copy them from the other "
             "hosts."
         )
     return list(groups.values())
 
 
 def replay(model: torch.nn.Module, *files: Path) -> list[str]:
-    """One line for each micro-batch. `model` takes it by name, and gives an output with `loss`. Several files hold
-    the parts of its texts, in order: tensors (B, T / files)."""
+    """One line per micro-batch. `model` takes its tensors as keyword arguments and returns an output with `loss`.
+    Several files hold the parts of the same texts, in order: tensors (B, T / files)."""
     from finetune.training.guards.finder import Finder, odd_inputs
 
     parts, states = zip(*map(read_batches, files), strict=True)
@@ -98,13 +98,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", type=Path, help="the folder _nan/step-N of a run")
     parser.add_argument("checkpoint", type=Path, help="a folder with weights: a checkpoint, or the run folder")
-    parser.add_argument("--model_class", default="AutoModelForCausalLM", help="of transformers, such as the default")
+    parser.add_argument("--model_class", default="AutoModelForCausalLM", help="a model class of transformers")
     asked = parser.parse_args()
     try:
         groups = groups_in(asked.step)
     except RequestError as error:
         parser.error(str(error))
-    import finetune.models.gptlite  # noqa: F401  # which Auto classes then know
+    import finetune.models.gptlite  # noqa: F401  # registers it with the Auto classes
 
     model = getattr(transformers, asked.model_class).from_pretrained(asked.checkpoint)
     for files in groups:

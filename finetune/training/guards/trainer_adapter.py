@@ -1,4 +1,4 @@
-"""What the NaN guard asks of the Hugging Face Trainer, with and without DeepSpeed and FSDP."""
+"""The NaN guard's interface to the Hugging Face Trainer, with and without DeepSpeed and FSDP."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from finetune.training.guards.nan_guard import Finding, Suspect
 from finetune.training.reshard.resuming import here_of
 from finetune.training.reshard.sharding import can_load_as_it_stands, sharding_of
 
-RUNNING = "running_"  # the statistics of batch norms, which a forward pass changes
+RUNNING = "running_"  # prefix of batch norm statistics, which a forward pass changes
 
 
 class TrainerSuspect(Suspect):
-    """The Trainer leaves the losses in `losses`, too, and the norm of the gradients with `saw`."""
+    """The Trainer also appends its losses to `losses`, and reports the gradient norm with `saw`."""
 
     @property
     def engine(self) -> Any:
@@ -28,18 +28,18 @@ class TrainerSuspect(Suspect):
         return int(self.trainer.sequence.size)
 
     def prepare(self) -> None:
-        # Looked for once: to walk over all modules before each step cost more than all else that the guard does.
+        # Collected once: walking over all modules before each step cost more than the rest of the guard.
         self.running = [
             (module, name)
             for module in self.trainer.model.modules()
             for name, _ in module.named_buffers(recurse=False)
             if name.startswith(RUNNING)
         ]
-        if not self.trainer.clips_itself:  # else the norm is seen there
+        if not self.trainer.clips_itself:  # otherwise the clipping code reports the norm
             super().prepare()
 
     def begin(self, window: list[dict[str, Any]], items: Any) -> None:
-        """A step's micro-batches, and the number of items in them by which the loss is divided."""
+        """Take a step's micro-batches, and the number of items in them by which the loss is divided."""
         self.window, self.items, self.bad_norm = window, items, False
         self.losses: list[torch.Tensor] = []
         self.loss_before = self.trainer.running_loss.now
@@ -62,7 +62,7 @@ class TrainerSuspect(Suspect):
                 loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=self.items)
             found = found or finder.first
             if found is None and not bool(torch.isfinite(loss)):
-                found = Found("", "the loss, of outputs that are finite: look at the labels")
+                found = Found("", "the loss, although all outputs are finite: look at the labels")
             if backward and loss.requires_grad:
                 found = found or finder.backward(loss, parameters=not trainer.shards_weights)
             readers, reader = trainer.sequence.readers, trainer.sequence.reader
@@ -77,8 +77,8 @@ class TrainerSuspect(Suspect):
     def advance_schedule(self) -> None:
         trainer = self.trainer
         if self.engine is not None and self.engine.lr_scheduler is not None:
-            self.engine.lr_scheduler.step()  # by a section of the config; DeepSpeed leaves it out with the step
-        elif trainer.accelerator.optimizer_step_was_skipped:  # as the Trainer asked just now
+            self.engine.lr_scheduler.step()  # a scheduler from the config; DeepSpeed skips it along with the step
+        elif trainer.accelerator.optimizer_step_was_skipped:  # the Trainer has just made the same check
             trainer.lr_scheduler.step()
 
     def finish_saves(self) -> None:

@@ -1,4 +1,4 @@
-"""Where each rank's main thread stands, and who holds a run up by that. No threads and no network here."""
+"""Where each rank's main thread is, and which rank therefore blocks the run. No threads or networking in this file."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-SILENT_SECONDS = 40.0  # signs of life come once a second, from a thread that waits for nothing
+SILENT_SECONDS = 40.0  # heartbeats come once a second, from a thread that waits for nothing
 COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/deepspeed/comm/", "/deepspeed/ops/comm/")
-BACKWARD = "_engine_run_backward"  # torch/autograd/graph.py: DDP's and ZeRO's collectives are waited for in it
+BACKWARD = "_engine_run_backward"  # torch/autograd/graph.py: DDP and ZeRO wait for their collectives in it
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-# Where one rank may wait for a disk or a service, for as long as these take, while the others wait for it. A file
-# system in user space (FUSE) has an fsync or a rename wait in state S, which looks like nothing.
+# Where one rank may wait for a disk or a service for as long as that takes, while the others wait for it. In a
+# user-space file system (FUSE), an fsync or a rename waits in state S, which looks idle.
 PATIENT_STEPS = {
     "/finetune/training/checkpoints/": "saves or deletes a checkpoint",
     "/finetune/training/pipeline/checkpoint.py": "saves or loads a checkpoint",
     "/finetune/training/hub.py": "talks to the hub",
     "/huggingface_hub/": "talks to the hub",
     "/fsspec/": "reads over the network",
-    "/datasets/utils/file_utils.py": "reads over the network",  # which waits 5 s, up to 20 times, for a server
+    "/datasets/utils/file_utils.py": "reads over the network",  # it waits 5 s for a server, up to 20 times
     "/transformers/integrations/integration_utils.py": "talks to a tracker",
 }
 
 
 @dataclass(frozen=True)
 class Position:
-    """`where` is for people: the innermost function, and the innermost one that is of no library. `collective` names
-    the transfer that is waited in; "" for none. `key` differs wherever the thread has moved."""
+    """`where` is for people: the innermost function, and the innermost one outside any library. `collective` names the
+    transfer in which the thread waits, or "". `key` changes whenever the thread has moved."""
 
     where: str
     collective: str
     key: str
-    patient: str = ""  # why it is no fault to stand here; "" where it is one
+    patient: str = ""  # why waiting here is not a fault; "" if it is one
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank tells the others. `still_seconds`: since its main thread has moved; `idle_seconds`: since then, and
-    nothing else moved in the process either (no CPU time, no bytes, no disk wait). `has_stepped`: since this start."""
+    """What a rank tells the others. `still_seconds`: since its main thread last moved; `idle_seconds`: since anything
+    in the process last moved (CPU time, bytes, a disk wait). `has_stepped`: a step since this start."""
 
     rank: int
     number: int
@@ -52,7 +52,7 @@ class Heartbeat:
 
 
 def position_of(thread: int) -> Position:
-    """Of a thread by its ident."""
+    """The position of the thread with this ident."""
     frame = sys._current_frames().get(thread)
     frames: list[FrameType] = []
     while frame is not None:
@@ -73,7 +73,7 @@ def _collective(frames: list[FrameType]) -> str:
     if frames[0].f_code.co_name == BACKWARD:
         return "backward"
     found = [f for f in frames if any(part in f.f_code.co_filename for part in COLLECTIVES)]
-    # Wrappers of torch and DeepSpeed stand around the one that was asked for.
+    # The call sits inside wrappers of torch and DeepSpeed.
     named = [f.f_code.co_name for f in found if f.f_code.co_name not in ("wrapper", "log_wrapper", "inner", "decorate")]
     return named[-1].strip("_") if named else ""
 
@@ -85,7 +85,7 @@ def _words(frame: FrameType) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ranks` are to blame; none where all wait for one another. `said` is one sentence."""
+    """`ranks` are to blame; empty if all wait for one another. `said` is one sentence."""
 
     ranks: tuple[int, ...]
     said: str
@@ -94,12 +94,12 @@ class Verdict:
 def judge(
     beats: Mapping[int, Heartbeat], ages: Mapping[int, float], limit: float, name_of: Callable[[int], str]
 ) -> Verdict | None:
-    """`ages` are the seconds since each rank's last sign of life, by the clock of the one who judges.
+    """`ages` are the seconds since each rank's last heartbeat, by the judging rank's clock.
 
-    A rank is to blame that gives no sign for `limit`, but at most SILENT_SECONDS; or that has stood still for `limit`,
-    with nothing moving in its process, outside of any collective, while another waits. Where all stand idle in
-    collectives none is, and the collectives are named. A rank is never blamed that computes or moves bytes, nor before
-    its first step, nor where it saves, or talks to a hub or a tracker, however long it takes.
+    A rank is to blame if it sends no heartbeat for `limit` (at most SILENT_SECONDS), or if its process has been idle
+    for `limit` outside any collective while another rank waits. If all are idle in collectives, no rank is to blame,
+    and the collectives are named. A rank is never blamed while it computes or moves bytes, before its first step, or
+    while it saves or talks to a hub or a tracker, however long that takes.
     """
     silence = min(limit, SILENT_SECONDS)
     left = {rank for rank, beat in beats.items() if beat.has_left}
@@ -121,11 +121,11 @@ def judge(
     names = _join([f"{name_of(rank)} in {_place(beat)}" for rank, beat in there.items()])
     if len({beat.position.where for beat in there.values()}) > 1:
         return Verdict((), f"the ranks wait for one another in different places: {names}")
-    return Verdict((), f"all ranks wait in one place, and nothing moves between them ({names}): look at the network")
+    return Verdict((), f"all ranks wait in one place, and no data moves between them ({names}): check the network")
 
 
 def _is_a_fault(beat: Heartbeat) -> bool:
-    """To stand there. In a collective a rank waits for others."""
+    """Whether waiting there is a fault. In a collective, a rank waits for others."""
     return beat.has_stepped and not beat.position.collective and not beat.position.patient
 
 

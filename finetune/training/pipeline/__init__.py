@@ -1,1 +1,1 @@
-"""Pipeline-parallel training with DeepSpeed's engine, for any model that comes as a list of layers."""
+"""Pipeline-parallel training with DeepSpeed's engine, for any model given as a list of layers."""

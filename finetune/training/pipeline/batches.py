@@ -1,4 +1,4 @@
-"""Which samples each pipeline reads: the global batches of the Trainer path, shared out by micro-batches."""
+"""Which samples each pipeline reads: the same global batches as with the Trainer, distributed by micro-batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from finetune.data.sampling import GlobalBatchSampler
 
 
 class TrainingShard:
-    """Index lists of the micro-batches of one of `pipelines`, from step `first_step` of the sampler's epoch on.
+    """Index lists, one per micro-batch, for pipeline `pipeline` of `pipelines`, from step `first_step` of the epoch.
 
     Micro-batch i of a global batch goes to pipeline i modulo `pipelines`, as accelerate's BatchSamplerShard does with
-    ranks. The first and the last stage of a pipeline ask alike, so they agree on every sample."""
+    ranks. The first and the last stage of a pipeline use the same arguments, so they agree on every sample."""
 
     def __init__(
         self, sampler: GlobalBatchSampler, micro_batch_size: int, pipeline: int, pipelines: int, first_step: int
@@ -34,8 +34,8 @@ class TrainingShard:
 
 
 class EvaluationShard:
-    """Index lists over `size` samples in order, a micro-batch each, equally many for each pipeline. Short ones are
-    filled up with sample 0; `real_rows` says how many of each count."""
+    """Index lists over `size` samples in order, one per micro-batch, equally many for each pipeline. Short ones are
+    padded with sample 0; `real_rows` holds each list's number of real samples."""
 
     def __init__(self, size: int, micro_batch_size: int, pipeline: int, pipelines: int) -> None:
         rounds = -(-size // (micro_batch_size * pipelines))

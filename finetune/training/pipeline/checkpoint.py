@@ -1,8 +1,8 @@
-"""A pipeline's checkpoint that belongs to no layout: weights and optimizer states by the names of the whole model.
+"""A pipeline's layout-independent checkpoint: weights and optimizer states under the names of the whole model.
 
-A folder holds `model*.safetensors` (fp32), which `from_pretrained` opens as it is, `optimizer*.safetensors`, and what
-else a run needs to go on. Each stage writes what it owns and reads what it needs: no rank ever holds the whole model,
-and a run goes on at any number of stages and of pipelines. Written beside its place, and renamed when it is whole.
+A folder holds `model*.safetensors` (fp32), which `from_pretrained` opens directly, `optimizer*.safetensors`, and the
+rest of what a run needs to resume. Each stage writes what it owns and reads what it needs: no rank ever holds the whole
+model, and a run can resume with any number of stages and pipelines. The folder is renamed into place once complete.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SCHEDULER, RNG = "scheduler.pt", "rng_state_{rank}.pth"
 
 
 class Checkpoints:
-    """Saves and loads what this rank has of a run; all ranks must call every method. `save_config` writes beside it
-    what `from_pretrained` needs."""
+    """Saves and loads this rank's part of a run; all ranks must call every method. `save_config` writes the other files
+    that `from_pretrained` needs."""
 
     def __init__(
         self,
@@ -50,16 +50,16 @@ class Checkpoints:
         self.save_config, self.processing_class = save_config, processing_class
         grid = built.engine.grid
         self.stage, self.stages = grid.get_stage_id(), grid.get_pipe_parallel_world_size()
-        self.mine = owned(parts, self.stage)  # the names of what this stage saves
+        self.mine = owned(parts, self.stage)  # the names of the tensors that this stage saves
         self.pipelines = grid.get_data_parallel_world_size()
         self.states = FlatStates(built.optimizer, built.groups, grid.get_data_parallel_group())
         self.optim = type(built.optimizer).__name__
         self.own_settings = OwnSettings.of(built.engine.optimizer)
-        self.saved_bytes = 0  # of the last checkpoint, all files
+        self.saved_bytes = 0  # size of the last checkpoint, all files
         self.writes = grid.get_data_parallel_rank() == 0  # the other pipelines have the same weights
 
     def save(self, place: Path, state: Any, global_batch_size: int, weights_only: bool) -> None:
-        """The folder `place`, whole or not at all."""
+        """Write the folder `place` atomically."""
         self.check_space(place.parent, f"step {state.global_step}", weights_only)
         with (whole := AtomicFolder(place, self._about(state, global_batch_size))) as folder:
             self._write_model(folder)
@@ -86,21 +86,21 @@ class Checkpoints:
         self.saved_bytes = whole.bytes
 
     def check_space(self, run_folder: Path, when: str, weights_only: bool) -> None:
-        """Raises RunError where the disk has no room for a checkpoint. All ranks must call it."""
+        """Raises RunError if the disk has no room for a checkpoint. All ranks must call it."""
         counts = [p.numel() for name, p in self.built.named.items() if name in self.mine and self.writes]
         has_momentum = bool(self.built.engine.optimizer.param_groups[0].get("momentum"))
         own = stage_bytes(counts, self.optim, has_momentum, weights_only)
         check_space(run_folder, self.saved_bytes or sum(every(own)) + OTHER_BYTES, when)
 
     def load(self, folder: Path, record: dict[str, Any]) -> None:
-        """Weights, optimizer, schedule and, at the same layout, random states; `record` is what `read_record` gave."""
+        """Load weights, optimizer, schedule and, in the same layout, random states. `record`: see `read_record`."""
         if record["optimizer"] != self.optim:
             raise RequestError(
-                f"--resume: {folder} holds the states of {record['optimizer']}, but --optim makes {self.optim}. Resume "
+                f"--resume: {folder} holds the states of {record['optimizer']}, but --optim is {self.optim}. Resume "
                 "with the --optim in recipe.yaml."
             )
         if not (folder / SCHEDULER).is_file():
-            raise RequestError(f"--resume: {folder} was saved with --save_only_model: there is nothing to go on with.")
+            raise RequestError(f"--resume: {folder} was saved with --save_only_model, so it cannot be resumed.")
         self.load_weights(folder)
         self.states.fill(folder, record["optimizer_steps"])
         if self.built.engine.fp16_enabled():
@@ -110,23 +110,23 @@ class Checkpoints:
             set_random_states(torch.load(folder / RNG.format(rank=rank()), weights_only=True))
 
     def _loss_scale(self) -> dict[str, Any]:
-        """The numbers of fp16's dynamic loss scale; none of other precisions, which scale nothing."""
+        """The state of fp16's dynamic loss scaler; empty for other precisions."""
         if not self.built.engine.fp16_enabled():
             return {}
         scaler = self.built.engine.optimizer.loss_scaler
         return {name: value for name, value in vars(scaler).items() if isinstance(value, int | float)}
 
     def load_schedule(self, record: dict[str, Any]) -> None:
-        """Go on where `record`, a state of the schedule, was, at the rates of this run's flags."""
+        """Continue the schedule from the state `record`, with the learning rates of this run's flags."""
         self.built.scheduler.load_state_dict(record)
         self.own_settings.put_back(self.built.engine.optimizer, self.built.scheduler)
 
     def load_weights(self, folder: Path) -> None:
-        """Of a checkpoint, or of any folder in Hugging Face's form."""
+        """Load the weights of a checkpoint, or of any folder in Hugging Face's format."""
         load_weights(folder, self.built.named, self.built.buffers)
 
     def save_model(self, folder: Path) -> None:
-        """The final model into a run folder, in place of one that is there."""
+        """Save the final model in a run folder, replacing any earlier one."""
         own = {name: list(p.shape) for name, p in self.built.named.items() if name in self.mine}
         records = save_final(folder, self._write_model)
         open_final(folder, records, {name: shape for part in every(own) for name, shape in part.items()})
@@ -149,13 +149,13 @@ class Checkpoints:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Of a checkpoint, the layout, global batch and optimizer that wrote it."""
+    """The layout, global batch size and optimizer that a checkpoint was written with."""
     return read_json_object(folder / PIPELINE_RECORD)
 
 
 def whole_weights(named: Named, mine: set[str], keeps: bool) -> dict[str, torch.Tensor]:
-    """The fp32 weights named in `mine`, on the CPU. All data-parallel ranks of a stage must ask, for ZeRO-1 shards
-    them; those that do not `keeps` get nothing back."""
+    """The fp32 weights named in `mine`, on the CPU. All data-parallel ranks of a stage must call it, because ZeRO-1
+    shards them; with `keeps` false, a rank gets nothing back."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     found = {}
@@ -166,7 +166,7 @@ def whole_weights(named: Named, mine: set[str], keeps: bool) -> dict[str, torch.
 
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor], stage: int, stages: int, writes: bool) -> None:
-    """This stage's part of the model, and on rank 0 the index of all. Every rank must call it."""
+    """Write this stage's part of the model and, on rank 0, the index of all parts. Every rank must call it."""
     own = file_name("model", stage, stages)
     if writes:
         save_file(weights, folder / own, metadata={"format": "pt"})
@@ -178,16 +178,16 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor], stage: int, st
 
 
 def load_weights(folder: Path, named: Named, buffers: dict[str, torch.Tensor]) -> None:
-    """Read this stage's weights and buffers. Raises RequestError where one is missing or has another shape."""
+    """Read this stage's weights and buffers. Raises RequestError if one is missing or has the wrong shape."""
     from deepspeed.utils import safe_set_full_fp32_param
 
     places = find_tensors(folder, "model")
     for name, parameter in (named | buffers).items():
         if name not in places:
-            raise RequestError(f"{folder}: has no weight {name}. Is it the folder of a model of this shape?")
+            raise RequestError(f"{folder}: has no weight {name}. Does the folder hold a model with this architecture?")
         value = read_tensor(places, name)
         if value.shape != parameter.shape:
-            raise RequestError(f"{folder}: {name} is {tuple(value.shape)}, but here {tuple(parameter.shape)}.")
+            raise RequestError(f"{folder}: {name} is {tuple(value.shape)}, but this model's {tuple(parameter.shape)}.")
         with torch.no_grad():
             parameter.copy_(value)
         if name in named:

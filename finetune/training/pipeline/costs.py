@@ -1,4 +1,4 @@
-"""What each layer of a pipeline costs on this machine, and what a transfer between stages takes, measured."""
+"""Measures what each layer of a pipeline costs on this machine, and how long a transfer between stages takes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import distributed
 
 from finetune.models.pipeline import PipelineLayer, PipelineModel
 
-REPEATS = 5  # of which the median counts, after one to warm up
-ENOUGH_SECONDS = 0.5  # a layer this slow is measured once more, not REPEATS times
+REPEATS = 5  # after one warm-up; the median counts
+ENOUGH_SECONDS = 0.5  # a layer this slow is measured only once after the warm-up
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Of one layer and one micro-batch: seconds, and the bytes that it keeps for its backward pass, where `recomputed`
-    includes a second forward pass and its input alone is kept. `parameters` are its own, `held` those with ties."""
+    """One layer's cost per micro-batch: seconds, and the bytes that it keeps for its backward pass. If it is
+    recomputed, backward includes a second forward pass and only its input is kept. `held` counts all parameters,
+    `parameters` only those not tied to an earlier layer."""
 
     parameters: int
     held: int
@@ -35,11 +36,11 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class _Look:
-    """A layer as it is on the meta device, where nothing is allocated or drawn."""
+    """A layer on the meta device, where nothing is allocated or initialized."""
 
     own: int
     held: int
-    modules: tuple[str, ...]  # what it is made of: layers of the same modules cost the same
+    modules: tuple[str, ...]  # its leaf modules: layers with the same modules cost the same
 
 
 def _look(layers: Sequence[PipelineLayer]) -> list[_Look]:
@@ -58,12 +59,12 @@ def _look(layers: Sequence[PipelineLayer]) -> list[_Look]:
 def measure_layers(
     model: PipelineModel, batch: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype, recomputes: bool
 ) -> tuple[list[LayerCost], torch.Tensor]:
-    """What each layer costs on this machine: a micro-batch goes through one layer after another, forward and backward.
-    And what goes from the middle layer to the next, as a tensor.
+    """The cost of each layer on this machine, measured by passing a micro-batch through one layer after another,
+    forward and backward; and the tensor that the middle layer passes to the next.
 
-    Only one layer is there at a time, and of layers that are made of the same modules, and get tensors of the same
-    shapes, one is built and measured. The loss belongs to the last layer. With `recomputes`, layers that may be
-    computed again in the backward pass are. torch's random state stays as it is.
+    Only one layer exists at a time, and among layers with the same modules and input shapes only one is built and
+    measured. The loss belongs to the last layer. `recomputes`: activation checkpointing is on, for the layers that
+    support it. torch's random state is preserved.
     """
     inputs, labels = model.split(batch)
     x, labels = _to(inputs, device), _to(labels, device)
@@ -121,7 +122,7 @@ def _measure(run: Any, x: Any, loss: Any, parameters: list[torch.Tensor], look: 
             start = now()
             first.backward(torch.ones_like(first))
             for parameter, total in zip(halves, totals, strict=True):
-                total += parameter.grad  # in half precision DeepSpeed adds up the micro-batches in fp32
+                total += parameter.grad  # in half precision, DeepSpeed accumulates micro-batches in fp32
                 parameter.grad = None
             backward.append(now() - start)
         else:
@@ -135,7 +136,7 @@ def _measure(run: Any, x: Any, loss: Any, parameters: list[torch.Tensor], look: 
 
 
 def now() -> float:
-    """Seconds on the host's clock, when the GPU has done what it was given."""
+    """Seconds on the host's clock, after the GPU has finished its queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -146,7 +147,7 @@ def _to(given: Any, device: torch.device) -> Any:
 
 
 def _leaves(given: Any) -> Any:
-    """Fresh leaves of a graph, as a stage receives them."""
+    """Fresh graph leaves, as a stage receives its inputs."""
     if isinstance(given, tuple):
         return tuple(_leaves(t) for t in given)
     return given.detach().clone().requires_grad_(given.is_floating_point())
@@ -157,7 +158,7 @@ def _shapes(given: Any) -> Any:
 
 
 def agreed(costs: Sequence[LayerCost], device: torch.device) -> list[LayerCost]:
-    """The mean over ranks."""
+    """The costs with their times averaged over ranks."""
     rows = [[cost.forward_seconds, cost.backward_seconds] for cost in costs]
     figures = torch.tensor(rows, dtype=torch.float64, device=device)
     distributed.all_reduce(figures)
@@ -169,7 +170,7 @@ def agreed(costs: Sequence[LayerCost], device: torch.device) -> list[LayerCost]:
 
 
 def measure_transfer(like: torch.Tensor, peer: int, device: torch.device) -> float:
-    """Seconds that a tensor of this shape takes from rank 0 to rank `peer`; told to all ranks, which all call it."""
+    """Seconds to send a tensor of this shape from rank 0 to rank `peer`. All ranks call it and get the result."""
     rank, seconds = distributed.get_rank(), []
     tensor = torch.zeros_like(like, device=device)
     for _ in range(REPEATS + 1):

@@ -19,8 +19,8 @@ Named = dict[str, torch.nn.Parameter]
 
 @dataclass(frozen=True)
 class Built:
-    """One rank's engine and what it was made of: `groups` are the optimizer's, `named` all of the stage's parameters,
-    and `buffers` its other tensors that are saved, by their names in the whole model."""
+    """One rank's engine and its parts: `groups` are the optimizer's, `named` are all of the stage's parameters, and
+    `buffers` its other saved tensors, under their names in the whole model."""
 
     engine: Any
     optimizer: Any
@@ -31,8 +31,8 @@ class Built:
 
 
 def build_engine(module: Any, parts: Cut, args: Any, ds_config: dict[str, Any], max_steps: int) -> Built:
-    """The engine around a PipelineModule; `ds_config` has no "auto" left."""
-    import deepspeed  # here, as in the other modules: once imported, it has chosen its device
+    """The engine for a PipelineModule; `ds_config` has no "auto" left."""
+    import deepspeed  # not at the top of the file: on import it chooses its device
 
     named, buffers = weight_names(parts, module)
     optimizer, groups = _optimizer(module, named, args)
@@ -43,13 +43,13 @@ def build_engine(module: Any, parts: Cut, args: Any, ds_config: dict[str, Any], 
 
 
 def _optimizer(module: Any, named: Named, args: Any) -> tuple[Any, list[Named]]:
-    """The Trainer's, with its two groups: biases and norms are not decayed. And the weights of each, by name.
+    """The Trainer's optimizer with its two groups (biases and norms are not decayed), and the weights of each by name.
 
-    DeepSpeed sums the gradients' norm over stages once a group (0.19.8, runtime/zero/stage_1_and_2.py,
-    scaled_global_norm), so all stages must have both, or they wait for one another: a stage that has no weight for
-    one, such as a head alone, gets a number that nothing uses."""
+    DeepSpeed reduces the gradient norm over stages once per group (0.19.8, runtime/zero/stage_1_and_2.py,
+    scaled_global_norm), so all stages must have both groups, or they deadlock: if a stage has no weight for a group,
+    it gets an unused one-element parameter."""
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
-    names = set(Trainer.get_decay_parameter_names(None, module))  # it looks at no trainer
+    names = set(Trainer.get_decay_parameter_names(None, module))  # it does not use `self`
     decayed = {id(p) for name, p in module.named_parameters() if name in names}
     groups = [{name: p for name, p in named.items() if (id(p) in decayed) == decays} for decays in (True, False)]
     rates = (args.weight_decay, 0.0)

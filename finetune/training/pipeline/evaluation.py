@@ -1,5 +1,5 @@
-"""The loss that DeepSpeed calls on the last stage; and forward passes through a pipeline, of the whole evaluation set
-or of a step's batches once more."""
+"""The loss that DeepSpeed calls on the last stage, and forward passes through a pipeline: over the evaluation set, or
+over a step's batches again."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from finetune.training.speed import wall_clock
 
 
 class StageLoss:
-    """In training, the micro-batch's summed loss by the items of the whole global batch. DeepSpeed takes the mean over
-    micro-batches and data-parallel ranks; `shares` of them undo that. In evaluation, sums of the rows' figures gather
-    in `figures`, in float64."""
+    """In training, the micro-batch's summed loss divided by the items of the global batch. DeepSpeed averages over
+    micro-batches and data-parallel ranks; multiplying by their number, `shares`, undoes that. In evaluation, the rows'
+    metric sums are accumulated in `figures`, in float64."""
 
     def __init__(self, model: PipelineModel, shares: int) -> None:
         self.model, self.shares = model, shares
         self.items: Any = 1
         self.figures: torch.Tensor | None = None
-        self.real_rows: deque[int] | None = None  # of each micro-batch of an evaluation, in order; None in training
+        self.real_rows: deque[int] | None = None  # per micro-batch of an evaluation, in order; None in training
 
     def count(self, labels: list[Any], group: Any, device: torch.device) -> None:
-        """The items of this pipeline's micro-batches of a step, and of the other pipelines' in `group`."""
+        """Count the items in a step's micro-batches, over all pipelines in `group`."""
         items = torch.stack([self.model.items(some) for some in labels]).sum().to(device)
         if distributed.get_world_size(group) > 1:
             distributed.all_reduce(items, group=group)
@@ -42,16 +42,16 @@ class StageLoss:
         real = self.real_rows.popleft()
         sums = self.model.figures(_first_rows(outputs, real), _first_rows(labels, real)).double().sum(dim=0)
         self.figures = sums if self.figures is None else self.figures + sums
-        return sums.new_zeros(())  # which DeepSpeed adds up, and nobody reads
+        return sums.new_zeros(())  # DeepSpeed sums these, and nobody reads the sum
 
 
 def _first_rows(values: Any, count: int) -> Any:
-    """Of a tensor, or of each in a tuple: what comes behind fills up the last batch."""
+    """The first rows of a tensor, or of each tensor in a tuple: the rest is padding of the last batch."""
     return tuple(value[:count] for value in values) if isinstance(values, tuple) else values[:count]
 
 
 def evaluated(trainer: Any) -> dict[str, float]:
-    """The figures over the whole evaluation set of a PipelineTrainer, the same on every rank; all must call it."""
+    """The metrics over a PipelineTrainer's evaluation set, the same on every rank; all ranks must call it."""
     start, samples, engine, loss = time.monotonic(), len(trainer.eval_dataset), trainer.engine, trainer.loss
     shard = EvaluationShard(samples, trainer.args.eval_batch_size, trainer.pipeline, trainer.pipelines)
     batches = None
@@ -59,7 +59,7 @@ def evaluated(trainer: Any) -> dict[str, float]:
         batches = map(trainer.model.split, trainer.loader(trainer.eval_dataset, shard))
     loss.real_rows, loss.figures = deque(shard.real_rows), None
     if not trainer.dynamic:
-        engine.reset_activation_shape()  # an evaluation's batches have a size of their own
+        engine.reset_activation_shape()  # evaluation batches have a different size
     engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=len(shard))
     if not trainer.dynamic:
         engine.reset_activation_shape()
@@ -75,7 +75,7 @@ def evaluated(trainer: Any) -> dict[str, float]:
 
 
 def forward(trainer: Any, batches: list[dict[str, Any]]) -> None:
-    """The micro-batches of a step, without a step; on all ranks."""
+    """Run the forward passes of a step's micro-batches, without the step. All ranks must call it."""
     loss, micro_batches = trainer.loss, trainer.micro_batches
     loss.real_rows = deque([len(next(iter(batch.values()))) for batch in batches] or [0] * micro_batches)
     loss.figures = None

@@ -1,5 +1,5 @@
-"""The files of a checkpoint, tensors by name in however many of them; and the optimizer's states for them, out of
-ZeRO-1's flat tensors and back at any layout."""
+"""A checkpoint's files, which hold tensors by name, and the optimizer states for them: converted from ZeRO-1's flat
+tensors and back, in any layout."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from finetune.training.pipeline.engine import Named
 
 
 def file_name(kind: str, stage: int, stages: int) -> str:
-    """The file of one stage, in the names by which transformers finds the parts of a model."""
+    """The file of one stage, named so that transformers finds the parts of a model."""
     if stages == 1:
         return f"{kind}.safetensors"
     return f"{kind}-{stage + 1:05d}-of-{stages:05d}.safetensors"
 
 
 def find_tensors(folder: Path, kind: str) -> dict[str, Path]:
-    """Name to file, from the headers of `kind`*.safetensors."""
+    """The file of each tensor name, from the headers of `kind`*.safetensors."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob(f"{kind}*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -38,20 +38,20 @@ def read_tensor(places: dict[str, Path], name: str) -> torch.Tensor:
 
 
 class FlatStates:
-    """The optimizer's states that have an element a weight, such as Adam's momentum, by the names of the weights.
+    """The per-element optimizer states, such as Adam's momentum, by the names of the weights.
 
-    Under ZeRO-1 each of the optimizer's groups holds one flat tensor, this data-parallel rank's part of all its weights
-    from end to end in the order in which they were given, with padding behind the last (deepspeed/runtime/zero/
-    stage_1_and_2.py and bf16_optimizer.py). DeepSpeed's own `safe_get_full_optimizer_state` finds the states of the
-    first group alone: in 0.19.8 it links them all as soon as that one has stepped (stage_1_and_2.py, _optimizer_step).
+    Under ZeRO-1 each optimizer group holds one flat tensor: this data-parallel rank's part of the group's weights,
+    concatenated in the order given, with padding at the end (deepspeed/runtime/zero/stage_1_and_2.py and
+    bf16_optimizer.py). DeepSpeed's own `safe_get_full_optimizer_state` finds only the states of the first group: 0.19.8
+    links all groups as soon as the first has stepped (stage_1_and_2.py, _optimizer_step).
     """
 
     def __init__(self, optimizer: Any, groups: Sequence[Named], process_group: Any) -> None:
         self.optimizer, self.groups, self.process_group = optimizer, groups, process_group
 
     def whole(self, wanted: set[str]) -> dict[str, torch.Tensor]:
-        """Like "exp_avg:name of the weight", on the CPU, of the weights that are `wanted`. All data-parallel ranks must
-        ask, also those that want none."""
+        """The states of the weights `wanted`, on the CPU, under keys like "exp_avg:WEIGHT_NAME". All data-parallel
+        ranks must call it, even those that want none."""
         found = {}
         for group, named in zip(self.optimizer.param_groups, self.groups, strict=True):
             (flat,) = group["params"]
@@ -70,7 +70,7 @@ class FlatStates:
         return torch.cat(parts)
 
     def fill(self, folder: Path, steps: float | None) -> None:
-        """With what `whole` gave, from the files of `folder`, after `steps` of the optimizer."""
+        """Load the states that `whole` returned from the files in `folder`; `steps` is the optimizer's step count."""
         places = find_tensors(folder, "optimizer")
         keys = sorted({name.split(":", 1)[0] for name in places})
         record = self.optimizer.state_dict()
@@ -89,11 +89,11 @@ class FlatStates:
         return padded[rank * flat.numel() :][: flat.numel()].to(flat.device, flat.dtype, copy=True)
 
     def steps(self) -> float | None:
-        """How many steps Adam has taken, by which it mends its bias; None for an optimizer that does not count."""
+        """Adam's step count, which its bias correction uses; None for an optimizer that does not count steps."""
         counts = {float(state["step"]) for state in self.optimizer.state.values() if "step" in state}
         return max(counts) if counts else None
 
 
 def _state_of(places: dict[str, Path], name: str, size: int) -> torch.Tensor:
-    """Flat; zeros for the number that fills an empty group, which no checkpoint holds."""
+    """A state, flat; zeros for the placeholder of an empty group, which no checkpoint contains."""
     return read_tensor(places, name).flatten() if name in places else torch.zeros(size)

@@ -1,4 +1,4 @@
-"""From flags to stages: measure the layers, cut the list, say what came of it."""
+"""From flags to stages: measure the layers, cut the list, report the result."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from finetune.training.pipeline.checkpoint import read_record
 from finetune.training.pipeline.costs import agreed, measure_layers, measure_transfer
 from finetune.training.pipeline.stages import Cut, MemoryRule, check_cut, cut
 
-USABLE_SHARE = 0.9  # of a GPU's memory: the rest is the CUDA context's and what fragments
-# Bytes a parameter in DeepSpeed's engine. On every rank the weight, its gradient, and the sum of gradients over
-# micro-batches; shared out by ZeRO-1 the fp32 weight and Adam's two states (bf16_optimizer.py, zero/stage_1_and_2.py).
+USABLE_SHARE = 0.9  # of a GPU's memory: the rest goes to the CUDA context and fragmentation
+# Bytes per parameter in DeepSpeed's engine. On every rank: the weight, its gradient, and the gradient sum over
+# micro-batches. Sharded by ZeRO-1: the fp32 weight and Adam's two states (bf16_optimizer.py, zero/stage_1_and_2.py).
 HELD_BYTES = {torch.float32: 4 + 4, torch.bfloat16: 2 + 2 + 4, torch.float16: 2 + 2}
 SHARED_BYTES = 4 + 4 + 4
 
@@ -35,9 +35,9 @@ def partition(
     checkpoint_interval: int,
     checkpoint: str | None = None,
 ) -> Cut:
-    """The stages of the run. Every rank must call it; rank 0 decides, so all get the same. A run that goes on from
-    `checkpoint` in its layout keeps the stages of it: what is measured differs from launch to launch, and a norm that
-    is added up over other stages is rounded otherwise. Raises RequestError.
+    """The stages of the run. Every rank must call it; rank 0 decides for all. A run that resumes from `checkpoint` in
+    the same layout keeps its stages: measurements differ between launches, and a norm summed over different stages
+    rounds differently. Raises RequestError.
     """
     stages, method = arguments.pipeline_parallel_size or 1, arguments.partition_method
     micro_batches, device = training.gradient_accumulation_steps, training.device
@@ -51,7 +51,7 @@ def partition(
     if device.type == "cuda":
         limit = int(torch.cuda.mem_get_info()[1] * USABLE_SHARE)
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()  # what is measured here is no part of the run
+        torch.cuda.reset_peak_memory_stats()  # the measurement does not count toward the run's peak
     memory = MemoryRule(HELD_BYTES[dtype] + SHARED_BYTES * stages // launch.world_size, limit)
 
     def bounds() -> list[int]:
@@ -63,8 +63,8 @@ def partition(
 
 
 def saved_bounds(checkpoint: str | None, method: str, stages: int, pipelines: int, layers: int) -> list[int] | None:
-    """Where the run that saved `checkpoint` was cut; None where that was by another method, or into another layout.
-    Raises RequestError."""
+    """The bounds used by the run that saved `checkpoint`; None if its method or layout was different. Raises
+    RequestError."""
     if checkpoint is None or not (Path(checkpoint) / PIPELINE_RECORD).is_file():
         return None
     record = read_record(Path(checkpoint))
@@ -78,7 +78,7 @@ def saved_bounds(checkpoint: str | None, method: str, stages: int, pipelines: in
 
 
 def describe(parts: Cut) -> list[str]:
-    """What to say at the start: the stages, and how much of them a step can use."""
+    """Lines to print at the start: the stages, and how much of their time a step can use."""
     stages, micro_batches = parts.stages, parts.micro_batches
     full = 1 - bubble_share(stages, micro_batches)
     planned = parts.plan()
@@ -91,7 +91,7 @@ def describe(parts: Cut) -> list[str]:
     if micro_batches < stages:
         lines.append(
             f"warning: --gradient_accumulation_steps {micro_batches} is less than the {stages} stages: {1 - full:.0%} "
-            f"of their time is lost to waiting. Raise it to {4 * stages} or so; --per_device_train_batch_size may go "
-            "down for it."
+            f"of their time is lost to waiting. Raise it to about {4 * stages}; --per_device_train_batch_size can be "
+            "lowered to compensate."
         )
     return lines

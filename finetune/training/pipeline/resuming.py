@@ -1,4 +1,4 @@
-"""How a pipeline's training is saved and goes on."""
+"""Saving and resuming a pipeline's training."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from finetune.training.resuming import restore_callbacks
 
 
 def alike(tensor: torch.Tensor) -> torch.Tensor:
-    """A gathering of what is the same on all ranks."""
+    """A gather function for a value that is already the same on all ranks."""
     return tensor
 
 
 def save_checkpoint(trainer: Any) -> None:
-    """A checkpoint of a PipelineTrainer, whole or not at all; and what --save_total_limit no longer keeps goes."""
+    """Save a PipelineTrainer's checkpoint atomically, and delete those beyond --save_total_limit."""
     state, args = trainer.state, trainer.args
     place = Path(args.output_dir) / f"checkpoint-{state.global_step}"
     note_place_of_best(state, place)
@@ -37,13 +37,13 @@ def save_checkpoint(trainer: Any) -> None:
 
 
 def resume(trainer: Any, folder: Path) -> TrainerState:
-    """Go on from a checkpoint, of whatever layout. Raises RequestError where the global batch is another."""
+    """Resume from a checkpoint of any layout. Raises RequestError if the global batch size differs."""
     with loadable(folder, trainer) as found:
         record = read_record(found)
         batch = record["global_batch_size"]
         if batch != trainer.global_batch_size:
             raise RequestError(
-                f"--resume: {folder} was trained with a global batch of {batch}, but this run makes "
+                f"--resume: {folder} was trained with a global batch of {batch}, but this run has "
                 f"{trainer.args.train_batch_size} x {trainer.micro_batches} x {trainer.pipelines} = "
                 f"{trainer.global_batch_size} (micro-batch x accumulation x pipelines). Change "
                 "--gradient_accumulation_steps or --per_device_train_batch_size so that they agree."

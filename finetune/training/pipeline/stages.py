@@ -1,4 +1,4 @@
-"""Which layers make which stage: where the list is cut, and the PipelineModule that comes of it."""
+"""Which layers form which stage: where the list is cut, and the resulting PipelineModule."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from finetune.training.pipeline.costs import LayerCost
 
 @dataclass(frozen=True)
 class Cut:
-    """The layers of a model in stages: stage s has those from `bounds[s]` to `bounds[s + 1]`."""
+    """A model's layers divided into stages: stage s has layers `bounds[s]` up to, not including, `bounds[s + 1]`."""
 
     layers: Sequence[PipelineLayer]
     costs: Sequence[LayerCost]
     bounds: Sequence[int]
     micro_batches: int
     transfer_seconds: float
-    method: str  # by which the bounds were found
+    method: str  # --partition_method, which determined the bounds
 
     @property
     def stages(self) -> int:
         return len(self.bounds) - 1
 
     def sums(self, of: Callable[[LayerCost], float]) -> list[float]:
-        """The sum over the layers of each stage."""
+        """For each stage, the sum over its layers."""
         pairs = pairwise(self.bounds)
         return [sum(of(cost) for cost in self.costs[first:last]) for first, last in pairs]
 
     def plan(self) -> Schedule:
-        """A training step as it should go."""
+        """The predicted schedule of a training step."""
         forward, backward = (self.sums(of) for of in (lambda c: c.forward_seconds, lambda c: c.backward_seconds))
         return simulate(self.micro_batches, forward, backward, self.transfer_seconds)
 
     @property
     def balance(self) -> float:
-        """The mean stage's time by the slowest one's: 1 where all are alike."""
+        """The mean stage time divided by the slowest: 1 if all are equal."""
         times = self.sums(lambda cost: cost.seconds)
         return sum(times) / (len(times) * max(times))
 
     def table(self) -> list[str]:
-        """A line a stage: layers, parameters, share of the time."""
+        """One line per stage: layers, parameters, share of the time."""
         times = self.sums(lambda cost: cost.seconds)
         parameters = self.sums(lambda cost: cost.parameters)
         lines = ["stage  layers  parameters    time  what"]
@@ -71,10 +71,10 @@ def _grouped(names: Iterable[str]) -> str:
 
 
 def check_cut(layers: Sequence[PipelineLayer], method: str, stages: int) -> None:
-    """Raises RequestError for what needs no look at the layers' costs: more stages than layers, a class of none."""
+    """Raises RequestError for errors that do not depend on costs: more stages than layers, a class without layers."""
     if stages > len(layers):
         raise RequestError(
-            f"--pipeline_parallel_size is {stages}, but the model has {len(layers)} layers to share. Give at most "
+            f"--pipeline_parallel_size is {stages}, but the model has only {len(layers)} layers. Give at most "
             f"{len(layers)}."
         )
     if method.startswith("type:"):
@@ -89,8 +89,8 @@ def cut(
     micro_batches: int,
     memory: MemoryRule,
 ) -> list[int]:
-    """The bounds of the stages by `method`. Three are DeepSpeed's, by its own functions; `balanced` is ours. Raises
-    RequestError where a stage is left without weights, which DeepSpeed cannot train."""
+    """The bounds of the stages by `method`. Three methods are DeepSpeed's own functions; `balanced` is ours. Raises
+    RequestError if a stage has no weights, because DeepSpeed cannot train it."""
     from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
     if method == "balanced":
@@ -122,7 +122,7 @@ def cut(
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """What weights take on a stage, and how much there is; None for as much as it takes."""
+    """The memory that weights take on a stage, and the limit; None for no limit."""
 
     state_bytes_per_parameter: int
     limit_bytes: int | None
@@ -133,27 +133,27 @@ def _of_type(layers: Sequence[PipelineLayer], method: str) -> list[int]:
     names = [layer.kind for layer in layers]
     marks = [int(bool(pattern.search(name))) for name in names]
     if not any(marks):
-        raise RequestError(f"--partition_method {method}: no layer is of such a class; there are {_grouped(names)}.")
+        raise RequestError(f"--partition_method {method}: no layer class matches. The layers are {_grouped(names)}.")
     return marks
 
 
 def stage_begins(x: Any) -> Any:
-    """A layer that does nothing and marks where a stage begins: `type:NAME`, which cuts before each layer of a name, is
-    the one public way to bounds of one's own; the other overrides DeepSpeed's `_partition_layers` and `_set_bounds`
-    (runtime/pipe/module.py). Let this go once PipelineModule takes bounds."""
+    """A no-op layer that marks where a stage begins. `type:NAME`, which cuts before each layer with that name, is the
+    only public way to set the bounds; the alternative overrides DeepSpeed's `_partition_layers` and `_set_bounds`
+    (runtime/pipe/module.py). Remove this once PipelineModule accepts bounds."""
     return x
 
 
 def build_module(
     model: PipelineModel, parts: Cut, loss: Any, checkpoint_interval: int, dynamic: bool, seed: int
 ) -> Any:
-    """DeepSpeed's PipelineModule with the stage of this rank: its layers built, the others' not. `dynamic` is for
-    micro-batches of different shapes. First weights depend on `seed` and the layer's place alone."""
+    """DeepSpeed's PipelineModule, which builds only the layers of this rank's stage. `dynamic` is for micro-batches of
+    different shapes. Initial weights depend only on `seed` and the layer's index."""
     from deepspeed import checkpointing
     from deepspeed.pipe import PipelineModule
 
     marked: list[Any] = []
-    places: dict[int, int] = {}  # of a layer among the marked ones, its place among the layers
+    places: dict[int, int] = {}  # index in `marked` -> index in `parts.layers`
     for first, last in pairwise(parts.bounds):
         marked.append(stage_begins)
         for place in range(first, last):
@@ -163,11 +163,11 @@ def build_module(
     built: list[Any] = []
 
     def seed_layer(index: int) -> None:
-        # DeepSpeed calls it before each layer of a forward pass as well, where it would have dropout draw one mask.
+        # DeepSpeed also calls it before each layer in a forward pass, where dropout would draw the same mask each time.
         if not built and index in places:
             torch.manual_seed(layer_seed(seed, places[index]))
 
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints the layers, which `table` says better
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the layers, which `table` shows better
         module = PipelineModule(
             marked,
             num_stages=parts.stages,
@@ -177,10 +177,10 @@ def build_module(
             base_seed=0,
             partition_method=f"type:{stage_begins.__name__}",
             activation_checkpoint_interval=checkpoint_interval,
-            # The reentrant default fails where no input of a stage wants a gradient, as token ids do not: "element 0 of
-            # tensors does not require grad" (runtime/pipe/module.py, _is_checkpointable, knows it for its own models).
+            # The reentrant default fails if no input of a stage requires a gradient, as with token ids: "element 0 of
+            # tensors does not require grad" (_is_checkpointable in runtime/pipe/module.py handles it for known models).
             activation_checkpoint_func=checkpointing.non_reentrant_checkpoint,
-            # DeepSpeed leaves a run of layers as it is if one of them is not in the list (_is_checkpointable).
+            # DeepSpeed does not checkpoint a group of layers if one of them is not in the list (_is_checkpointable).
             checkpointable_layers=[*model.checkpointed] if model.checkpointed and checkpoint_interval == 1 else None,
             dynamic_shape=dynamic,
         )
@@ -191,14 +191,14 @@ def build_module(
 
 
 def weight_names(parts: Cut, module: Any) -> tuple[dict[str, torch.nn.Parameter], dict[str, torch.Tensor]]:
-    """The parameters of this rank's stage by their names in the whole model, and likewise the buffers that are saved.
-    Tied ones that an earlier stage owns are there, too: see `owned`."""
+    """The parameters and saved buffers of this rank's stage, by their names in the whole model. Includes tied weights
+    that an earlier stage owns: see `owned`."""
     places: dict[str, PipelineLayer] = {}
     ties: dict[str, PipelineLayer] = {}
     for stage, (first, last) in enumerate(pairwise(parts.bounds)):
         for index in range(first, last):
             layer = parts.layers[index]
-            places[str(index + stage + 1)] = layer  # behind the marks of this stage and those before it
+            places[str(index + stage + 1)] = layer  # after the marks of this stage and of those before it
             if key := getattr(layer.spec, "key", None):
                 ties.setdefault(key, layer)
     parameters = dict(module.named_parameters())

@@ -1,5 +1,5 @@
-"""What each stage really did in one step: forward, backward, send, receive, and nothing, in the form of a plan;
-and both in a picture: a lane a stage, work numbered by micro-batch, planned above measured."""
+"""Records what each stage did in one step (forward, backward, send, receive, idle) as a schedule, and draws the planned
+schedule above the measured one: one lane per stage, work numbered by micro-batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from finetune.training.run_folder import write_json
 Interval = tuple[float, float]  # seconds since the step began, on this rank
 
 
-# What DeepSpeed's instructions are called in a plan, and which is at the other end, on which neighbour.
+# Our names for DeepSpeed's instructions; and for each transfer, its counterpart and the neighbor that performs it.
 KINDS = {
     "ForwardPass": FORWARD,
     "BackwardPass": BACKWARD,
@@ -43,7 +43,7 @@ OTHER_END = {
 
 
 class Recorder:
-    """Notes what one rank does: the instructions of DeepSpeed's engine, timed in the step that is recorded alone."""
+    """Times the instructions of one rank's DeepSpeed engine, only in the recorded step."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -52,8 +52,8 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around one `train_batch`; then `intervals` are there."""
-        plain = self.engine._INSTRUCTION_MAP  # the class's; the engine gets one of its own meanwhile
+        """Wrap one `train_batch`; fills `intervals`."""
+        plain = self.engine._INSTRUCTION_MAP  # the class attribute; an instance attribute shadows it meanwhile
         timed = {kind: self._timed(run, KINDS[kind.__name__]) for kind, run in plain.items() if kind.__name__ in KINDS}
         distributed.barrier()
         self._begin = now()
@@ -74,7 +74,7 @@ class Recorder:
 
 
 def _without_gaps(found: list[tuple[str, Interval]]) -> list[tuple[str, Interval]]:
-    """A computation lasts until the rank does something else: DeepSpeed adds the gradients up there, for instance."""
+    """Extend each computation until the rank's next instruction: DeepSpeed accumulates gradients there, for example."""
     work = (FORWARD, BACKWARD)
     pairs = pairwise(found)
     closed = [(kind, (start, later if kind in work else end)) for (kind, (start, end)), (_, (later, _)) in pairs]
@@ -82,8 +82,8 @@ def _without_gaps(found: list[tuple[str, Interval]]) -> list[tuple[str, Interval
 
 
 def measured(per_stage: list[list[tuple[str, Interval]]], micro_batches: int) -> Schedule:
-    """What the stages of one pipeline did, put together. A transfer begins when both ends have come to it: before that
-    a stage waits. On one machine the clocks of all ranks run alike."""
+    """The combined schedule of one pipeline's stages. A transfer begins when both ends have reached it; before that, a
+    stage waits. Assumes synchronized clocks, as on one machine."""
     placed = [_numbered(found) for found in per_stage]
     events = []
     for stage, found in enumerate(placed):
@@ -98,7 +98,7 @@ def measured(per_stage: list[list[tuple[str, Interval]]], micro_batches: int) ->
 
 
 def _numbered(found: list[tuple[str, Interval]]) -> dict[tuple[str, int], Interval]:
-    """Intervals by kind and micro-batch: those of a kind come in the order of these."""
+    """Intervals by kind and micro-batch: each kind's intervals come in micro-batch order."""
     done: Counter[str] = Counter()
     numbered = {}
     for kind, interval in found:
@@ -108,20 +108,20 @@ def _numbered(found: list[tuple[str, Interval]]) -> dict[tuple[str, int], Interv
 
 
 def plan_from(found: Schedule) -> Schedule:
-    """A step as it should go, if every micro-batch took what the median one took in `found`."""
+    """The predicted schedule of a step if every micro-batch took the median times in `found`."""
 
     def typical(stage: int, *kinds: str) -> float:
         return median([e.end - e.start for e in found.events if e.stage == stage and e.kind in kinds] or [0.0])
 
     stages = range(found.stages)
     forward, backward = ([typical(stage, kind) for stage in stages] for kind in (FORWARD, BACKWARD))
-    # Either end of a transfer may wait for the other's process to run; the shorter one is nearer to what it takes.
+    # Either end of a transfer may wait until the other process is scheduled, so the shorter time is more accurate.
     transfer = min(max(typical(stage, kind) for stage in stages) for kind in (SEND, RECEIVE))
     return simulate(found.micro_batches, forward, backward, transfer)
 
 
 def note_schedule(trainer: Any, recorder: Recorder) -> None:
-    """What the first pipeline did: from the first of two steps the plan, from the second the picture of both."""
+    """Record the first pipeline: the first of two steps gives the plan, the second the picture of both."""
     recorded = every(recorder.intervals)
     if not trainer.launch.speaks:
         return

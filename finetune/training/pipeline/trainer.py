@@ -1,4 +1,4 @@
-"""Training as the Trainer does it, with DeepSpeed's pipeline engine in place of its step: the same arguments, samples,
+"""A training loop like the Trainer's, with DeepSpeed's pipeline engine doing the steps: the same arguments, samples,
 schedule, callbacks, logs and run folder."""
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from finetune.training.watch import watching
 
 
 class PipelineTrainer(EvaluatesOnce):
-    """One rank of `parts.stages` stages times so many pipelines. Every method must be called on all ranks; those of
-    finetune.training.protocol.Closing are as the Trainer's.
+    """One rank's trainer. All ranks must call every method; those of finetune.training.protocol.Closing behave like the
+    Trainer's.
 
-    `ds_config` has no "auto" left. `lengths` are those of the training samples, to group by. With `dynamic`,
-    micro-batches may have different shapes. `weights` is a folder to start from, or None for the layers as they were
-    drawn. The step `schedule_step` is recorded and drawn.
+    `ds_config` has no "auto" left. `lengths` are the training samples' lengths, to group by. With `dynamic`,
+    micro-batches may have different shapes. `weights` is a folder to start from, or None for newly initialized layers.
+    The schedule of step `schedule_step` is recorded and plotted.
     """
 
     is_deepspeed_enabled = True
@@ -98,7 +98,7 @@ class PipelineTrainer(EvaluatesOnce):
         self.checkpoints = Checkpoints(built, parts, model.save, processing_class, identity)
         if weights is not None:
             self.checkpoints.load_weights(weights)
-        torch.manual_seed(args.seed + launch.rank)  # dropout must not draw the same masks on every stage
+        torch.manual_seed(args.seed + launch.rank)  # every stage must draw different dropout masks
 
         self.speed = SpeedMeter(model.multiplied_parameters, launch.world_size)
         self.state, self.control = TrainerState(), TrainerControl()
@@ -111,7 +111,7 @@ class PipelineTrainer(EvaluatesOnce):
         self.control = self.handler.on_init_end(args, self.state, self.control)
 
     def _settle_steps(self, lengths: Any) -> None:
-        """How many samples a step takes, which, and how many steps there are."""
+        """Set the global batch size, the sampler, and the number of steps."""
         args = self.args
         self.pipelines = self.launch.world_size // self.parts.stages
         self.micro_batches = args.gradient_accumulation_steps
@@ -140,7 +140,7 @@ class PipelineTrainer(EvaluatesOnce):
         return self.launch.rank == 0
 
     def watched(self) -> contextlib.AbstractContextManager[Any]:
-        """While inside, a stage whose process is killed ends the run in words."""
+        """Inside this context, a stage whose process is killed ends the run with an explanation."""
 
         def name_of(rank: int) -> str:
             stage, pipeline = divmod(rank, self.pipelines)
@@ -230,8 +230,8 @@ class PipelineTrainer(EvaluatesOnce):
         if self.suspect:
             self.suspect.begin(some)
         self.loss.real_rows = None
-        self._learning_rate = self.scheduler.get_last_lr()[0]  # that of this step; the engine goes on to the next one's
-        # The step before the one to draw gives the stages' times, from which that one is planned.
+        self._learning_rate = self.scheduler.get_last_lr()[0]  # this step's; the engine advances to the next one's
+        # The step before the plotted one gives the stage times from which it is planned.
         records = self.state.global_step + 1 in (self.schedule_step - 1, self.schedule_step)
         recorder = Recorder(self.engine)
         with recorder.recording() if records else contextlib.nullcontext():
@@ -242,8 +242,8 @@ class PipelineTrainer(EvaluatesOnce):
         self._grad_norm = self.engine.get_global_grad_norm()
 
     def loader(self, dataset: Any, shard: Any) -> Any:
-        """Collated micro-batches of a shard, in its order, on the CPU. A loader draws a seed for its workers; it has a
-        generator of its own for that, so that dropout draws the same in a run that is resumed."""
+        """Collated micro-batches of a shard, in its order, on the CPU. A loader draws a seed for its workers from a
+        separate generator, so that a resumed run draws the same dropout masks."""
         return DataLoader(
             dataset,
             batch_sampler=shard,
@@ -255,7 +255,7 @@ class PipelineTrainer(EvaluatesOnce):
         )
 
     def _log_evaluate_save(self) -> None:
-        """What the callbacks have asked for, in the Trainer's order."""
+        """Do what the callbacks have requested, in the Trainer's order."""
         args, state = self.args, self.state
         if self.control.should_log and state.global_step > self.running_loss.logged_step:
             logs = {"loss": self.running_loss.window(state.global_step, alike)}
@@ -273,13 +273,13 @@ class PipelineTrainer(EvaluatesOnce):
             self.control = self.handler.on_save(args, state, self.control)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Tell the callbacks: a file, the terminal, a tracker."""
+        """Pass the logs to the callbacks: a file, the terminal, a tracker."""
         logs = {**logs, "epoch": self.state.epoch} if self.state.epoch is not None else logs
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control = self.handler.on_log(self.args, self.state, self.control, logs)
 
     def evaluate(self) -> dict[str, float]:
-        """The whole evaluation set, each sample once, through the pipeline; the same figures on every rank."""
+        """Evaluate each sample of the evaluation set once; the metrics are the same on every rank."""
         metrics = evaluated(self) | ({} if self.state.epoch is None else {"epoch": self.state.epoch})
         self.log(metrics)
         self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -287,11 +287,11 @@ class PipelineTrainer(EvaluatesOnce):
         return metrics
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The weights as the final model into the run folder: in fp32, one part a stage, with config and tokenizer."""
+        """Save the final model in the run folder: fp32 weights, one part per stage, with config and tokenizer."""
         self.checkpoints.save_model(Path(output_dir or self.args.output_dir))
 
     def peak_memory_gib_per_rank(self) -> list[float]:
-        """In GiB."""
+        """Each rank's peak memory in GiB."""
         return every(round(peak_memory_bytes() / 2**30, 3))
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:

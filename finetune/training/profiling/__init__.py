@@ -1,2 +1,2 @@
-"""What a step's time goes into: a few steps traced by torch's profiler and split into parts, and DeepSpeed's own
-profilers by flag. docs/profiling.md reads one."""
+"""Where a step's time goes: a few steps traced by torch's profiler and split into parts, and DeepSpeed's own profilers,
+enabled by flags. docs/profiling.md explains an example."""

@@ -1,4 +1,4 @@
-"""Traces the asked-for steps of a run by torch's profiler, and leaves trace, table and picture in `profile/`."""
+"""Traces the requested steps of a run with torch's profiler, and writes trace, table and picture to `profile/`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from finetune.training.profiling.summary import RankProfile, by_part, page, plot
 from finetune.training.run_folder import write_json, write_text
 
 FOLDER = "profile"
-PROFILER_WARMUP_STEPS = 1  # traced and thrown away: the profiler's own start is in it
+PROFILER_WARMUP_STEPS = 1  # traced and discarded: includes the profiler's own startup
 
 
 def profiling(arguments: ProfileArguments) -> list[TrainerCallback]:
-    """What the flags ask for."""
+    """The callbacks that the flags ask for."""
     asked: list[TrainerCallback] = [StepProfile(arguments)] if arguments.profile else []
     if arguments.flops_profiler and not arguments.profile:
         asked.append(_FlopsStep(arguments.profile_first_step))
@@ -33,12 +33,12 @@ def profiling(arguments: ProfileArguments) -> list[TrainerCallback]:
 
 
 class StepProfile(TrainerCallback):
-    """A step is from the end of the one before to its own end, so it holds the wait for data, and the logging that the
-    one before asked for; an evaluation or a checkpoint between them is left out."""
+    """A step lasts from the end of the previous one to its own end, so it includes the wait for data, and the logging
+    after the previous step; an evaluation or a checkpoint in between is excluded."""
 
     def __init__(self, arguments: ProfileArguments) -> None:
         self.first, self.count = arguments.profile_first_step, arguments.profile
-        self.step_seconds: list[float] = []  # of this process, also before the traced ones
+        self.step_seconds: list[float] = []  # all steps of this process, including those before the traced ones
         self._before = 0
         self._mark: float | None = None
         self._range: Any = None
@@ -50,7 +50,7 @@ class StepProfile(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         check_length(self.first, self.count, state.max_steps, state.global_step)
         assert model is not None, "who calls the callbacks gives them the model"
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it tells each start and stop, on every rank
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it logs each start and stop, on every rank
         self._before, self._folder = state.global_step, Path(args.output_dir) / FOLDER
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._forward_begins()),
@@ -79,7 +79,7 @@ class StepProfile(TrainerCallback):
         if self._profiler is None:
             return
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # so that a step's kernels lie in the step
+            torch.cuda.synchronize()  # so that a step includes its kernels
         now = time.perf_counter()
         if self._mark is not None:
             self.step_seconds.append(now - self._mark)
@@ -96,12 +96,12 @@ class StepProfile(TrainerCallback):
     on_evaluate = on_save = _not_of_the_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A run that was stopped early ends here, with fewer steps or none."""
+        """A run that stopped early ends here, with fewer traced steps or none."""
         if self._profiler is not None:
             self._finish(state)
 
     def _finish(self, state: Any) -> None:
-        """Stop the profiler, which hands its trace to `_keep`; and put the ranks' findings together."""
+        """Stop the profiler, which passes its trace to `_keep`, and combine the ranks' results."""
         self._profiler.stop()
         self._profiler = None
         for hook in self._hooks:
@@ -112,8 +112,8 @@ class StepProfile(TrainerCallback):
         assert self._folder is not None
         if not ranks:
             print(
-                f"profile: the run ended with step {state.global_step}, before step {self._before + self.first} was "
-                "whole. There is no trace.",
+                f"profile: the run ended at step {state.global_step}, before step {self._before + self.first} was "
+                "complete. There is no trace.",
                 flush=True,
             )
             return
@@ -123,7 +123,7 @@ class StepProfile(TrainerCallback):
         print(f"{shares_line(ranks)}\n{by_part(ranks).plain}\ntrace: {self._folder / trace_name(0)}", flush=True)
 
     def _keep(self, profiler: Any) -> None:
-        """The trace of this rank to its file, and its steps."""
+        """Write this rank's trace to its file, and split its steps into parts."""
         begin = time.perf_counter()
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ class StepProfile(TrainerCallback):
             steps = steps_of(spans_of(json.load(file)))
         whole = max(0, min(len(self.step_seconds) - self.first + 1, self.count))
         numbers = tuple(self._before + self.first + i for i in range(whole))
-        # Not the first step, which builds what the others have, and not the profiler's warm-up.
+        # Without the first step, which does one-time setup, and without the profiler's warm-up.
         untraced = tuple(self.step_seconds[1 : self.first - 1 - PROFILER_WARMUP_STEPS])
         took = time.perf_counter() - begin
         if whole:
@@ -142,7 +142,7 @@ class StepProfile(TrainerCallback):
 
 
 class _FlopsStep(TrainerCallback):
-    """DeepSpeed writes nothing, and says nothing, where the run ends before the step to count."""
+    """Checks the run's length: DeepSpeed silently writes nothing if the run ends before the profiled step."""
 
     def __init__(self, first: int) -> None:
         self.first = first

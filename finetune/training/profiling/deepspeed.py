@@ -1,4 +1,4 @@
-"""DeepSpeed's own profilers: sections of its config by flag, and their output in the run folder."""
+"""DeepSpeed's own profilers: flags add sections to its config, and their output goes to the run folder."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FLOPS_FILE, MONITOR_FOLDER = "flops.txt", "monitor"
 
 
 def with_profilers(config: dict[str, Any], run: Run, checkpoint: str | None) -> dict[str, Any]:
-    """The config with the sections that the flags ask for; what else such a section says is kept."""
+    """The config with the sections that the flags ask for; other keys in those sections are kept."""
     folder = Path(run.value("output_dir")).expanduser()
     sections: dict[str, dict[str, Any]] = {}
     if run.value("flops_profiler"):
         first = run.value("profile_first_step")
-        # deepspeed 0.19.8, runtime/engine.py, forward: `global_steps` counts those that are done, also before a resume.
+        # deepspeed 0.19.8, runtime/engine.py, forward: `global_steps` counts completed steps, also before a resume.
         step = steps_done(checkpoint) + first - 1
         sections["flops_profiler"] = {"profile_step": step, "output_file": str(folder / FLOPS_FILE)}
     if run.value("comms_logger"):
@@ -35,7 +35,7 @@ def with_profilers(config: dict[str, Any], run: Run, checkpoint: str | None) -> 
         to_folder = {"output_path": str(folder / MONITOR_FOLDER), "job_name": monitor}
         sections[MONITORS[monitor]] = {"project": folder.name} if monitor == "wandb" else to_folder
     if monitor == "wandb":
-        os.environ.setdefault("WANDB_DIR", str(folder))  # DeepSpeed names none
+        os.environ.setdefault("WANDB_DIR", str(folder))  # DeepSpeed does not set it
     config = copy.deepcopy(config)
     for name, section in sections.items():
         config[name] = {**config.get(name, {}), **section, "enabled": True}
@@ -43,18 +43,18 @@ def with_profilers(config: dict[str, Any], run: Run, checkpoint: str | None) -> 
 
 
 class CommsSummary(TrainerCallback):
-    """`comms.txt`, rank 0's table as DeepSpeed prints it, and `comms.json` with that of every rank."""
+    """Writes `comms.txt`, rank 0's table as DeepSpeed prints it, and `comms.json`, with every rank's numbers."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from deepspeed import comm  # here, as elsewhere: once imported, it has chosen its device
+        from deepspeed import comm  # not at the top of the file: on import it chooses its device
 
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            # Without the stragglers: that is a collective for each operation, and stages of a pipeline have others.
+            # Without the stragglers: they take a collective per operation, and pipeline stages have different ones.
             own = comm.log_summary(return_dict=True)
         ranks = every(own["summary"])
         if state.is_world_process_zero:
             folder = Path(args.output_dir)
             write_text(folder / "comms.txt", printed.getvalue())
             write_json(folder / "comms.json", {"ranks": ranks})
-            print(f"communication by DeepSpeed's count: {folder / 'comms.txt'}", flush=True)
+            print(f"communication as counted by DeepSpeed: {folder / 'comms.txt'}", flush=True)

@@ -1,17 +1,17 @@
-"""From a trace of torch's profiler to the parts of each step: they do not overlap, and add up to the step.
+"""Splits a torch profiler trace into the parts of each step, which do not overlap and add up to the step.
 
-The parts of a step are told by what the trace holds anyway, and by one range of ours around the model's forward pass:
+The parts are derived from the trace's own events, and from one range that we add around the model's forward pass:
 
 - *data*: the DataLoader's `__next__`;
 - *forward*: the model's forward pass, and what follows until the backward pass begins (a loss outside the model);
-- *backward*: from the first to the last function of autograd, of each micro-batch;
+- *backward*: from the first to the last autograd function of each micro-batch;
 - *optimizer*: what follows the last backward pass: clipping, the step, zeroing;
-- *communication*: a collective or a transfer is under way, and nothing is computed beside it. One that hides behind
-  the backward pass costs no time and is not in here; waiting for another rank is;
-- *other*: all the rest, such as moving batches, logging, the loop's own Python.
+- *communication*: a collective or transfer is in progress and nothing is computed meanwhile. Communication hidden
+  behind the backward pass costs no time and is not counted; waiting for another rank is;
+- *other*: everything else, such as moving batches, logging, and the loop's own Python.
 
-On a GPU the parts are the device's time: a kernel belongs to the part in which the host launched it, and what the
-device idles is *other*, or *data* while the host waits for that.
+On a GPU the parts are device time: a kernel belongs to the part in which the host launched it, and idle device time
+is *other*, or *data* while the host waits for data.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")
 DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER = PARTS
 FORWARD_RANGE = "finetune: forward"  # from the callback's hooks
 NEW_START = "finetune: an evaluation or a checkpoint ended"  # the step begins after it
-# What torch names its own.
+# torch's own event names.
 STEP_PREFIX = "ProfilerStep#"
 DATA_PREFIX = "enumerate(DataLoader)#"
 AUTOGRAD_PREFIX = "autograd::engine::evaluate_function"
 GLOO_PREFIX, NCCL_PREFIX = "gloo:", "nccl"
-DISPATCH_PREFIX = "c10d::"  # the host's side of a collective
+DISPATCH_PREFIX = "c10d::"  # the host side of a collective
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_KINDS = ("cuda_runtime", "cuda_driver")
 
 
 @dataclass(frozen=True)
 class Span:
-    """One event of a trace. `thread` is the host's thread, or the device's stream."""
+    """One event of a trace. `thread` is the host thread or the device stream."""
 
     name: str
     kind: str
     thread: Any
     start: int
     end: int
-    correlation: int | None = None  # of a launch on the host and its kernel on the device
+    correlation: int | None = None  # the same for a launch on the host and its kernel on the device
 
 
 @dataclass(frozen=True)
 class Step:
-    """One profiled step of one rank. `pieces` are each part's intervals since its beginning, `seconds_of_operation`
-    how long each kind of transfer was under way, hidden or not, and `calls` how often."""
+    """One profiled step of one rank. `pieces` are each part's intervals relative to the step's start;
+    `nanoseconds_of_operation` is how long each kind of transfer ran, hidden or not, and `calls` how often."""
 
     nanoseconds: int
     pieces: dict[str, list[Interval]]
@@ -68,7 +68,7 @@ class Step:
 
 
 def spans_of(trace: dict[str, Any]) -> list[Span]:
-    """The events of a Chrome trace that last, ours and torch's; its times are microseconds with three decimals."""
+    """The events of a Chrome trace that have a duration. Its times are in microseconds with three decimals."""
     spans = []
     for event in trace["traceEvents"]:
         if event.get("ph") != "X" or "cat" not in event:
@@ -80,7 +80,7 @@ def spans_of(trace: dict[str, Any]) -> list[Span]:
 
 
 def steps_of(spans: list[Span]) -> list[Step]:
-    """Every step of the trace in its order. Spans are as `spans_of` gives them."""
+    """Every step of the trace, in order. `spans` come from `spans_of`."""
     steps = [span for span in spans if span.name.startswith(STEP_PREFIX) and span.kind == "user_annotation"]
     on_device = [span for span in spans if span.kind in DEVICE_KINDS]
     launches = {s.correlation: s.start for s in spans if s.kind in LAUNCH_KINDS and s.correlation is not None}
@@ -99,7 +99,7 @@ def steps_of(spans: list[Span]) -> list[Step]:
 
 
 def _host_parts(inside: list[Span], window: Interval, thread: Any) -> list[tuple[int, int, str]]:
-    """What the training thread was about, without gaps: (start, end, part)."""
+    """What the training thread was doing, without gaps: (start, end, part)."""
     marks = []
     for span in inside:
         if span.start < window[0]:
@@ -108,7 +108,7 @@ def _host_parts(inside: list[Span], window: Interval, thread: Any) -> list[tuple
             marks.append((span.start, min(span.end, window[1]), DATA))
         elif span.thread == thread and span.name == FORWARD_RANGE:
             marks.append((span.start, min(span.end, window[1]), FORWARD))
-        elif span.name.startswith(AUTOGRAD_PREFIX):  # in a thread of its own on a GPU
+        elif span.name.startswith(AUTOGRAD_PREFIX):  # in a separate thread on a GPU
             if marks and marks[-1][2] == BACKWARD:
                 marks[-1] = (marks[-1][0], max(marks[-1][1], min(span.end, window[1])), BACKWARD)
             else:
@@ -120,7 +120,7 @@ def _host_parts(inside: list[Span], window: Interval, thread: Any) -> list[tuple
         start, end = max(start, at), max(end, at)
         parts.append((at, start, OTHER))
         if part == FORWARD and i + 1 < len(marks) and marks[i + 1][2] == BACKWARD:
-            end = max(end, marks[i + 1][0])  # a loss that is made outside the model
+            end = max(end, marks[i + 1][0])  # a loss computed outside the model
         parts.append((start, end, part))
         at = end
         if i == last_backward:
@@ -153,7 +153,7 @@ def _step_on_device(
         is_transfer = kernel.name.startswith(NCCL_PREFIX)
         by_part[COMMUNICATION if is_transfer else part].append((kernel.start, kernel.end))
     left, pieces = [window], {}
-    for part in (FORWARD, BACKWARD, OPTIMIZER, DATA, OTHER, COMMUNICATION):  # the last only where nothing is computed
+    for part in (FORWARD, BACKWARD, OPTIMIZER, DATA, OTHER, COMMUNICATION):  # the last only when nothing is computed
         pieces[part] = intersect(left, union(by_part[part]))
         left = subtract(left, pieces[part])
     waiting = intersect(left, [(start, end) for start, end, name in host if name == DATA])
@@ -179,7 +179,7 @@ def _is_transfer(span: Span) -> bool:
 
 
 def _innermost(spans: list[Span], threads: set[Any]) -> list[Span]:
-    """The operators that call no other: where a thread computes. An outer one may be waiting for a transfer."""
+    """The operators that call no others: there a thread computes. An outer one may be waiting for a transfer."""
     found = []
     for thread in threads:
         own = [span for span in spans if span.thread == thread and span.kind == "cpu_op"]
@@ -189,7 +189,7 @@ def _innermost(spans: list[Span], threads: set[Any]) -> list[Span]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Any intervals, as a sorted list of disjoint ones: what lies in two is counted once."""
+    """The union of the intervals, as a sorted list of disjoint ones."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -200,7 +200,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(of: list[Interval], what: list[Interval]) -> list[Interval]:
-    """The time in `of` and not in `what`; both disjoint and sorted."""
+    """The time in `of` but not in `what`; both are sorted and disjoint."""
     left: list[Interval] = []
     first = 0
     for start, end in of:
@@ -223,5 +223,5 @@ def intersect(one: list[Interval], other: list[Interval]) -> list[Interval]:
 
 
 def length(intervals: list[Interval]) -> int:
-    """In nanoseconds."""
+    """Total length in nanoseconds."""
     return sum(end - start for start, end in intervals)

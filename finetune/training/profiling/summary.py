@@ -1,4 +1,4 @@
-"""The parts of a step over ranks: as a record, as a table, as a page, as a picture."""
+"""The parts of a step across ranks: as a record, a table, a page and a picture."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ SECONDS, SHOWN_LANES = 1e-9, 16
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What one rank found: its traced steps, and the times in seconds of steps before them that were not."""
+    """One rank's results: its traced steps, and the durations in seconds of untraced steps before them."""
 
     rank: int
-    numbers: tuple[int, ...]  # of the steps
+    numbers: tuple[int, ...]  # the steps' numbers
     steps: tuple[Step, ...]
     untraced_step_seconds: tuple[float, ...]
     on_gpu: bool
     writing_seconds: float
 
     def mean_seconds(self, part: str) -> float:
-        """Of a part, in a step."""
+        """Mean time of a part per step."""
         return mean(step.parts[part] for step in self.steps) * SECONDS
 
     @property
@@ -41,7 +41,7 @@ class RankProfile:
 
 
 def record(ranks: Sequence[RankProfile]) -> dict[str, Any]:
-    """`summary.json`: what the table shows, and every step of every rank in whole nanoseconds."""
+    """The content of `summary.json`: the table's numbers, and every step of every rank in whole nanoseconds."""
     by_part = {part: [rank.mean_seconds(part) for rank in ranks] for part in PARTS}
     return {
         "device": "cuda" if ranks[0].on_gpu else "cpu",
@@ -79,7 +79,7 @@ def trace_name(rank: int) -> str:
 
 
 def by_part(ranks: Sequence[RankProfile]) -> Table:
-    """Milliseconds a step, the whole step last."""
+    """Milliseconds per step, with the whole step last."""
     return part_table(_means(ranks))
 
 
@@ -88,7 +88,7 @@ def _means(ranks: Sequence[RankProfile]) -> list[tuple[str, dict[str, float]]]:
 
 
 def plot_parts(ranks: Sequence[RankProfile], path: Path) -> None:
-    """The middle one of the traced steps in time, and the mean of all of them."""
+    """Plot a timeline of the middle traced step, and the mean of all traced steps."""
     shown, number = ranks[:SHOWN_LANES], len(ranks[0].steps) // 2
     colours = {part: colour_of(place) for place, part in enumerate(PARTS)}
     rows = {
@@ -96,27 +96,27 @@ def plot_parts(ranks: Sequence[RankProfile], path: Path) -> None:
                               for start, end in rank.steps[number].pieces[part]] for rank in shown
     }  # fmt: skip
     until = max(rank.steps[number].nanoseconds for rank in shown) / 1e6
-    title = f"Step {shown[0].numbers[number]} in time; each rank from its own beginning"
+    title = f"Timeline of step {shown[0].numbers[number]}; each rank from its own start"
     words = "milliseconds since the step began"
     in_time = timeline(Picture(title, "", WIDE), rows, until, words, list(colours.items()))
     write_png(path, [in_time, part_bars(_means(shown), WIDE, f"Mean of {len(shown[0].steps)} step(s)")])
 
 
 def page(ranks: Sequence[RankProfile]) -> str:
-    """README.md of the folder."""
+    """The content of the folder's README.md."""
     transfers = _transfers(ranks)
     return markdown("profile.md").render(told=shares_line(ranks), table=by_part(ranks), transfers=transfers)
 
 
 def shares_line(ranks: Sequence[RankProfile]) -> str:
-    """Which steps, and what the looking cost."""
+    """Which steps were traced, and what tracing cost."""
     first, last = ranks[0].numbers[0], ranks[0].numbers[-1]
     which = f"step {first}" if first == last else f"steps {first} to {last}"
     untraced, traced = _untraced(ranks), mean(rank.step_seconds for rank in ranks)
     cost = (
         f"{traced / untraced:.2f}x the median of the {len(ranks[0].untraced_step_seconds)} untraced steps before"
         if untraced
-        else "how much tracing slowed them is unknown, for no step before was left to compare"
+        else "how much tracing slowed them is unknown: no earlier step is left to compare"
     )
     writing = max(rank.writing_seconds for rank in ranks)
     return (
@@ -130,7 +130,7 @@ def _transfers(ranks: Sequence[RankProfile]) -> Table | None:
         calls = mean(mean(step.calls.get(name, 0) for step in rank.steps) for rank in ranks)
         took = [mean(step.nanoseconds_of_operation.get(name, 0) for step in rank.steps) * SECONDS for rank in ranks]
         rows.append((name, f"{calls:.1f}", f"{mean(took) * 1e3:.1f}", f"{max(took) * 1e3:.1f}"))
-    columns = ("transfer", "calls a step, mean", "under way, ms a step, mean", "max")
+    columns = ("transfer", "calls per step, mean", "in progress, ms per step, mean", "max")
     return Table("", columns, tuple(rows)) if rows else None
 
 

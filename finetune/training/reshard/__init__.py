@@ -1,1 +1,1 @@
-"""Going on with another number of ranks, another ZeRO stage, or another engine than those that wrote a checkpoint."""
+"""Resuming with a different number of ranks, ZeRO stage or engine than the one that wrote the checkpoint."""

@@ -1,4 +1,4 @@
-"""The global batch of a run that goes on with another number of ranks: kept by changing the accumulation."""
+"""Keeps the global batch size of a run that resumes with a different number of ranks, by changing the accumulation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ FACTORS = f"{MICRO} x {ACCUMULATION} x "
 
 
 def keep_global_batch(run: Run, checkpoint: str | None) -> tuple[Run, str | None]:
-    """The run with the --gradient_accumulation_steps by which a step takes as many samples as those before the
-    checkpoint did, and a line that says so, None where nothing needs to change. Raises RequestError where it cannot
-    be."""
+    """The run with --gradient_accumulation_steps set so that the global batch size stays that of the checkpoint, and a
+    note that says so, or None if nothing changes. Raises RequestError if that is impossible."""
     batch = global_batch_of(Path(checkpoint)) if checkpoint else None
     if checkpoint is None or batch is None:
         return run, None
@@ -28,7 +27,7 @@ def keep_global_batch(run: Run, checkpoint: str | None) -> tuple[Run, str | None
         return run, None
     what = "pipelines" if stages else "groups of ranks" if run.sequence_parallel_size > 1 else "ranks"
     found = (
-        f"--resume: {Path(checkpoint).name} was trained with a global batch of {batch}, and this run makes {micro} x "
+        f"--resume: {Path(checkpoint).name} was trained with a global batch of {batch}, but this run has {micro} x "
         f"{accumulation} x {ranks} = {micro * accumulation * ranks} ({FACTORS}{what})"
     )
     needed, rest = divmod(batch, micro * ranks)
@@ -50,18 +49,18 @@ def keep_global_batch(run: Run, checkpoint: str | None) -> tuple[Run, str | None
 
 
 def refuse_other_batch(run: Run, checkpoint: str | None) -> None:
-    """Where the ranks have settled on an older checkpoint than the one that `keep_global_batch` saw."""
+    """Raise if the ranks settled on an older checkpoint with another global batch than `keep_global_batch` saw."""
     other, note = keep_global_batch(run, checkpoint)
     if note:
         raise RequestError(
-            f"--resume: {checkpoint} is the newest that verifies, and another global batch than that of newer ones. "
-            f"Give --{ACCUMULATION} {other.value(ACCUMULATION)} in place of {run.value(ACCUMULATION)}, or another "
+            f"--resume: {checkpoint} is the newest that verifies, but its global batch differs from the newer ones'. "
+            f"Give --{ACCUMULATION} {other.value(ACCUMULATION)} instead of {run.value(ACCUMULATION)}, or another "
             "checkpoint."
         )
 
 
 def global_batch_of(checkpoint: Path) -> int | None:
-    """By its manifest; one that is older than manifests may have it elsewhere."""
+    """The checkpoint's global batch size, from its manifest or, if it predates manifests, from a pipeline's record."""
     if (checkpoint / MANIFEST).is_file():
         return read_manifest(checkpoint).global_batch_size
     if (checkpoint / PIPELINE_RECORD).is_file():
@@ -70,7 +69,7 @@ def global_batch_of(checkpoint: Path) -> int | None:
 
 
 def _mend(batch: int, micro: int, ranks: int, what: str) -> str:
-    """The flag by which it can be, the largest micro-batch that is not more than the one asked for."""
+    """The flag to give: the largest micro-batch that fits and does not exceed the requested one."""
     fitting = [size for size in range(1, micro + 1) if batch % (size * ranks) == 0]
     if not fitting:
         return f"Launch with a number of {what} that divides {batch}."

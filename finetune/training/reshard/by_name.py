@@ -1,4 +1,4 @@
-"""Reads and writes the pipeline's checkpoint, which holds weights and states by name already."""
+"""Reads and writes the pipeline's checkpoint, which already holds weights and states by name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from finetune.training.run_folder import write_json
 
 
 def read_pipeline(folder: Path, own: tuple[Group, ...]) -> Portable:
-    """`own` are the groups of the run that goes on: the file has no settings but the rates. Raises RequestError."""
+    """`own` are the resuming run's groups: the file's only settings are the learning rates. Raises RequestError."""
     record = read_record(folder)
     weights, states = find_tensors(folder, "model"), find_tensors(folder, "optimizer")
     wanted = [name for group in own for name in group.names]
     if missing := sorted(set(wanted) - set(weights)):
         raise RequestError(f"--resume: {folder} has no weight {missing[0]}. Is it a checkpoint of this model?")
     schedule = load_pickle(folder / "scheduler.pt")
-    # Its groups are those of the Trainer: what is decayed, and what is not (pipeline/engine.py).
+    # Its groups are the Trainer's: decayed and not decayed (pipeline/engine.py).
     pairs = zip(own, schedule["_last_lr"], strict=False)
     groups = tuple(Group(group.names, {**group.settings, "lr": rate}) for group, rate in pairs)
 
@@ -44,7 +44,7 @@ def read_pipeline(folder: Path, own: tuple[Group, ...]) -> Portable:
 
 
 def write_share(folder: Path, portable: Portable, names: list[str], rank: int, ranks: int) -> None:
-    """One rank's part of the tensors; the first has the buffers, too."""
+    """Write one rank's part of the tensors; rank 0 also writes the buffers."""
     weights = {name: portable.read(name, WEIGHT) for name in names}
     if rank == 0:
         weights |= {name: tensor.contiguous() for name, tensor in portable.buffers.items()}
@@ -54,7 +54,7 @@ def write_share(folder: Path, portable: Portable, names: list[str], rank: int, r
 
 
 def write_pipeline_record(folder: Path, portable: Portable, global_batch_size: int, optimizer: str) -> None:
-    """`stages` and `pipelines` are none: no layout's random states lie here."""
+    """`stages` and `pipelines` are null, because the folder has no layout's random states."""
     record: dict[str, Any] = {
         "stages": None,
         "pipelines": None,

@@ -1,4 +1,4 @@
-"""Makes of a verified checkpoint the folder that this run's engine can load, beside it, and takes it away again."""
+"""Converts a verified checkpoint into a temporary folder that this run's engine can load, and deletes it afterwards."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from finetune.training.reshard.sharding import Sharding
 from finetune.training.reshard.universal import write_record, write_weight
 from finetune.training.reshard.zero_shards import read_zero
 
-PREFIX = UNFINISHED + "resharded-"  # nobody resumes from such a folder, and a start clears it
-RANDOM_STATES = "rng_state"  # begins the names of the ranks' files
+PREFIX = UNFINISHED + "resharded-"  # no run resumes from such a folder, and the next start deletes it
+RANDOM_STATES = "rng_state"  # prefix of the ranks' files
 OWN = ("global_step", "model", "optimizer", RANDOM_STATES, "latest", "manifest.json", "pipeline.json", "scaler.pt")
-TELL_SECONDS = 10.0  # between two lines of progress
-ADAM = {"exp_avg", "exp_avg_sq"}  # the loader of ZeRO-3 knows no others (runtime/zero/stage3.py)
+TELL_SECONDS = 10.0  # between two progress lines
+ADAM = {"exp_avg", "exp_avg_sq"}  # the only states that ZeRO-3's loader supports (runtime/zero/stage3.py)
 
 
 def read_any(checkpoint: Path, written: Sharding, names: Names) -> Portable:
-    """By the reader of the layout that wrote it. Raises RequestError."""
+    """Read a checkpoint with the reader for the layout that wrote it. Raises RequestError."""
     if written.engine == "pipeline":
         return read_pipeline(checkpoint, names.filled)
     if written.engine == "ddp":
@@ -39,7 +39,7 @@ def read_any(checkpoint: Path, written: Sharding, names: Names) -> Portable:
 
 
 class Mover:
-    """Moves `checkpoint` to the layout `here`. Every rank must call every method, and writes a share of the weights."""
+    """Moves `checkpoint` to the layout `here`. All ranks must call every method; each writes a share of the weights."""
 
     def __init__(self, checkpoint: Path, run_folder: Path, here: Sharding, rank: int) -> None:
         self.checkpoint, self.run_folder, self.here = checkpoint, run_folder, here
@@ -47,8 +47,8 @@ class Mover:
         self.folder = run_folder / (PREFIX + checkpoint.name)
 
     def move(self, written: Sharding, names: Names, pipeline: tuple[int, str] = (0, "")) -> Portable:
-        """Write the folder, and return what was read. `pipeline` is what a pipeline's record says beside: its global
-        batch size and optimizer. Raises RequestError and RunError, the same on every rank."""
+        """Write the folder, and return what was read. `pipeline` is the global batch size and the optimizer for a
+        pipeline's record. Raises RequestError and RunError, the same on every rank."""
         start = time.monotonic()
         portable: Portable = self._together(lambda: read_any(self.checkpoint, written, names))
         self._together(lambda: self._begin(written, portable))
@@ -59,8 +59,8 @@ class Mover:
         return portable
 
     def link(self) -> None:
-        """Make the folder of links alone: what the checkpoint holds, and random states for as many ranks as there are.
-        The Trainer finds none in that of another number (transformers 5.23, trainer.py, _load_rng_state)."""
+        """Make the folder from links only: the checkpoint's files, and random states for each rank of this run. With
+        another number of ranks the Trainer would find none (transformers 5.23, trainer.py, _load_rng_state)."""
 
         def make() -> None:
             self.clear()
@@ -75,14 +75,14 @@ class Mover:
             (self.folder / path.name).symlink_to(path.resolve())
 
     def clear(self) -> None:
-        """Take the folder away, and those that killed runs have left. Only rank 0 does."""
+        """On rank 0, delete the folder, and any left by killed runs."""
         if self.rank == 0:
             for folder in self.run_folder.glob(PREFIX + "*"):
                 shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def _engine_folder(self) -> Path:
-        """For DeepSpeed, by a name that its loader and the Trainer's look for."""
+        """DeepSpeed's folder, with a name that its loader and the Trainer's look for."""
         source = newest_tag(self.checkpoint)
         name = source.name if source else f"global_step{self.checkpoint.name.rsplit('-', 1)[-1]}"
         return self.folder / (name + "_universal" if self.here.zero_stage else name)
@@ -90,8 +90,8 @@ class Mover:
     def _begin(self, written: Sharding, portable: Portable) -> None:
         if self.here.zero_stage and set(portable.keys) != ADAM:
             raise RequestError(
-                f"--resume: {self.checkpoint} holds the optimizer states {', '.join(portable.keys) or 'none'}, and "
-                f"only Adam's ({', '.join(sorted(ADAM))}) are moved into ZeRO's. Resume by {written}."
+                f"--resume: {self.checkpoint} holds the optimizer states {', '.join(portable.keys) or 'none'}, but "
+                f"only Adam's ({', '.join(sorted(ADAM))}) can be moved into ZeRO's. Resume with {written}."
             )
         if self.rank != 0:
             return
@@ -100,7 +100,7 @@ class Mover:
         if disk.total and disk.free < portable.bytes:  # some network file systems do not say
             raise RunError(
                 f"{self.run_folder}: moving {self.checkpoint.name} to another layout needs "
-                f"{portable.bytes / 2**30:.1f} GiB for a while, and {disk.free / 2**30:.1f} GiB are free."
+                f"{portable.bytes / 2**30:.1f} GiB temporarily, but {disk.free / 2**30:.1f} GiB are free."
             )
         self._say(
             f"resume: {self.checkpoint.name} was written by {written}, this run has {self.here}: moving "
@@ -113,7 +113,7 @@ class Mover:
             self._link_random_states()
 
     def _link_random_states(self) -> None:
-        """Each rank's, by the name that the Trainer looks for; on more ranks than before some share one."""
+        """Link each rank's random states under the name that the Trainer looks for; extra ranks share them."""
         found = sorted(self.checkpoint.glob(f"{RANDOM_STATES}*.pth"), key=lambda path: (len(path.name), path.name))
         for rank in range(self.ranks if found else 0):
             name = f"rng_state_{rank}.pth" if self.ranks > 1 else "rng_state.pth"
@@ -147,7 +147,7 @@ class Mover:
             print(line, flush=True)
 
     def _together(self, do: Callable[[], Any]) -> Any:
-        """Do a part of it on every rank, and wait for all. What fails on one rank ends all, in its words."""
+        """Do a part of the work on every rank, and wait for all. A failure on one rank is raised on all of them."""
         result, problem = None, None
         try:
             result = do()
@@ -162,8 +162,8 @@ class Mover:
             met = every(problem)
         except RuntimeError as error:
             raise RunError(
-                f"rank {self.rank} has its part of {self.checkpoint.name} ready, and waits in vain for the other ranks "
-                f"to read or write theirs ({first_line(error)}). A slow disk wants a longer --ddp_timeout."
+                f"rank {self.rank} has its part of {self.checkpoint.name} ready, but the other ranks did not finish "
+                f"reading or writing theirs ({first_line(error)}). If the disk is slow, raise --ddp_timeout."
             ) from error
         for found in met:
             if found is not None:

@@ -1,4 +1,4 @@
-"""Reads and writes checkpoints that hold all states in one file: the Trainer's without DeepSpeed, and ZeRO-0's."""
+"""Reads and writes checkpoints that keep all states in one file: the Trainer's without DeepSpeed, and ZeRO-0's."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from finetune.training.reshard.zero_shards import model_file
 
 @dataclass(frozen=True)
 class Names:
-    """Of the run that goes on: the optimizer's groups, with this run's settings, and of each tied weight's other names
-    the one that it goes by."""
+    """The resuming run's optimizer groups, with its settings, and a map from a tied weight's other names to the one
+    used."""
 
     groups: tuple[Group, ...]
     tied: Mapping[str, str]
 
     @property
     def filled(self) -> tuple[Group, ...]:
-        """The groups that have weights; DeepSpeed leaves out others (runtime/engine.py, _configure_optimizer)."""
+        """The groups that have weights; DeepSpeed drops empty ones (runtime/engine.py, _configure_optimizer)."""
         return tuple(group for group in self.groups if group.names)
 
 
@@ -46,10 +46,10 @@ def read_plain(folder: Path, names: Names) -> Portable:
     stored = find_tensors(folder, "model")
     if not stored:
         raise RequestError(
-            f"--resume: {folder} has no model.safetensors (LoRA's adapters are not moved to another engine). Resume "
+            f"--resume: {folder} has no model.safetensors (LoRA adapters cannot be moved to another engine). Resume "
             "with the engine and the number of ranks that wrote it."
         )
-    held = {names.tied.get(name, name): name for name in stored}  # of tied weights the file has one
+    held = {names.tied.get(name, name): name for name in stored}  # the file has one name of each tied weight
 
     def weight(name: str) -> torch.Tensor:
         return read_tensor(stored, held[name])
@@ -60,12 +60,14 @@ def read_plain(folder: Path, names: Names) -> Portable:
 
 
 def read_zero0(folder: Path, names: Names) -> Portable:
-    """Of `global_stepN/` without ZeRO: one file. In bf16 the fp32 weights are the optimizer's (deepspeed/runtime/fp16/
-    unfused_optimizer.py)."""
+    """Read `global_stepN/` without ZeRO: one file. In bf16 the optimizer holds the fp32 weights (deepspeed/runtime/
+    fp16/unfused_optimizer.py)."""
     record = load_pickle(model_file(folder))
     module, optimizer = record["module"], record["optimizer"]
     if "fp32_groups_flat" in optimizer:
-        raise RequestError(f"{folder}: DeepSpeed's fused optimizer without ZeRO is not read here. Resume it as it was.")
+        raise RequestError(
+            f"{folder}: states of DeepSpeed's fused optimizer without ZeRO cannot be moved. Resume in the same layout."
+        )
     masters: dict[str, torch.Tensor] = {}
     for group, tensors in zip(names.filled, optimizer.get("fp32_groups", ()), strict=False):
         masters |= dict(zip(group.names, tensors, strict=True))
@@ -85,7 +87,7 @@ def read_zero0(folder: Path, names: Names) -> Portable:
 def _whole(
     folder: Path, names: Names, optimizer: Mapping[str, Any], weight: Callable[[str], torch.Tensor], there: set[str]
 ) -> Portable:
-    """Weights and states alone; `there` are the names that `weight` knows."""
+    """Only weights and states; `there` are the names that `weight` knows."""
     states, given = optimizer["state"], [group for group in optimizer["param_groups"] if group["params"]]
     if [len(group["params"]) for group in given] != [len(group.names) for group in names.filled]:
         raise RequestError(
@@ -116,7 +118,7 @@ def _whole(
 
 
 def write_plain(folder: Path, portable: Portable, names: Names) -> None:
-    """model.safetensors in fp32 and optimizer.pt, as the Trainer reads them."""
+    """Write model.safetensors in fp32 and optimizer.pt, as the Trainer reads them."""
     weights = {name: portable.read(name, WEIGHT) for name in portable.shapes}
     save_file(
         weights | {k: v.contiguous() for k, v in portable.buffers.items()},
@@ -130,8 +132,8 @@ def write_plain(folder: Path, portable: Portable, names: Names) -> None:
 
 
 def write_zero0(folder: Path, portable: Portable, world_size: int, is_fp32: bool) -> None:
-    """`global_stepN/` and the file by which the engine finds it. In fp16 and bf16 the optimizer keeps the fp32 weights
-    (runtime/fp16/unfused_optimizer.py, load_state_dict)."""
+    """Write `global_stepN/` and the file that tells the engine its name. In fp16 and bf16 the optimizer holds the fp32
+    weights (runtime/fp16/unfused_optimizer.py, load_state_dict)."""
     module = {name: portable.read(name, WEIGHT) for name in portable.shapes}
     optimizer = _optimizer_record(portable)
     if not is_fp32:
@@ -149,7 +151,7 @@ def write_zero0(folder: Path, portable: Portable, world_size: int, is_fp32: bool
 
 
 def _optimizer_record(portable: Portable) -> dict[str, Any]:
-    """As torch's optimizers save themselves."""
+    """A `state_dict` like those of torch's optimizers."""
     names = [name for group in portable.groups for name in group.names]
     index = {name: number for number, name in enumerate(names)}
     states = {index[name]: {key: portable.read(name, key) for key in portable.keys} for name in names}

@@ -1,5 +1,5 @@
-"""Resuming from another layout, under the Trainer and in a pipeline: a folder for their loaders, and what DeepSpeed's
-loader leaves out."""
+"""Resuming from another layout, with the Trainer or in a pipeline: a folder for their loaders, and corrections for what
+DeepSpeed's loader omits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNIVERSAL = {"load_universal": True}
 
 
 class Reshard(TrainerCallback):
-    """Of a run that resumes: `folder` is what its engine is to load, the checkpoint itself or one made of it."""
+    """For a run that resumes: `folder` is what its engine must load, the checkpoint itself or a converted one."""
 
     def __init__(self, trainer: Any, checkpoint: Path) -> None:
         self.trainer, self.folder = trainer, checkpoint
@@ -43,7 +43,7 @@ class Reshard(TrainerCallback):
             return
         if written.engine != here.engine and hasattr(trainer.model, "peft_config"):
             raise RequestError(
-                f"--resume: the checkpoint was written by {written}, and this run has {here}. LoRA's adapters are not "
+                f"--resume: the checkpoint was written by {written}, but this run has {here}. LoRA adapters cannot be "
                 "moved to another engine. Resume with the engine that wrote it."
             )
         self.portable = self.mover.move(written, names_of(trainer))
@@ -56,32 +56,32 @@ class Reshard(TrainerCallback):
             trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = UNIVERSAL
 
     def mend(self) -> None:
-        """Once DeepSpeed has loaded: what its universal loader has left out or shared."""
+        """Called once DeepSpeed has loaded: restore what its universal loader omits or shares."""
         trainer, portable = self.trainer, self.portable
         if portable is None:
             return
-        put_buffers(trainer, portable)  # DeepSpeed loads the weights alone (runtime/engine.py, _load_checkpoint)
+        put_buffers(trainer, portable)  # DeepSpeed loads only the weights (runtime/engine.py, _load_checkpoint)
         if not self.is_universal:
             return
         outer = trainer.model_wrapped.optimizer
         mend_optimizer(outer.optimizer, portable)
         scaler = vars(outer.loss_scaler) if getattr(outer, "loss_scaler", None) is not None else {}
         scaler.update({name: value for name, value in portable.loss_scale.items() if name in scaler})
-        # What is loaded later, such as the best checkpoint, is as DeepSpeed saves it.
+        # Later loads, such as the best checkpoint, are in DeepSpeed's normal format.
         trainer.model_wrapped._config.load_universal_checkpoint = False
         del trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Every rank has read all that it needs, also its random states, before the first step."""
+        """Clean up: every rank has read all that it needs, including random states, before the first step."""
         if self.folder == self.mover.folder:
             self.portable, self.folder = None, self.mover.checkpoint
             self.mover.clear()
 
-    on_train_end = on_step_end  # of a run that had all its steps
+    on_train_end = on_step_end  # for a run that has no steps left
 
 
 def load_best(trainer: Any, checkpoint: Path) -> bool:
-    """Put in the weights of the best checkpoint, if another layout than this DeepSpeed run's wrote it; else False."""
+    """Load the best checkpoint's weights if another layout than this DeepSpeed run's wrote it; else return False."""
     if not trainer.is_deepspeed_enabled or not checkpoint.is_dir():
         return False
     written = sharding_of(checkpoint)
@@ -103,32 +103,32 @@ def put_buffers(trainer: Any, portable: Portable) -> None:
 
 
 def gathered(weight: Any) -> Any:
-    """Inside, a weight that ZeRO-3 shards is there in full, and what is put into it stays."""
+    """Inside this context, a weight that ZeRO-3 shards is present in full, and changes to it persist."""
     import deepspeed
 
     return deepspeed.zero.GatheredParameters([weight], modifier_rank=0) if hasattr(weight, "ds_id") else nullcontext()
 
 
 def _complete_state(folder: Path, trainer: Any) -> None:
-    """The Trainer wants to find all callbacks that have a state in a resumed run's (transformers 5.23, trainer.py,
-    _save_checkpoint), and a pipeline has fewer."""
+    """Add the callbacks that a pipeline lacks: a resumed run's state must list every callback that has a state
+    (transformers 5.23, trainer.py, _save_checkpoint)."""
     path = folder / STATE_FILE
     record = read_json_object(path)
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(callback, ExportableState):
             record["stateful_callbacks"].setdefault(type(callback).__name__, callback.state())
-    path.unlink()  # a link to the checkpoint's, which stays as it is
+    path.unlink()  # a link to the checkpoint's file, which stays unchanged
     write_json(path, record)
 
 
 def mend_optimizer(optimizer: Any, portable: Portable) -> None:
-    """The steps and the settings of the groups, which DeepSpeed 0.19.8 restores for ZeRO-1 and 2 alone.
+    """Restore the step counts and the groups' settings, which DeepSpeed 0.19.8 restores only for ZeRO-1 and 2.
 
-    For ZeRO-3 its loader gives one tensor, the step, to all sub-groups: torch's Adam then counts every sub-group's
-    update as a step of all. And the first group's settings to all groups: biases and norms would be decayed
-    (runtime/zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3). A step also must be where and what
-    the optimizer wants it, as torch's own `load_state_dict` sees to: torch's a tensor, with the weights where it is
-    fused; DeepSpeed's a number, which goes to its kernel.
+    For ZeRO-3 its loader assigns the same step tensor to all sub-groups, so torch's Adam counts every sub-group's
+    update as a step of all, and the first group's settings to all groups, so biases and norms would be decayed
+    (runtime/zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3). The step must also have the type and
+    device that the optimizer expects, as with torch's `load_state_dict`: for torch a tensor, on the weights' device if
+    fused; for DeepSpeed a number, which is passed to its kernel.
     """
     is_torch = type(optimizer).__module__.startswith("torch.")
     for weight, state in optimizer.state.items():
@@ -153,7 +153,7 @@ def here_of(trainer: Any) -> Sharding:
 
 
 def names_of(trainer: Any) -> Names:
-    """As `Trainer.create_optimizer` will group them."""
+    """The weights' names, grouped as `Trainer.create_optimizer` will group them."""
     model = trainer.model
     decayed = set(trainer.get_decay_parameter_names(model))
     decays = {name: name in decayed for name, p in model.named_parameters() if p.requires_grad}
@@ -165,8 +165,8 @@ def names_of(trainer: Any) -> Names:
 
 
 def groups_of(choice: tuple[Any, dict[str, Any]], decays: Mapping[str, bool], decay: float) -> tuple[Group, ...]:
-    """The weights that decay and those that do not, with all settings, also those that the optimizer's class fills in.
-    `choice` is that class with its arguments."""
+    """The groups with and without weight decay, with all settings, including the optimizer's defaults. `choice` is the
+    optimizer's class and its arguments."""
     kind, given = choice
     settings = settings_of(kind([torch.nn.Parameter(torch.zeros(1))], **given).param_groups[0])
     return tuple(
@@ -177,7 +177,7 @@ def groups_of(choice: tuple[Any, dict[str, Any]], decays: Mapping[str, bool], de
 
 @contextmanager
 def loadable(checkpoint: Path, trainer: Any) -> Iterator[Path]:
-    """Inside, a folder that a pipeline can load: the checkpoint itself, or one made of it. All ranks must call it."""
+    """Yields a folder that a pipeline can load: the checkpoint itself or a converted one. All ranks must call it."""
     here = Sharding("pipeline", trainer.launch.world_size)
     mover = Mover(checkpoint, Path(trainer.args.output_dir), here, trainer.launch.rank)
     mover.clear()
@@ -188,12 +188,12 @@ def loadable(checkpoint: Path, trainer: Any) -> Iterator[Path]:
     optimizer = type(trainer.checkpoints.states.optimizer).__name__
     mover.move(written, names_in_pipeline(trainer), (trainer.global_batch_size, optimizer))
     yield mover.folder
-    distributed.barrier()  # all have read
+    distributed.barrier()  # all ranks have read
     mover.clear()
 
 
 def names_in_pipeline(trainer: Any) -> Names:
-    """As the Trainer groups the whole model's weights: from the list of layers, which come in the model's order."""
+    """The whole model's weights as the Trainer groups them, taken from the layers, which are in the model's order."""
     layers = [layer.look() for layer in trainer.parts.layers]
     decayed = set(Trainer.get_decay_parameter_names(None, torch.nn.ModuleList(layers)))
     decays: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""Which layout wrote a checkpoint, and whether the engine of this run can load it as it stands."""
+"""Which layout wrote a checkpoint, and whether this run's engine can load it as it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.training.reshard.zero_shards import model_file, shard_files
 @dataclass(frozen=True)
 class Sharding:
     """`engine` is "ddp" (the Trainer alone: one process or DDP), "fsdp", "deepspeed" or "pipeline". `offload` and
-    `precision` are of DeepSpeed: it keeps states elsewhere, and names its files otherwise."""
+    `precision` apply to DeepSpeed: with them, states are kept elsewhere and files are named differently."""
 
     engine: str
     ranks: int
@@ -35,7 +35,7 @@ class Sharding:
 
 
 def sharding_of(checkpoint: Path) -> Sharding:
-    """Of the run that wrote `checkpoint`, by its own files. Raises RequestError."""
+    """The layout that wrote `checkpoint`, determined from its files. Raises RequestError."""
     random_states = len(list(checkpoint.glob("rng_state*.pth")))
     if (checkpoint / PIPELINE_RECORD).is_file():
         return Sharding("pipeline", random_states)
@@ -47,13 +47,13 @@ def sharding_of(checkpoint: Path) -> Sharding:
     if any(checkpoint.glob("optimizer_*")) or any(checkpoint.glob("pytorch_model_fsdp*")):
         return Sharding("fsdp", random_states)
     raise RequestError(
-        f"--resume: {checkpoint} holds no optimizer states (--save_only_model): there is nothing to go on with. Start "
-        "anew from its weights by --model_name_or_path."
+        f"--resume: {checkpoint} holds no optimizer states (--save_only_model), so it cannot be resumed. Start "
+        "a new run from its weights with --model_name_or_path."
     )
 
 
 def of_config(content: Any, ranks: int) -> Sharding:
-    """Of a run under DeepSpeed, by its config."""
+    """The layout of a DeepSpeed run, from its config."""
     config = Config(content)
     devices = [config.offload(name) for name in ("offload_optimizer", "offload_param")]
     where = next((device for device in ("nvme", "cpu") if device in devices), "none")
@@ -62,20 +62,20 @@ def of_config(content: Any, ranks: int) -> Sharding:
 
 
 def can_load_as_it_stands(written: Sharding, here: Sharding) -> bool:
-    """Raises RequestError for what can neither be loaded nor moved."""
+    """Whether no conversion is needed. Raises RequestError for a checkpoint that can be neither loaded nor moved."""
     if written == here or written.engine == here.engine != "deepspeed":
-        return True  # the Trainer, FSDP and the pipeline load theirs on any number of ranks
+        return True  # the Trainer, FSDP and the pipeline load their own checkpoints on any number of ranks
     for layout in (written, here):
         if layout.engine == "fsdp":
             raise RequestError(
-                f"--resume: the checkpoint was written by {written}, and this run has {here}. FSDP's states are not "
-                "moved to another engine, nor to it. Resume with the engine that wrote it, or start anew from its "
-                "weights by --model_name_or_path."
+                f"--resume: the checkpoint was written by {written}, but this run has {here}. States cannot be moved "
+                "between FSDP and another engine. Resume with the engine that wrote it, or start a new run from its "
+                "weights with --model_name_or_path."
             )
         if layout.offload == "nvme":
             raise RequestError(
-                f"--resume: the checkpoint was written by {written}, and this run has {here}. States on NVMe are only "
-                "resumed by the same layout (DeepSpeed 0.19.8 copies each rank's files as they are). Resume with it, "
-                "or start anew from the weights by --model_name_or_path."
+                f"--resume: the checkpoint was written by {written}, but this run has {here}. States on NVMe can only "
+                "be resumed in the same layout (DeepSpeed 0.19.8 copies each rank's files as they are). Resume with "
+                "it, or start a new run from its weights with --model_name_or_path."
             )
     return written.engine == here.engine and written.zero_stage == here.zero_stage == 0

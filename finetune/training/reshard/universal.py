@@ -1,7 +1,7 @@
 """Writes DeepSpeed's universal checkpoint, which its engine loads at any ZeRO stage and on any number of ranks.
 
-Its own converter (deepspeed 0.19.8, checkpoint/ds_to_universal.py) is not used: it opens shards as plain pickles,
-writes everything twice, leaves out ZeRO-3's step, and knows no checkpoint but ZeRO's.
+DeepSpeed's own converter (0.19.8, checkpoint/ds_to_universal.py) is not used: it opens shards as plain pickles, writes
+everything twice, omits ZeRO-3's step, and converts only ZeRO checkpoints.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 
 from finetune.training.reshard.portable import COUNTERS, WEIGHT, Portable
 
-LATEST = "latest_universal"  # the engine looks for the name of the folder here
+LATEST = "latest_universal"  # the engine reads the folder's name from this file
 
 
 def write_weight(folder: Path, portable: Portable, name: str) -> None:
-    """The weight and its states. The loader takes all files of the weight's folder (checkpoint/universal_checkpoint.py,
-    load_hp_checkpoint_state)."""
+    """Write a weight and its states. The loader reads every file in the weight's folder
+    (checkpoint/universal_checkpoint.py, load_hp_checkpoint_state)."""
     place = folder / "zero" / name
     place.mkdir(parents=True, exist_ok=True)
     for key in (WEIGHT, *portable.keys):
@@ -28,13 +28,13 @@ def write_weight(folder: Path, portable: Portable, name: str) -> None:
 
 
 def write_record(folder: Path, portable: Portable, stage: int, world_size: int) -> None:
-    """What belongs to no single weight, and last the file by which the engine finds the folder."""
+    """Write what does not belong to a single weight, and last the file that tells the engine the folder's name."""
     from deepspeed import __version__
 
     groups = [{**group.settings, "params": [index]} for index, group in enumerate(portable.groups)]
     state: dict[str, Any] = {} if portable.steps is None else {"step": torch.tensor(portable.steps)}
     inner = {"state": {0: state}, "param_groups": groups}
-    # The loader of ZeRO-3 looks for the groups in the inner record, that of 1 and 2 in the outer one (zero/stage3.py,
+    # ZeRO-3's loader looks for the groups in the inner record, that of ZeRO-1 and 2 in the outer one (zero/stage3.py,
     # load_hp_checkpoint_state_from_checkpoint_dir_stage3; base_optimizer.py).
     record = {"optimizer_state_dict": inner, "param_groups": groups, "ds_version": __version__}
     torch.save(record, folder / "zero" / "optimizer_state.pt")
@@ -44,7 +44,7 @@ def write_record(folder: Path, portable: Portable, stage: int, world_size: int) 
 
 
 def engine_record(portable: Portable, world_size: int) -> dict[str, Any]:
-    """What DeepSpeed's engine reads beside weights and optimizer (runtime/engine.py, _load_checkpoint)."""
+    """What DeepSpeed's engine reads besides weights and optimizer (runtime/engine.py, _load_checkpoint)."""
     from deepspeed import __version__
 
     return {

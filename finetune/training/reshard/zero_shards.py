@@ -1,4 +1,4 @@
-"""Reads the shards of ZeRO-1, 2 and 3: flat tensors, each rank's part of all weights of a group from end to end."""
+"""Reads the shards of ZeRO-1, 2 and 3: flat tensors, each holding a rank's part of a group's concatenated weights."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from finetune.training.reshard.portable import (
 )
 
 RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-Piece = tuple[int, int, int, int]  # rank, group, and where in its flat tensor: first element and number
+Piece = tuple[int, int, int, int]  # rank, group, and the place in its flat tensor: first element, number of elements
 Places = tuple[tuple[Group, ...], dict[str, list[Piece]]]
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The optimizer's shards in `global_stepN/`, rank by rank. Raises RequestError where one is missing."""
+    """The optimizer shards in `global_stepN/`, in rank order. Raises RequestError if one is missing."""
     found = {int(m[1]): path for path in folder.glob("*_optim_states.pt") if (m := RANK.search(path.name))}
     if sorted(found) != list(range(len(found))):
         missing = min(set(range(max(found) + 1)) - set(found))
-        raise RequestError(f"{folder}: has {len(found)} shards, but none of rank {missing}.")
+        raise RequestError(f"{folder}: has {len(found)} shards, but none for rank {missing}.")
     return [found[rank] for rank in range(len(found))]
 
 
 def model_file(folder: Path) -> Path:
-    """The file of `global_stepN/` that holds what is no optimizer's: of ZeRO-3 that of rank 0."""
+    """The file in `global_stepN/` that holds everything but the optimizer's state; under ZeRO-3, rank 0's."""
     third = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     return third if third.is_file() else folder / "mp_rank_00_model_states.pt"
 
 
 def read_zero(folder: Path) -> Portable:
-    """Of `global_stepN/`. Raises RequestError."""
+    """Read the shards in `global_stepN/`. Raises RequestError."""
     try:
         return _read(folder)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
@@ -53,10 +53,10 @@ def read_zero(folder: Path) -> Portable:
 
 def _read(folder: Path) -> Portable:
     shards = [load_pickle(path)["optimizer_state_dict"] for path in shard_files(folder)]
-    counts = shards[0]["partition_count"]  # ZeRO-1 and 2 say it of each group
+    counts = shards[0]["partition_count"]  # under ZeRO-1 and 2, one count per group
     ranks = max(counts) if isinstance(counts, list) else int(counts)
     if len(shards) != ranks:
-        raise RequestError(f"{folder}: is of {ranks} ranks, and has shards of {len(shards)}. The others are missing.")
+        raise RequestError(f"{folder}: was written by {ranks} ranks, but has the shards of {len(shards)}.")
     record, is_third = load_pickle(model_file(folder)), "fp32_flat_groups" in shards[0]
     given, states = record["param_shapes"], _states(shards[0])
     shapes = {name: torch.Size(shape) for group in given for name, shape in group.items()}
@@ -71,8 +71,8 @@ def _read(folder: Path) -> Portable:
             parts = [flat(shards[rank], group, key).narrow(0, at, n) for rank, group, at, n in pieces[name]]
             return joined(parts, shapes[name])
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            reason = f"its shards do not hold {key} of {name} whole ({first_line(error)})"
-            raise RequestError(f"{folder}: {reason}. They are not of one checkpoint.") from error
+            reason = f"its shards do not hold all of {key} of {name} ({first_line(error)})"
+            raise RequestError(f"{folder}: {reason}. They are not from the same checkpoint.") from error
 
     scaler = shards[0].get("loss_scaler")
     return Portable(
@@ -89,16 +89,16 @@ def _read(folder: Path) -> Portable:
 
 
 def _states(shard: Mapping[str, Any]) -> dict[str, Any]:
-    """The `state_dict` of torch's optimizer inside; each of its parameters is a flat tensor."""
+    """The inner torch optimizer's `state_dict`; each of its parameters is a flat tensor."""
     states = shard["optimizer_state_dict" if "fp32_flat_groups" in shard else "base_optimizer_state"]
     if not isinstance(states, dict):
-        raise RequestError("the checkpoint is elastic (zero_optimization.elastic_checkpoint), and is not read here.")
+        raise RequestError("the checkpoint is elastic (zero_optimization.elastic_checkpoint), which is not supported.")
     return states
 
 
 def _first_stages(shards: list[Any], given: list[Any], shapes: Mapping[str, torch.Size]) -> Places:
-    """ZeRO-1 and 2: a flat tensor a group, cut between the ranks anywhere (deepspeed/runtime/zero/stage_1_and_2.py,
-    and bf16_optimizer.py)."""
+    """ZeRO-1 and 2: one flat tensor per group, split between ranks at any element
+    (deepspeed/runtime/zero/stage_1_and_2.py and bf16_optimizer.py)."""
     settings = _states(shards[0])["param_groups"]
     groups = tuple(Group(tuple(names), settings_of(group)) for names, group in zip(given, settings, strict=True))
     pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
@@ -110,9 +110,9 @@ def _first_stages(shards: list[Any], given: list[Any], shapes: Mapping[str, torc
 
 
 def _third_stage(shards: list[Any], given: list[Any], shapes: Mapping[str, torch.Size]) -> Places:
-    """ZeRO-3: a flat tensor a sub-group, of every weight an equal part a rank, filled up at the last one
+    """ZeRO-3: one flat tensor per sub-group, with an equal part of every weight on each rank, padded on the last one
     (deepspeed/runtime/zero/partition_parameters.py). `given` are the shapes of each sub-group."""
-    settings = _states(shards[0])["param_groups"]  # whose parameters are the sub-groups
+    settings = _states(shards[0])["param_groups"]  # their parameters are the sub-groups
     groups = tuple(
         Group(tuple(n for sub in group["params"] for n in given[sub]), settings_of(group)) for group in settings
     )

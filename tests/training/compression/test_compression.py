@@ -52,7 +52,7 @@ def test_a_resumed_run_ends_as_the_uncut_one(hook: str, trained: Trained) -> Non
 @pytest.mark.parametrize("hook", KEEPS_ERRORS)
 def test_where_the_checkpoint_has_no_errors_all_begin_without_and_say_so(hook: str, trained: Trained) -> None:
     for rank in trained:
-        assert f"has no errors of --ddp_comm_hook {hook} on {RANKS} ranks" in rank[hook]["said_of_none"]
+        assert f"has no compression errors of --ddp_comm_hook {hook} on {RANKS} ranks" in rank[hook]["said_of_none"]
         assert torch.equal(rank[hook]["without_errors"], trained[0][hook]["without_errors"])
         assert rank[hook]["without_errors"].isfinite().all()
 
@@ -94,7 +94,7 @@ def test_onebit_adam_without_its_errors_goes_on_from_the_freeze_that_was(trained
     """As on another number of ranks: steps by the bias correction of step SAVED would be 1.5 times as long."""
     for rank in trained:
         found = rank["onebit_adam"]
-        assert "has no errors of" in found["said_of_lost"]
+        assert "has no compression errors of" in found["said_of_lost"]
         assert found["freeze_of_resumed"] == pytest.approx(
             found["freeze"]
         )  # each rank's gradients are longer by their own

@@ -222,7 +222,8 @@ def test_the_first_micro_batch_is_named_with_its_samples() -> None:
         finding(0, 1, None),
     ]
     assert _said(found, 5, True) == (
-        "step 5 is not finite: first first; rank 0, micro-batch 1, samples 3, 4. So have 2 more micro-batch(es)."
+        "step 5 is not finite: first first; rank 0, micro-batch 1, samples 3, 4. "
+        "It also happens in 2 more micro-batch(es)."
     )
     assert _said([finding(1, 2, "late")], 5, True) == (
         "step 5 is not finite: first late; rank 1, micro-batch 3, samples not known (a stream)."
@@ -238,7 +239,9 @@ def test_of_many_samples_the_first_are_shown(count: int, rest: str) -> None:
 
 @pytest.mark.parametrize(("finite", "what"), [(True, "the gradients are"), (False, "the loss is")])
 def test_what_no_module_explains_is_said_so(finite: bool, what: str) -> None:
-    assert _said([finding(0, 0, None)], 4, finite).startswith(f"step 4: {what} not finite, but the same batch")
+    assert _said([finding(0, 0, None)], 4, finite).startswith(
+        f"step 4: {what} not finite, but running the same batch again"
+    )
 
 
 def test_the_logged_loss_is_the_mean_of_the_steps_that_were_taken() -> None:
@@ -350,7 +353,7 @@ def test_a_part_of_a_shared_text_is_not_run_again_alone(tmp_path: Path) -> None:
     write_batch(tmp_path, [{"ids": torch.tensor([[1, 2]])}], {"cpu": torch.get_rng_state()})
     assert [[file.stem for file in files] for files in groups_in(tmp_path)] == [["rank-0"]]
     write_report(tmp_path, 3, 0.5, "said", [], sharing=2)
-    with pytest.raises(RequestError, match="ranks 0 to 1 shared each text, and not all of their files are here"):
+    with pytest.raises(RequestError, match="ranks 0 to 1 shared each text, but some of their files are missing"):
         groups_in(tmp_path)
 
 
