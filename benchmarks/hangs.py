@@ -1,4 +1,4 @@
-r"""How soon does a rank that hangs end the run, by the flags' defaults, and is it named?
+r"""How soon does a rank that hangs end the run, with --hang_blame True, and is it named?
 
     python benchmarks/hangs.py                       # three layouts, about ten minutes; mostly waiting
 
@@ -27,7 +27,7 @@ OUT = REPO / "docs" / "results" / "hangs.jsonl"
 LAYOUTS, FAULTS, CULPRIT = ("ddp", "zero2", "pipeline"), ("stopped", "stuck"), 1
 STUCK_AT = 40  # batches of the culprit
 START_SECONDS = 120
-FLAGS = {"max_steps": 100_000, "save_strategy": "no", "eval_strategy": "no"}
+FLAGS = {"max_steps": 100_000, "save_strategy": "no", "eval_strategy": "no", "hang_blame": True}
 FLAGS |= {"metric_for_best_model": None, "early_stopping_patience": None}
 
 

@@ -126,7 +126,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Like the Trainer's; True means the newest checkpoint that verifies. A killed rank is named, and a signal
         stops all ranks after a checkpoint."""
-        run_folder, patience = Path(self.args.output_dir), self.guards.hang_timeout
+        run_folder, guards = Path(self.args.output_dir), self.guards
         checkpoint = newest_verified(run_folder) if resume_from_checkpoint is True else resume_from_checkpoint
         self.data_files, self.began = mapped_files(), time.monotonic()
         if self.args.save_strategy != SaveStrategy.NO:
@@ -138,7 +138,9 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
             self.reshard = Reshard(self, self.saves.chosen)
             self.add_callback(self.reshard)
         try:
-            watched = watching(lambda rank: f"rank {rank}", self.stop, run_folder, patience)
+            watched = watching(
+                lambda rank: f"rank {rank}", self.stop, run_folder, guards.hang_timeout, guards.hang_blame
+            )
             with self.sequence.attending(self.model), watched as self.progress:
                 output = super().train(str(self.reshard.folder) if self.reshard else None, *args, **kwargs)
             return output._replace(training_loss=output.metrics["train_loss"])  # over all launches, as in `log`

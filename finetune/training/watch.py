@@ -30,12 +30,17 @@ RUNS, ENDED, KILLED, GONE = "runs", "has ended", "was killed", "is gone"
 
 @contextmanager
 def watching(
-    name_of: Callable[[int], str], stop: StopOnSignal, folder: Path, hang_timeout: float = 0.0
+    name_of: Callable[[int], str],
+    stop: StopOnSignal,
+    folder: Path,
+    hang_timeout: float = 0.0,
+    hang_blame: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """In this block, if a signal kills a rank of this machine, the others end within seconds with one message;
     `name_of` gives the rank's description. All ranks must enter it together and leave it before they exit. With
-    `hang_timeout` (seconds) the same applies to a rank of any machine that hangs (finetune.training.guards.verdict);
-    call the yielded function whenever there is progress. `folder` is the run's; `stop` is the training's callback.
+    `hang_timeout` (seconds) the same applies to a rank of any machine that sends no heartbeat, and with `hang_blame` to
+    one that stands still (finetune.training.guards.verdict); call the yielded function whenever there is progress.
+    `folder` is the run's; `stop` is the training's callback.
 
     The lowest living rank prints the message. A launcher may notice the death first and end the others: SIGTERM only
     wakes the watch thread, which checks, prints, and then ends the process. If no rank has ended and `stop` listens,
@@ -53,7 +58,7 @@ def watching(
     os.set_blocking(writer, False)
     old_handler = signal.signal(signal.SIGTERM, lambda *_: None)
     old_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    pulse = begin_pulse(hang_timeout, peers.pids, name_of, lambda: stop.steps > 0)
+    pulse = begin_pulse(hang_timeout, hang_blame, peers.pids, name_of, lambda: stop.steps > 0)
     given = (peers, distributed.get_rank(), reader, done, name_of, stop, folder, pulse)
     watch = threading.Thread(target=_watch, args=given, daemon=True)
     watch.start()

@@ -61,7 +61,7 @@ def test_a_rank_whose_batch_never_comes_is_named_with_where_it_stands(
     culprit: int, values: dict[str, object], tmp_path: Path
 ) -> None:
     recipe, folder = PIPELINE if "pipeline_parallel_size" in values else RECIPE, tmp_path / "run"
-    every = {**({} if recipe == PIPELINE else TINY), **values, **LONG, "save_strategy": "no"}
+    every = {**({} if recipe == PIPELINE else TINY), **values, **LONG, "save_strategy": "no", "hang_blame": True}
     env = {"FAULT": json.dumps({"recipe": recipe, "kind": "sleep", "rank": culprit, "batch": 20})}
     run = launch("torchrun", folder, every, ranks=2, env=env, recipe=FAULTY, check=False)
     assert run.status == 1

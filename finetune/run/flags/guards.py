@@ -26,10 +26,15 @@ class GuardArguments:
 
     hang_timeout: float = flag(
         45.0,
-        "end the run if a rank makes no progress for this many seconds while others wait for it, or if it does not "
-        "respond for 40 seconds; 0: never",
+        "end the run if a rank sends no heartbeat for this many seconds (at most 40), and name a rank that makes no "
+        "progress for as long while others wait for it; 0: never",
         GOES_ON,
         range=Range(least=SHORTEST_HANG_SECONDS, others={0: "to wait for ever"}),
+    )
+    hang_blame: bool = flag(
+        False,
+        "also end the run if a rank sends heartbeats but makes no progress for --hang_timeout seconds",
+        GOES_ON,
     )
     on_nan: str = flag(
         "stop",

@@ -29,7 +29,8 @@ STORE_SECONDS = 5.0  # how long a rank waits for the store at its start and at i
 QUIET_RANKS_WAIT_SECONDS = 5.0  # so that the reporting rank has printed before a launcher ends it
 HURRIED_SECONDS = 6.0  # once a transfer has failed, some rank is gone: no need to be patient
 VERDICT = "verdict"
-MEND = "Where a checkpoint was saved, --resume auto goes on from it."
+BLAME = "--hang_blame True would end it; --ddp_timeout does in any case."
+MEND = "If a checkpoint was saved, --resume auto continues from it."
 
 
 class Pulse(threading.Thread):
@@ -40,7 +41,8 @@ class Pulse(threading.Thread):
     rank 0 itself fails, the others notice, and the lowest rank still alive reports it.
 
     `has_stepped` returns whether this rank has finished a step since it started: waiting before that (for a tracker,
-    or for another rank's compilation lock) is not a fault.
+    or for another rank's compilation lock) is not a fault. A verdict by stillness ends the run only if it `blames`;
+    otherwise it is a warning.
     """
 
     def __init__(
@@ -50,10 +52,11 @@ class Pulse(threading.Thread):
         pids: dict[int, int],
         name_of: Callable[[int], str],
         has_stepped: Callable[[], bool] = lambda: True,
+        blames: bool = False,
     ) -> None:
         super().__init__(daemon=True)
         self.store, self.limit, self.pids, self.name_of = store, limit, pids, name_of
-        self.has_stepped = has_stepped
+        self.has_stepped, self.blames, self.has_warned = has_stepped, blames, False
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.others = range(1, self.world_size) if self.rank == 0 else range(1)
         self.main = threading.main_thread().ident or 0
@@ -148,7 +151,14 @@ class Pulse(threading.Thread):
         now = time.monotonic()
         ages = {rank: now - at for rank, at in self.seen_at.items()}
         known = self.seen if self.rank else {**self.seen, 0: self.own}  # other ranks judge only whether rank 0 lives
-        return judge(known, ages, self.limit, self.name_of)
+        verdict = judge(known, ages, self.limit, self.name_of)
+        if verdict is None or not verdict.by_stillness or self.blames:
+            self.has_warned = False
+            return verdict
+        if not self.has_warned:
+            print(f"\nwarning: {verdict.said}. The run keeps waiting. {BLAME}", file=sys.stderr, flush=True)
+            self.has_warned = True
+        return None
 
     def _end(self, verdict: Verdict) -> None:
         try:
@@ -179,7 +189,7 @@ class Pulse(threading.Thread):
 
 
 def begin_pulse(
-    limit: float, pids: dict[int, int], name_of: Callable[[int], str], has_stepped: Callable[[], bool]
+    limit: float, blames: bool, pids: dict[int, int], name_of: Callable[[int], str], has_stepped: Callable[[], bool]
 ) -> Pulse | None:
     """Start it; all ranks call it together. None if it is off (0), or, with a warning, if some rank cannot reach rank
     0's store: a port chosen by the system must be open between the hosts, as for gloo and NCCL."""
@@ -200,6 +210,6 @@ def begin_pulse(
         if is_first:
             print(f"warning: rank {reach.index(False)} cannot reach {address}:{port}: hangs will not be detected.")
         return None
-    pulse = Pulse(store, limit, pids, name_of, has_stepped)
+    pulse = Pulse(store, limit, pids, name_of, has_stepped, blames)
     pulse.start()
     return pulse

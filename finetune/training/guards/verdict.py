@@ -85,10 +85,12 @@ def _words(frame: FrameType) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ranks` are to blame; empty if all wait for one another. `said` is one sentence."""
+    """`ranks` are to blame; empty if all wait for one another. `said` is one sentence. A verdict by stillness can be
+    wrong, because the rank may wait for a slow service; a verdict by silence means that no heartbeat arrived."""
 
     ranks: tuple[int, ...]
     said: str
+    by_stillness: bool = True
 
 
 def judge(
@@ -106,7 +108,7 @@ def judge(
     silent = [rank for rank, age in sorted(ages.items()) if age >= silence and rank not in left]
     if silent:
         names = _join([_silent(beats.get(rank), name_of(rank), ages[rank]) for rank in silent])
-        return Verdict(tuple(silent), names)
+        return Verdict(tuple(silent), names, by_stillness=False)
     there = {rank: beat for rank, beat in sorted(beats.items()) if rank not in left}
     stuck = [rank for rank, beat in there.items() if beat.idle_seconds >= limit and _is_a_fault(beat)]
     waiting = [rank for rank, beat in there.items() if beat.still_seconds >= limit and rank not in stuck]

@@ -147,7 +147,8 @@ class PipelineTrainer(EvaluatesOnce):
             of = f" of pipeline {pipeline}" if self.pipelines > 1 else ""
             return f"rank {rank} (stage {stage} of {self.parts.stages}{of})"
 
-        return watching(name_of, self.stop, Path(self.args.output_dir), self.guards.hang_timeout)
+        guards = self.guards
+        return watching(name_of, self.stop, Path(self.args.output_dir), guards.hang_timeout, guards.hang_blame)
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainOutput:
         """Train to the end."""

@@ -1,5 +1,6 @@
-"""One of two ranks without a model, for test_pulse.py: `python ranks_that_hang.py FOLDER RANK`. It takes steps, each
-with a collective, and does what the folder tells it to: `slow` is a step of 3 s, `hang` one that never ends."""
+"""One of two ranks without a model, for test_pulse.py: `python ranks_that_hang.py FOLDER RANK [--hang_blame]`. It takes
+steps, each with a collective, and does what the folder tells it to: `slow` is a step of 3 s, the pipe `hang` one that
+ends when something is written to it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ FOLDER, RANK = Path(sys.argv[1]), int(sys.argv[2])
 
 def train(stop: StopOnSignal) -> None:
     args, control = SimpleNamespace(device=SimpleNamespace(type="cpu")), SimpleNamespace(should_evaluate=False)
-    with watching(lambda rank: f"rank {rank}", stop, FOLDER, 5.0) as progress:
+    with watching(lambda rank: f"rank {rank}", stop, FOLDER, 5.0, "--hang_blame" in sys.argv) as progress:
         step = 0
         while not (FOLDER / "end").exists():
             progress()
@@ -26,8 +27,9 @@ def train(stop: StopOnSignal) -> None:
             if RANK and (FOLDER / "slow").exists():
                 (FOLDER / "slow").unlink()
                 time.sleep(3)
-            while RANK and (FOLDER / "hang").exists():
-                time.sleep(3600)
+            if RANK and (FOLDER / "hang").exists():
+                (FOLDER / "hang").read_bytes()
+                (FOLDER / "hang").unlink()
             distributed.barrier()
             stop.on_step_end(args, None, control)
             (FOLDER / f"steps-{RANK}").write_text(str(step))

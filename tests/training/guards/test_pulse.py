@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,47 +30,80 @@ def until(condition: Callable[[], Any], seconds: float = 90) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.nightly  # suspends processes, and waits
-def test_a_run_that_is_suspended_or_slow_goes_on_and_one_that_hangs_ends_with_its_rank_named(tmp_path: Path) -> None:
-    logs = [(tmp_path / f"log-{rank}").open("w") for rank in range(2)]
-    ranks = [
-        subprocess.Popen([sys.executable, str(SCRIPT), str(tmp_path), str(rank)], stdout=log, stderr=subprocess.STDOUT)
-        for rank, log in enumerate(logs)
-    ]
+class Ranks:
+    """Two of ranks_that_hang.py in `folder`."""
 
-    def steps() -> int:
-        return min(int(file.read_text() or 0) for file in tmp_path.glob("steps-*"))
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder, self.logs = folder, [(folder / f"log-{rank}").open("w") for rank in range(2)]
+        command = [sys.executable, str(SCRIPT), str(folder)]
+        self.processes = [
+            subprocess.Popen([*command, str(rank), *words], stdout=log, stderr=subprocess.STDOUT)
+            for rank, log in enumerate(self.logs)
+        ]
 
-    def go_on() -> None:
-        assert [rank.poll() for rank in ranks] == [None, None], (tmp_path / "log-0").read_text()
-        more = steps() + 5
-        until(lambda: steps() > more)
+    def steps(self) -> int:
+        return min((int(file.read_text() or 0) for file in self.folder.glob("steps-*")), default=0)
 
+    def go_on(self) -> None:
+        assert [rank.poll() for rank in self.processes] == [None, None], self.said()
+        more = self.steps() + 5
+        until(lambda: self.steps() > more)
+
+    def said(self) -> list[str]:
+        return [line for log in self.logs for line in Path(log.name).read_text().splitlines()]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    two = Ranks(tmp_path, *getattr(request, "param", ()))
     try:
-        until(lambda: len(list(tmp_path.glob("steps-*"))) == 2 and steps() > 3)
-        for rank in ranks:
-            rank.send_signal(signal.SIGSTOP)
-        time.sleep(9)  # as a cluster suspends a job: longer than the 5 s after which a hang is one
-        for rank in ranks:
-            rank.send_signal(signal.SIGCONT)
-        go_on()
-        (tmp_path / "slow").touch()
-        until(lambda: not (tmp_path / "slow").exists())
-        time.sleep(2)
-        go_on()
-        (tmp_path / "hang").touch()
-        assert ranks[0].wait(60) == 1
-        assert ranks[1].wait(60) in (1, -signal.SIGKILL)  # by rank 0, where it has not ended itself before
+        until(lambda: len(list(tmp_path.glob("steps-*"))) == 2 and two.steps() > 3)
+        yield two
     finally:
-        for rank in ranks:
+        for rank in two.processes:
             rank.kill()
             rank.wait()
-        for log in logs:
+        for log in two.logs:
             log.close()
-    said = "".join((tmp_path / f"log-{rank}").read_text() for rank in range(2))
-    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+
+
+@pytest.mark.nightly  # suspends processes, and waits
+@pytest.mark.parametrize("ranks", [["--hang_blame"]], indirect=True, ids=["--hang_blame"])
+def test_a_run_that_is_suspended_or_slow_goes_on_and_one_that_hangs_ends_with_its_rank_named(ranks: Ranks) -> None:
+    for rank in ranks.processes:
+        rank.send_signal(signal.SIGSTOP)
+    time.sleep(9)  # as a cluster suspends a job: longer than the 5 s after which a hang is one
+    for rank in ranks.processes:
+        rank.send_signal(signal.SIGCONT)
+    ranks.go_on()
+    (ranks.folder / "slow").touch()
+    until(lambda: not (ranks.folder / "slow").exists())
+    time.sleep(2)
+    ranks.go_on()
+    os.mkfifo(ranks.folder / "hang")
+    assert ranks.processes[0].wait(60) == 1
+    assert ranks.processes[1].wait(60) in (1, -signal.SIGKILL)  # by rank 0, where it has not ended itself before
+    (line,) = [line for line in ranks.said() if line.startswith("error:")]
     assert line.startswith("error: rank 1 has not moved for ")
-    assert "in train (guards/ranks_that_hang.py:" in line
+    assert "train (guards/ranks_that_hang.py:" in line
+
+
+@pytest.mark.nightly  # waits
+def test_a_rank_that_stands_still_is_named_each_time_and_the_run_goes_on_when_it_moves(ranks: Ranks) -> None:
+    for times in (1, 2):
+        os.mkfifo(ranks.folder / "hang")
+        until(lambda times=times: "\n".join(ranks.said()).count("warning:") == times)
+        time.sleep(3)  # it is said once
+        with (ranks.folder / "hang").open("w") as pipe:
+            pipe.write("go on")
+        ranks.go_on()
+    said = [line for line in ranks.said() if line]
+    assert len(said) == 2, said
+    for line in said:
+        assert line.startswith("warning: rank 1 has not moved for ")
+        assert "The run keeps waiting. --hang_blame True would end it" in line
+    ranks.processes[0].send_signal(signal.SIGSTOP)  # a rank that is silent is lost, whatever the flag
+    assert ranks.processes[1].wait(60) == 1
 
 
 @pytest.fixture
